@@ -1,0 +1,1 @@
+"""Load generator, engine and kernel benchmarks."""

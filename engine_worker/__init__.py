@@ -1,0 +1,1 @@
+"""One process a GPU group: requests in, tokens out. Owns token ids and KV blocks; knows nothing of text or HTTP."""

@@ -1,0 +1,1 @@
+"""The network. Gets its inputs and KV tensors as arguments; no global context."""

@@ -1,0 +1,45 @@
+"""What the scheduler decides and what the executor answers: the seam between thinking and doing.
+
+`schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it out
+in this order: copies, forward pass, sampling. Nothing here knows of tensors.
+"""
+
+from dataclasses import dataclass, field
+
+from engine_worker.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledSequence:
+    """Compute positions [start, start + num_new_tokens) of `sequence`; sample after the last one if `samples`."""
+
+    sequence: Sequence
+    start: int  # == sequence.num_computed_tokens when scheduled
+    num_new_tokens: int
+    samples: bool  # the step reaches the end of the sequence, so its last logits choose the next token
+
+
+@dataclass(slots=True, frozen=True)
+class BlockCopy:
+    source_block_id: int
+    target_block_id: int
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledBatch:
+    sequences: list[ScheduledSequence]
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_new_tokens for scheduled in self.sequences)
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """`sampled_token_ids[i]` belongs to `batch.sequences[i]`; None where that sequence did not sample, or failed."""
+
+    sampled_token_ids: list[int | None]
+    failures: dict[str, str] = field(default_factory=dict)  # request id -> why its sampling failed; ends only that request
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split

@@ -1,0 +1,49 @@
+"""A request inside the engine: its token ids, its blocks, and how far its KV is computed.
+
+    prompt_token_ids                 output_token_ids (a resumed request starts with the journal's tokens here)
+    |-------------------------------|--------------------|
+    |<-- num_computed_tokens -->|<- to be computed ----->|        num_tokens = both lists together
+
+A sequence is never "in prefill" or "in decode": each step computes some tokens more, and a step that reaches num_tokens
+samples the next one. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.messages import SamplingParams
+
+
+class SequenceStatus(StrEnum):
+    WAITING = "waiting"  # never scheduled, or preempted: holds no blocks
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[int] = field(default_factory=list)  # block ids; block i holds tokens [i*block_size, (i+1)*block_size)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Token ids of positions [start, end) of prompt + output."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]

@@ -1,0 +1,1 @@
+"""The worker's only Redis code: claim, emit, finish, reap."""

@@ -1,0 +1,1 @@
+"""Route handlers, one short coroutine a route."""

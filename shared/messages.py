@@ -1,0 +1,180 @@
+"""The messages that cross Redis, and their bytes.
+
+MessagePack by `msgpack` with explicit size limits, then checked into typed structs by `msgspec`; never pickle. Everything
+here is token ids: text belongs to the gateway. A frame that does not decode raises FormatError and nothing else.
+
+    GenerationRequest          gateway -> worker, the body of hash {m}:r:<id>
+    JournalFrame               worker -> journal {m}:j:<id>, appended by EMIT
+    StreamEvent                worker -> gateway: TokenEvent | FinishEvent | ErrorEvent, many in one EventBatch a step
+"""
+
+from enum import StrEnum
+from typing import Any, TypeAlias, TypeVar
+
+import msgpack
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_TOKENS_PER_ARRAY = 2**20  # the longest context any served model has; bounds what one frame can allocate
+
+
+class FormatError(ValueError):
+    """Bytes from Redis that are not a message of this protocol."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence or a stop token
+    LENGTH = "length"  # max_tokens or the model's context is reached
+    CANCELLED = "cancelled"  # the client went away
+
+
+class ErrorCode(StrEnum):
+    REQUEST_FAILED = "request_failed"  # this request broke the worker or its own computation
+    INVALID_REQUEST = "invalid_request"  # the worker refused what the gateway let through
+    CAPACITY_EXCEEDED = "capacity_exceeded"  # the sequence can never fit into the KV cache of this worker
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Defaults are neutral: they change nothing.
+
+    `seed` is always set by the gateway (drawn there when the client names none), so that a resumed or preempted request
+    samples the same tokens: the randomness of output index i depends on (seed, i) alone.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of one prompt. `request_id` is drawn by the gateway (128 random bits), never chosen by a client."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority_class: str = "interactive"
+    tenant: str = ""
+    traceparent: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
+    """Tokens [index, index + len(token_ids)) of the output; `index` lets the gateway see gaps and repeats."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+
+
+class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, tag="e", array_like=True):
+    request_id: str
+    code: ErrorCode
+    message: str
+
+
+StreamEvent: TypeAlias = TokenEvent | FinishEvent | ErrorEvent
+
+
+class JournalFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [index, index + len(token_ids)); `extras` is kept for log-probabilities and grammar state."""
+
+    index: int
+    token_ids: list[int]
+    extras: dict[str, Any] | None = None
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """All events of one engine step for one gateway: one PUBLISH."""
+
+    version: int
+    worker_id: str
+    step: int
+    events: list[StreamEvent]
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgpack.packb(msgspec.to_builtins(message))
+
+
+def decode_request(data: bytes) -> GenerationRequest:
+    return _checked(_unpack(data), GenerationRequest)
+
+
+def decode_event_batch(data: bytes) -> EventBatch:
+    return _checked(_unpack(data), EventBatch)
+
+
+def decode_journal(data: bytes) -> list[JournalFrame]:
+    """The whole frames of a journal, oldest first. A frame cut short at the end (a crash of the store) is left out."""
+    unpacker = _unpacker()
+    unpacker.feed(data)
+    frames = []
+    try:
+        for item in unpacker:
+            frames.append(_checked(item, JournalFrame))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FormatError(f"journal: {error}") from error
+    return frames
+
+
+def _unpacker() -> msgpack.Unpacker:
+    return msgpack.Unpacker(
+        max_buffer_size=MAX_FRAME_BYTES,
+        max_str_len=MAX_FRAME_BYTES,
+        max_bin_len=MAX_FRAME_BYTES,
+        max_array_len=MAX_TOKENS_PER_ARRAY,
+        max_map_len=65_536,
+        max_ext_len=0,
+        strict_map_key=False,  # logit_bias is keyed by token id
+    )
+
+
+def _unpack(data: bytes) -> Any:
+    if len(data) > MAX_FRAME_BYTES:
+        raise FormatError(f"message of {len(data)} bytes; at most {MAX_FRAME_BYTES} are read")
+    unpacker = _unpacker()
+    unpacker.feed(data)
+    try:
+        item = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FormatError(f"not one MessagePack item: {type(error).__name__} {error}") from error
+    if unpacker.tell() != len(data):
+        raise FormatError("bytes after the message")
+    return item
+
+
+_Message = TypeVar("_Message")
+
+
+def _checked(item: Any, kind: type[_Message]) -> _Message:
+    try:
+        return msgspec.convert(item, kind, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise FormatError(f"not a {kind.__name__}: {error}") from error
