@@ -1,7 +1,7 @@
 """What the scheduler decides and what the executor answers: the seam between thinking and doing.
 
-`schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it out
-in this order: copies, forward pass, sampling. Nothing here knows of tensors.
+`schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it
+out in this order: copies, forward pass, sampling. Nothing here knows of tensors.
 """
 
 from dataclasses import dataclass, field
@@ -41,5 +41,5 @@ class StepResult:
     """`sampled_token_ids[i]` belongs to `batch.sequences[i]`; None where that sequence did not sample, or failed."""
 
     sampled_token_ids: list[int | None]
-    failures: dict[str, str] = field(default_factory=dict)  # request id -> why its sampling failed; ends only that request
+    failures: dict[str, str] = field(default_factory=dict)  # request id -> why it failed; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split

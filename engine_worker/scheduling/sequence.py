@@ -25,11 +25,23 @@ class Sequence:
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    # Every id that ends this sequence: sampling.stop_token_ids, and the model's end-of-sequence ids unless ignore_eos.
+    # The sampler masks exactly these while fewer than sampling.min_tokens tokens are out.
+    stop_token_ids: frozenset[int] = frozenset()
     output_token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
-    block_table: list[int] = field(default_factory=list)  # block ids; block i holds tokens [i*block_size, (i+1)*block_size)
+    block_table: list[int] = field(default_factory=list)  # block ids; entry i holds tokens [i, i + 1) * block_size
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Also the index of the token that is sampled next: the randomness of index i depends on (seed, i) alone."""
+        return len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,173 @@
+"""Requests in, events out: the continuous-batching loop, one step at a time.
+
+    step():  schedule -> execute -> apply -> emit
+
+Every request that is added ends in exactly one FinishEvent or ErrorEvent; one that is aborted gives no event any more.
+A bad request, or one whose sampling fails, ends alone. An exception of the executor itself is not caught: the state of
+the device is unknown then, and the requests are resumed elsewhere from their journals.
+
+Knows nothing of Redis, text or tensors, and no clock but the one passed in. Used by one thread only: it has no locks.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
+from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
+from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder
+from engine_worker.scheduling.stop_conditions import finish_reason
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    StreamEvent,
+    TokenEvent,
+    Usage,
+)
+
+__all__ = ["BatchExecutor", "DuplicateRequest", "Engine", "EngineStats"]
+
+
+class BatchExecutor(Protocol):
+    """ModelRunner on a device, FakeModelRunner in tests."""
+
+    def execute(self, batch: ScheduledBatch) -> StepResult: ...
+
+
+class DuplicateRequest(ValueError):
+    """A request of this id is already in the engine."""
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: BatchExecutor,
+        *,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_model_len=scheduler.config.max_model_len,
+            capacity_tokens=scheduler.capacity_tokens,
+        )
+        self._clock = clock
+        self._recorder = StepRecorder()
+        self._request_ids: set[str] = set()
+        self._early_ends: dict[str, StreamEvent] = {}  # of requests that end without a step; emitted by the next one
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._request_ids)
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Requests that were added and have not ended."""
+        return frozenset(self._request_ids)
+
+    @property
+    def num_open_seats(self) -> int:
+        """How many requests more could start in the next step: what a worker should claim, to keep its queue short."""
+        return self._scheduler.num_open_seats
+
+    def add_request(self, request: GenerationRequest, resumed_token_ids: Iterable[int] = ()) -> None:
+        """Queue a request; one that was begun elsewhere continues after the output tokens of its journal."""
+        if request.request_id in self._request_ids:
+            raise DuplicateRequest(request.request_id)
+        self._request_ids.add(request.request_id)
+        output_token_ids = list(resumed_token_ids)
+        try:
+            check_request(request, output_token_ids, self._limits)
+        except RequestRefused as refusal:
+            self._early_ends[request.request_id] = ErrorEvent(request.request_id, refusal.code, str(refusal))
+            return
+        sequence = self._sequence(request, output_token_ids)
+        reason = finish_reason(sequence, self._scheduler.max_num_tokens)
+        if reason is not None:  # its last owner died between the last token and the end
+            self._early_ends[request.request_id] = _finish_event(sequence, reason)
+        else:
+            self._scheduler.add(sequence)
+
+    def abort_request(self, request_id: str) -> None:
+        """Drop a request and free its KV at once. No event follows. Ids that are unknown or have ended are ignored."""
+        if request_id not in self._request_ids:
+            return
+        self._request_ids.discard(request_id)
+        self._early_ends.pop(request_id, None)
+        self._scheduler.abort(request_id)
+        self._recorder.record_end(FinishReason.CANCELLED)
+
+    def step(self) -> list[StreamEvent]:
+        """At most one TokenEvent a request, then its end if it ended. Call while has_work; otherwise it does nothing."""
+        started = self._clock()
+        batch = self._scheduler.schedule()
+        scheduled = self._clock()
+        updates: list[SequenceUpdate] = []
+        if batch.sequences:
+            result = self._executor.execute(batch)
+            executed = self._clock()
+            updates = self._scheduler.apply(batch, result)
+            phase_seconds = {"schedule": scheduled - started, **result.phase_seconds, "apply": self._clock() - executed}
+            self._recorder.record_step(batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
+        return self._emit(updates)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_cache=self._scheduler.kv_cache_stats(),
+            last_step=self._recorder.last_step,
+            counters=self._recorder.counters(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the KV cache's books balance and every request has its place. Between steps."""
+        self._scheduler.check_integrity()
+        num_placed = self._scheduler.num_running + self._scheduler.num_waiting + len(self._early_ends)
+        assert num_placed == len(self._request_ids), f"{num_placed} places for {len(self._request_ids)} requests"
+
+    def _sequence(self, request: GenerationRequest, output_token_ids: list[int]) -> Sequence:
+        eos_token_ids = frozenset[int]() if request.sampling.ignore_eos else self._eos_token_ids
+        return Sequence(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            stop_token_ids=eos_token_ids.union(request.sampling.stop_token_ids),
+            output_token_ids=output_token_ids,
+        )
+
+    def _emit(self, updates: list[SequenceUpdate]) -> list[StreamEvent]:
+        events = list(self._early_ends.values())
+        self._early_ends.clear()
+        for update in updates:
+            events += _events(update)
+        for event in events:
+            if not isinstance(event, TokenEvent):
+                self._request_ids.remove(event.request_id)
+                self._recorder.record_end(event.reason if isinstance(event, FinishEvent) else ERROR)
+        return events
+
+
+def _events(update: SequenceUpdate) -> list[StreamEvent]:
+    sequence = update.sequence
+    if update.error is not None:
+        return [ErrorEvent(sequence.request_id, ErrorCode.REQUEST_FAILED, update.error)]
+    index = sequence.num_output_tokens - len(update.new_token_ids)
+    events: list[StreamEvent] = [TokenEvent(sequence.request_id, index, update.new_token_ids)]
+    if update.finish_reason is not None:
+        events.append(_finish_event(sequence, update.finish_reason))
+    return events
+
+
+def _finish_event(sequence: Sequence, reason: FinishReason) -> FinishEvent:
+    usage = Usage(prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_output_tokens)
+    return FinishEvent(sequence.request_id, reason, usage)

@@ -1,0 +1,40 @@
+"""Who is admitted next and who yields when the KV cache is full. Order only: blocks and budgets are the scheduler's.
+
+First come, first served, all or nothing: the newest running sequence yields all its blocks and goes to the front of the
+waiting queue, so every running sequence is older than every waiting one, and the oldest always moves on.
+"""
+
+from collections import OrderedDict
+
+from engine_worker.scheduling.sequence import Sequence
+
+
+class FirstComeFirstServed:
+    def __init__(self) -> None:
+        # By request id, in order: O(1) at both ends, and for a cancelled request in the middle.
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request: the last in the queue."""
+        self._waiting[sequence.request_id] = sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A preempted sequence is older than all that wait: the first in the queue."""
+        self._waiting[sequence.request_id] = sequence
+        self._waiting.move_to_end(sequence.request_id, last=False)
+
+    def first(self) -> Sequence | None:
+        return next(iter(self._waiting.values()), None)
+
+    def pop_first(self) -> Sequence:
+        return self._waiting.popitem(last=False)[1]
+
+    def remove(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+    def choose_victim(self, running: dict[str, Sequence]) -> Sequence:
+        """`running` is in order of admission and not empty; the newest yields."""
+        return next(reversed(running.values()))

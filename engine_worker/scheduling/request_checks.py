@@ -1,0 +1,79 @@
+"""Whether a request can be computed here at all. The gateway is not trusted: what it let through may still be refused."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from shared.messages import ErrorCode, GenerationRequest, SamplingParams
+
+
+class RequestRefused(ValueError):
+    """The request can not run on this worker; `code` and the message go to its client."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    vocab_size: int
+    max_model_len: int
+    capacity_tokens: int  # of this worker's KV cache
+
+
+def check_request(request: GenerationRequest, resumed_token_ids: list[int], limits: RequestLimits) -> None:
+    """Raise RequestRefused with the first thing that is wrong."""
+    for problem in _problems(request, resumed_token_ids, limits):
+        raise RequestRefused(ErrorCode.INVALID_REQUEST, problem)
+    num_needed = len(request.prompt_token_ids) + 1
+    if num_needed > limits.capacity_tokens:
+        raise RequestRefused(
+            ErrorCode.CAPACITY_EXCEEDED,
+            f"the prompt and one token need {num_needed} KV slots; this worker has {limits.capacity_tokens}",
+        )
+
+
+def _problems(request: GenerationRequest, resumed_token_ids: list[int], limits: RequestLimits) -> Iterator[str]:
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt == 0:
+        yield "prompt_token_ids is empty"
+    if num_prompt + 1 > limits.max_model_len:
+        yield f"the prompt has {num_prompt} tokens; one token more exceeds max_model_len, {limits.max_model_len}"
+    sampling = request.sampling
+    for name, token_ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("resumed_token_ids", resumed_token_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+    ):
+        if (token_id := _first_outside(token_ids, limits.vocab_size)) is not None:
+            yield f"{name} holds {token_id}; token ids of this model are 0..{limits.vocab_size - 1}"
+    yield from _sampling_problems(sampling)
+
+
+def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
+    return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+
+
+def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
+    if sampling.max_tokens < 1:
+        yield f"max_tokens is {sampling.max_tokens}; it must be at least 1"
+    ranges = (  # name, lowest, highest allowed
+        ("min_tokens", 0, sampling.max_tokens),
+        ("top_k", 0, inf),
+        ("min_p", 0.0, 1.0),
+        ("temperature", 0.0, inf),
+        ("presence_penalty", -inf, inf),
+        ("frequency_penalty", -inf, inf),
+    )
+    for name, lowest, highest in ranges:
+        value = getattr(sampling, name)
+        if not isfinite(value) or not lowest <= value <= highest:
+            yield f"{name} is {value}; it must be finite and within {lowest}..{highest}"
+    if not 0.0 < sampling.top_p <= 1.0:
+        yield f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
+    if not 0.0 < sampling.repetition_penalty < inf:
+        yield f"repetition_penalty is {sampling.repetition_penalty}; it must be finite and above 0"
+    if not all(isfinite(bias) for bias in sampling.logit_bias.values()):
+        yield "logit_bias holds a value that is not finite"

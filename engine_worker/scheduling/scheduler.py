@@ -1,0 +1,203 @@
+"""Which tokens are computed in the next step: schedule() decides, an executor computes, apply() takes in its samples.
+
+One token budget a step; there is no prefill or decode phase: every sequence's computed tokens catch up with its tokens.
+
+    1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
+    2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
+    3. waiting sequences, in order, while seats, budget and blocks last
+
+When a running sequence needs a block and none is free, the newest sequence is preempted: its KV is dropped and computed
+again later. Nobody is admitted in such a step, nor into the last free blocks (see _headroom_blocks). A sequence that is
+alone always fits, because none gets longer than `max_num_tokens`: so the oldest moves on in every step, and no sequence
+waits for ever.
+
+Knows nothing of events, requests' validity, time or devices. Used by one thread.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.policy import FirstComeFirstServed
+from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.scheduling.stats import KVCacheStats
+from engine_worker.scheduling.stop_conditions import finish_reason
+from shared.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    # Bounds the gap between two tokens of running streams: at most this many prompt tokens in a step that also decodes
+    # (None: the rest of the budget). SmolLM2 on 2 CPU cores prefills ~1400 tok/s, so 256 is a gap of ~0.2 s.
+    max_prefill_tokens_with_decodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs = {self.max_num_seqs}: "
+                "a step could not decode every running sequence"
+            )
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
+        cap = self.max_prefill_tokens_with_decodes
+        if cap is not None and cap < 1:
+            raise ValueError(f"max_prefill_tokens_with_decodes is {cap}; prompts would starve")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one step did to one sequence. It has ended if there is a `finish_reason` or an `error`."""
+
+    sequence: Sequence
+    new_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, policy: FirstComeFirstServed | None = None
+    ) -> None:
+        self.config = config
+        self._kv_cache = kv_cache
+        self._policy = policy or FirstComeFirstServed()
+        self._running: dict[str, Sequence] = {}  # by request id, in order of admission
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self._kv_cache.capacity_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The longest a sequence gets, prompt and output: the model's context, or the whole KV cache if smaller."""
+        return min(self.config.max_model_len, self._kv_cache.capacity_tokens)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._policy)
+
+    @property
+    def num_open_seats(self) -> int:
+        """Sequences that could likely start in the next step: none while others wait, or blocks are short."""
+        if self.num_waiting:
+            return 0
+        spare_blocks = self._kv_cache.num_free_blocks - self._headroom_blocks()
+        return max(0, min(self.config.max_num_seqs - self.num_running, spare_blocks))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue `sequence`, whose request id is not in use."""
+        assert sequence.num_tokens < self.max_num_tokens, f"{sequence.request_id} could never be computed and sampled"
+        self._policy.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a sequence wherever it is, and its blocks at once. Unknown ids are ignored."""
+        self._policy.remove(request_id)
+        if (sequence := self._running.get(request_id)) is not None:
+            self._leave(sequence, SequenceStatus.FINISHED)
+
+    def schedule(self) -> ScheduledBatch:
+        preempted = self._make_room()
+        decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens == 1]
+        scheduled = [_schedule(sequence, 1) for sequence in decodes]
+        budget = self._prefill_budget(len(decodes))
+        prefills = self._prefills(may_admit=not preempted)
+        while budget > 0 and (sequence := next(prefills, None)) is not None:
+            num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
+            scheduled.append(_schedule(sequence, num_new_tokens))
+            budget -= num_new_tokens
+        return ScheduledBatch(scheduled, preempted=preempted)
+
+    def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
+        """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""
+        updates = []
+        for scheduled, token_id in zip(batch.sequences, result.sampled_token_ids, strict=True):
+            scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
+            error = result.failures.get(scheduled.sequence.request_id)
+            if error is not None or scheduled.samples:
+                updates.append(self._update(scheduled.sequence, token_id, error))
+        return updates
+
+    def kv_cache_stats(self) -> KVCacheStats:
+        return self._kv_cache.stats(self._running.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
+        self._kv_cache.check_integrity(self._running.values())
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running.values())
+        assert self.num_running <= self.config.max_num_seqs
+
+    def _make_room(self) -> list[Sequence]:
+        """A block for every running sequence that crossed into a new one, oldest first; returns the preempted."""
+        preempted = []
+        for sequence in list(self._running.values()):
+            while sequence.status is SequenceStatus.RUNNING and not self._kv_cache.can_allocate(sequence):
+                victim = self._policy.choose_victim(self._running)
+                self._preempt(victim)
+                preempted.append(victim)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._kv_cache.allocate(sequence)
+        return preempted
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        budget = self.config.max_num_batched_tokens - num_decodes
+        cap = self.config.max_prefill_tokens_with_decodes
+        return budget if cap is None or num_decodes == 0 else min(budget, cap)
+
+    def _prefills(self, may_admit: bool) -> Iterator[Sequence]:
+        """Running sequences that lack more than one token, then new ones, each admitted when it is asked for."""
+        yield from [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens > 1]
+        while may_admit and (sequence := self._admit()) is not None:
+            yield sequence
+
+    def _admit(self) -> Sequence | None:
+        sequence = self._policy.first()
+        if sequence is None or self.num_running == self.config.max_num_seqs:
+            return None
+        if not self._kv_cache.can_allocate(sequence, self._headroom_blocks()):
+            return None
+        self._policy.pop_first()
+        self._kv_cache.allocate(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._running[sequence.request_id] = sequence
+        return sequence
+
+    def _headroom_blocks(self) -> int:
+        """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps."""
+        return self.num_running + 1 if self._running else 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_preemptions += 1
+        sequence.num_computed_tokens = 0
+        self._leave(sequence, SequenceStatus.WAITING)
+        self._policy.put_back(sequence)
+
+    def _update(self, sequence: Sequence, token_id: int | None, error: str | None) -> SequenceUpdate:
+        if error is not None:
+            self._leave(sequence, SequenceStatus.FINISHED)
+            return SequenceUpdate(sequence, error=error)
+        assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
+        sequence.output_token_ids.append(token_id)
+        reason = finish_reason(sequence, self.max_num_tokens)
+        if reason is not None:
+            self._leave(sequence, SequenceStatus.FINISHED)
+        return SequenceUpdate(sequence, [token_id], finish_reason=reason)
+
+    def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:
+        del self._running[sequence.request_id]
+        self._kv_cache.free(sequence)
+        sequence.status = status
+
+
+def _schedule(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    return ScheduledSequence(sequence, start, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens)

@@ -1,0 +1,19 @@
+"""When a sequence is complete. Token ids only; stop strings are text and belong to the gateway."""
+
+from engine_worker.scheduling.sequence import Sequence
+from shared.messages import FinishReason
+
+
+def finish_reason(sequence: Sequence, max_num_tokens: int) -> FinishReason | None:
+    """Why `sequence` ends with the output it has now, or None. `max_num_tokens`: the longest a sequence can get here.
+
+    The stop token itself is part of the output: the journal must show the next owner that the request was complete.
+    """
+    num_output = sequence.num_output_tokens
+    if num_output == 0:
+        return None
+    if num_output >= sequence.sampling.min_tokens and sequence.output_token_ids[-1] in sequence.stop_token_ids:
+        return FinishReason.STOP
+    if num_output >= sequence.sampling.max_tokens or sequence.num_tokens >= max_num_tokens:
+        return FinishReason.LENGTH
+    return None
