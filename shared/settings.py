@@ -1,0 +1,282 @@
+"""Settings: flags, environment and a TOML file become one frozen dataclass, and each value knows where it came from.
+
+Precedence: flag > environment > file > default. Field `max_model_len` is the flag `--max-model-len`, the variable
+`PAGESTREAM_MAX_MODEL_LEN` (an empty one counts as unset) and the key `max_model_len` in the file named by `--config` or
+`PAGESTREAM_CONFIG`. Top-level keys of the file are those that every program knows; a table named as the program's last
+word (`[gateway]`, `[worker]`) is for it alone and wins. A wrong value stops the start with the name of what was wrong.
+
+    @dataclass(frozen=True, kw_only=True)
+    class WorkerSettings:
+        block_size: int = setting(16, help="tokens in a KV block", choices=(8, 16, 32, 64))
+
+    loaded = load_settings(WorkerSettings, sys.argv[1:], os.environ, prog="pagestream worker")
+    loaded.settings.block_size, loaded.origins["block_size"]      # 16, "default"
+
+Imports argparse and tomllib only, so that `--help` is quick. Knows no setting of any program.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+
+ENVIRONMENT_PREFIX = "PAGESTREAM_"
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names the flag, variable or file key."""
+
+
+class _SettingsClass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+_Settings = TypeVar("_Settings", bound=_SettingsClass)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[_Settings]):
+    settings: _Settings
+    origins: dict[str, str]  # field -> "flag" | "env PAGESTREAM_X" | "file PATH" | "default"
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    help: str,
+    parse: Callable[[str], Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    aliases: Sequence[str] = (),
+    secret: bool = False,
+) -> Any:
+    """A dataclass field with what its flag needs. Without a default it must be given. `aliases` are further flags."""
+    metadata = {"help": help, "parse": parse, "choices": choices, "aliases": tuple(aliases), "secret": secret}
+    if isinstance(default, list | dict | set):
+        raise TypeError("a setting's default is immutable")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_count(text: str) -> int:
+    """`16k` is 16,000 and `16K` is 16,384, as vLLM reads them."""
+    return _parse_quantity(text, binary_suffix=False)
+
+
+def parse_bytes(text: str) -> int:
+    """`4G` and `4GiB` are 4 * 2**30 bytes, `4g` and `4GB` are 4 * 10**9."""
+    return _parse_quantity(text, binary_suffix=True)
+
+
+def load_settings(
+    cls: type[_Settings], argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pagestream"
+) -> Loaded[_Settings]:
+    """Raises SettingsError. `--show-config [text|json]` prints every value with its origin and exits."""
+    given = vars(build_parser(cls, prog).parse_args(argv))
+    config_path = given.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG") or None
+    file_values = _read_file(cls, Path(config_path), prog.rsplit(maxsplit=1)[-1]) if config_path else {}
+    show = given.pop("show_config", None)
+
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for field in fields(cls):
+        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        if field.name in given:
+            text, source, origin = given[field.name], _flag(field), "flag"
+        elif environ.get(variable):
+            text, source, origin = environ[variable], variable, f"env {variable}"
+        elif field.name in file_values:
+            text, source, origin = file_values[field.name], f"{field.name} in {config_path}", f"file {config_path}"
+        else:
+            values[field.name], origins[field.name] = field.default, "default"
+            continue
+        values[field.name], origins[field.name] = _parse(cls, field, text, source), origin
+
+    if show:
+        sys.stdout.write(_describe(cls, values, origins, show))
+        raise SystemExit(0)
+    missing = [_flag(field) for field in fields(cls) if values[field.name] is MISSING]
+    if missing:
+        raise SettingsError(f"{', '.join(missing)}: a value is needed")
+    return Loaded(_construct(cls, values), origins)
+
+
+def settings_or_exit(
+    cls: type[_Settings], argv: Sequence[str], environ: Mapping[str, str], *, prog: str
+) -> Loaded[_Settings]:
+    """load_settings for a `main`: a SettingsError becomes one line on stderr and exit status 2."""
+    try:
+        return load_settings(cls, argv, environ, prog=prog)
+    except SettingsError as error:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        raise SystemExit(2) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParser:
+    """The flags of a settings class. Values stay text here: they are parsed by one path whatever their source is."""
+    # No prefixes: `--block` would change its meaning on the day a second option begins so.
+    parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for field in fields(cls):
+        names = [_flag(field), *field.metadata["aliases"]]
+        help_text = (field.metadata["help"] + _default_note(field)).replace("%", "%%")
+        if _value_type(cls, field) is bool:
+            parser.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
+        else:
+            choices = field.metadata["choices"]
+            metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
+            parser.add_argument(*names, dest=field.name, metavar=metavar, help=help_text)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with further settings")
+    show_help = "print each value and its origin, and exit"
+    parser.add_argument("--show-config", nargs="?", const="text", choices=("text", "json"), help=show_help)
+    return parser
+
+
+def _flag(field: Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _default_note(field: Field[Any]) -> str:
+    if field.default in (MISSING, None, "", ()):
+        return ""
+    return f" (default: {_display(field, field.default)})"
+
+
+def _value_type(cls: type[_SettingsClass], field: Field[Any]) -> Any:
+    """The annotation without `| None`."""
+    hint = typing.get_type_hints(cls)[field.name]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    return hint
+
+
+def _parse(cls: type[_SettingsClass], field: Field[Any], text: Any, source: str) -> Any:
+    kind = _value_type(cls, field)
+    parse = field.metadata["parse"] or _parser_of(kind)
+    try:
+        value = parse(_as_text(text))
+    except (ValueError, ArithmeticError) as error:
+        raise SettingsError(f"{source}: {error}") from error
+    choices = field.metadata["choices"]
+    if choices is not None and value not in choices:
+        raise SettingsError(f"{source}: expected one of {', '.join(map(str, choices))}; got {value}")
+    return value
+
+
+def _parser_of(kind: Any) -> Callable[[str], Any]:
+    if typing.get_origin(kind) is tuple:
+        item = _parser_of(typing.get_args(kind)[0])
+        return lambda text: tuple(item(part.strip()) for part in text.split(",") if part.strip())
+    return _PARSERS[kind]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(_as_text(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _parse_bool(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in known:
+        raise ValueError(f"expected true or false, got {text!r}")
+    return known[text.lower()]
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {text!r}") from None
+
+
+def _parse_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number, got {text!r}") from None
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    Path: Path,
+    str: str,
+}
+
+
+def _parse_quantity(text: str, *, binary_suffix: bool) -> int:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None or (match[3] and not binary_suffix):
+        examples = "4G or 512MiB" if binary_suffix else "16k or 16K"
+        raise ValueError(f"expected a number such as 4096, {examples}; got {text!r}")
+    number, suffix, unit = match[1], match[2], (match[3] or "")
+    if unit.lower() == "b":
+        base = 1000
+    elif unit:
+        base = 1024
+    else:
+        base = 1024 if suffix.isupper() else 1000
+    scale: int = base ** _POWERS[suffix.lower()]
+    return round(float(number) * scale)
+
+
+def _read_file(cls: type[_SettingsClass], path: Path, section: str) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # tomllib's and UTF-8's errors are ValueErrors
+        raise SettingsError(f"--config {path}: {error}") from error
+    common = {key: value for key, value in content.items() if not isinstance(value, dict)}
+    values = {key.replace("-", "_"): value for key, value in {**common, **content.get(section, {})}.items()}
+    unknown = sorted(values.keys() - {field.name for field in fields(cls)})
+    if unknown:
+        raise SettingsError(
+            f"--config {path}: {section} has no setting {', '.join(unknown)}; "
+            "what one program alone knows goes into the table of its name"
+        )
+    return values
+
+
+def _construct(cls: type[_Settings], values: dict[str, Any]) -> _Settings:
+    try:
+        return cls(**values)
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _display(field: Field[Any], value: Any) -> str:
+    if value is MISSING:
+        return "(needed)"
+    if field.metadata["secret"] and value:
+        return "***"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _describe(cls: type[_SettingsClass], values: dict[str, Any], origins: dict[str, str], form: str) -> str:
+    shown = {
+        field.name: {"value": _display(field, values[field.name]), "origin": origins[field.name]}
+        for field in fields(cls)
+    }
+    if form == "json":
+        return json.dumps(shown, indent=2) + "\n"
+    name_width = max((len(name) for name in shown), default=0)
+    value_width = max((len(entry["value"]) for entry in shown.values()), default=0)
+    lines = (f"{name:{name_width}}  {entry['value']:{value_width}}  {entry['origin']}" for name, entry in shown.items())
+    return "\n".join(line.rstrip() for line in lines) + "\n"
