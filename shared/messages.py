@@ -6,6 +6,7 @@ here is token ids: text belongs to the gateway. A frame that does not decode rai
     GenerationRequest          gateway -> worker, the body of hash {m}:r:<id>
     JournalFrame               worker -> journal {m}:j:<id>, appended by EMIT
     StreamEvent                worker -> gateway: TokenEvent | FinishEvent | ErrorEvent, many in one EventBatch a step
+    WorkerHeartbeat            worker -> everyone, once a second on channel {m}:hb
 """
 
 from enum import StrEnum
@@ -119,6 +120,35 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     events: list[StreamEvent]
 
 
+class WorkerPhase(StrEnum):
+    """What a worker is doing; the first two are told by the supervisor, in order until READY."""
+
+    DOWNLOAD = "download"
+    CONVERT = "convert"
+    STARTING = "starting"
+    LOAD = "load"
+    ALLOCATE_KV = "allocate_kv"
+    WARMUP = "warmup"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker lives as long as these arrive. `step` advances with the engine, so a hung engine is visible."""
+
+    worker_id: str  # one incarnation; "supervisor" for the phases before a worker exists
+    phase: WorkerPhase
+    progress: float = 0.0  # 0..1 within the phase
+    detail: str = ""
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    max_model_len: int = 0  # tokens; 0 = not known yet
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    version: str = ""
+
+
 def encode(message: msgspec.Struct) -> bytes:
     return msgpack.packb(msgspec.to_builtins(message))
 
@@ -129,6 +159,15 @@ def decode_request(data: bytes) -> GenerationRequest:
 
 def decode_event_batch(data: bytes) -> EventBatch:
     return _checked(_unpack(data), EventBatch)
+
+
+def decode_heartbeat(data: bytes) -> WorkerHeartbeat:
+    return _checked(_unpack(data), WorkerHeartbeat)
+
+
+def decode_terminal_event(data: bytes) -> "FinishEvent | ErrorEvent":
+    """The end of a request as FINISH or REAP stored it in its hash."""
+    return _checked(_unpack(data), TERMINAL_EVENT)
 
 
 def decode_journal(data: bytes) -> list[JournalFrame]:

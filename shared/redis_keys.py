@@ -1,0 +1,70 @@
+"""Every stream, group, channel and key name in Redis.
+
+All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal in a
+cluster. Nothing else builds a name, with one exception: the Lua scripts append a gateway or worker id to a channel prefix.
+"""
+
+from dataclasses import dataclass
+
+GROUP = "engine"
+
+# Requests of a dead worker wait here, before every other class: their clients already hold half an answer.
+RESUMED = "resumed"
+PRIORITY_CLASSES = ("interactive", "batch")  # strict order: a later class is read only when the earlier ones are empty
+
+
+@dataclass(frozen=True, slots=True)
+class RedisKeys:
+    model_name: str
+
+    def __post_init__(self) -> None:
+        if not self.model_name or any(character in "{}" for character in self.model_name):
+            raise ValueError(f"served model name {self.model_name!r} must be non-empty and without braces")
+
+    def queue(self, priority_class: str) -> str:
+        if priority_class != RESUMED and priority_class not in PRIORITY_CLASSES:
+            raise ValueError(f"unknown priority class {priority_class!r}; one of {', '.join(PRIORITY_CLASSES)}")
+        return self._name(f"q:{priority_class}")
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """Every queue, in the order in which workers read them."""
+        return tuple(self.queue(name) for name in (RESUMED, *PRIORITY_CLASSES))
+
+    def request(self, request_id: str) -> str:
+        return self._name(f"r:{request_id}")
+
+    def journal(self, request_id: str) -> str:
+        return self._name(f"j:{request_id}")
+
+    def fence(self, worker_id: str) -> str:
+        return self._name(f"w:{worker_id}")
+
+    @property
+    def dead_letters(self) -> str:
+        return self._name("dlq")
+
+    @property
+    def write_probe(self) -> str:
+        return self._name("probe")
+
+    @property
+    def gateway_channel_prefix(self) -> str:
+        return self._name("gw:")
+
+    def gateway_channel(self, gateway_id: str) -> str:
+        return self.gateway_channel_prefix + gateway_id
+
+    @property
+    def control_channel_prefix(self) -> str:
+        return self._name("ctl:")
+
+    def control_channel(self, worker_id: str) -> str:
+        return self.control_channel_prefix + worker_id
+
+    @property
+    def heartbeat_channel(self) -> str:
+        return self._name("hb")
+
+    def _name(self, suffix: str) -> str:
+        return f"{{{self.model_name}}}:{suffix}"
