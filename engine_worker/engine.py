@@ -107,7 +107,7 @@ class Engine:
         self._recorder.record_end(FinishReason.CANCELLED)
 
     def step(self) -> list[StreamEvent]:
-        """At most one TokenEvent a request, then its end if it ended. Call while has_work; otherwise it does nothing."""
+        """At most one TokenEvent a request, then its end if it ended. Does nothing unless has_work."""
         started = self._clock()
         batch = self._scheduler.schedule()
         scheduled = self._clock()

@@ -1,4 +1,4 @@
-"""Whether a request can be computed here at all. The gateway is not trusted: what it let through may still be refused."""
+"""Whether a request can be computed here at all: what the gateway let through is checked again, and may be refused."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

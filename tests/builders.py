@@ -1,0 +1,207 @@
+"""Builders and fakes of the engine's parts: real scheduler, real block tables, and a model that is a hash.
+
+FakeModelRunner keeps a KV cache of its own, block by block, and samples a hash of what it reads *through the block
+table*. So an output equals expected_output() only if every token was computed, into a slot that nobody else wrote to.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+from engine_worker.engine import BatchExecutor, Engine
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.sequence import Sequence
+from shared.messages import ErrorEvent, FinishEvent, GenerationRequest, SamplingParams, StreamEvent, TokenEvent
+
+VOCAB_SIZE = 1_000
+EOS_TOKEN_ID = 2
+
+_request_numbers = count()
+
+
+def make_sampling(**changes: Any) -> SamplingParams:
+    """Greedy, 8 tokens, unless told otherwise."""
+    return SamplingParams(**{"max_tokens": 8, "seed": 0, "temperature": 0.0, **changes})
+
+
+def make_prompt(num_tokens: int, first: int = 10) -> list[int]:
+    return [3 + (first + 7 * position) % (VOCAB_SIZE - 3) for position in range(num_tokens)]
+
+
+def make_request(prompt: int | list[int] = 5, request_id: str | None = None, **sampling: Any) -> GenerationRequest:
+    """`prompt`: token ids, or how many; then they differ between requests."""
+    number = next(_request_numbers)
+    return GenerationRequest(
+        request_id=request_id or f"r{number}",
+        prompt_token_ids=make_prompt(prompt, first=number) if isinstance(prompt, int) else prompt,
+        sampling=make_sampling(**sampling),
+    )
+
+
+def make_sequence(
+    prompt: int | list[int] = 5,
+    request_id: str | None = None,
+    *,
+    output_token_ids: Iterable[int] = (),
+    eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
+    **sampling: Any,
+) -> Sequence:
+    request = make_request(prompt, request_id, **sampling)
+    eos = frozenset[int]() if request.sampling.ignore_eos else frozenset(eos_token_ids)
+    return Sequence(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        stop_token_ids=eos.union(request.sampling.stop_token_ids),
+        output_token_ids=list(output_token_ids),
+    )
+
+
+def make_scheduler(*, num_blocks: int = 65, block_size: int = 4, **config: Any) -> Scheduler:
+    """64 usable blocks of 4 slots: 256 tokens."""
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+    return Scheduler(SchedulerConfig(**{**defaults, **config}), KVCacheManager(num_blocks, block_size))
+
+
+class FakeModelRunner:
+    """A BatchExecutor without a model. `failures`: request id -> message, given when that sequence is next in a batch.
+
+    `before_step` is called with every batch, in the thread that executes it: tests look, wait or raise there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 65,
+        block_size: int = 4,
+        vocab_size: int = VOCAB_SIZE,
+        before_step: Callable[[ScheduledBatch], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.failures: dict[str, str] = {}
+        self.num_computed_tokens = 0
+        self._before_step = before_step
+        self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        if self._before_step is not None:
+            self._before_step(batch)
+        for copy in batch.block_copies:
+            self._cache[copy.target_block_id] = list(self._cache[copy.source_block_id])
+        for scheduled in batch.sequences:
+            self._store(scheduled)
+        failures = {
+            scheduled.sequence.request_id: self.failures.pop(scheduled.sequence.request_id)
+            for scheduled in batch.sequences
+            if scheduled.sequence.request_id in self.failures
+        }
+        sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
+        return StepResult(sampled, failures, {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
+
+    def _store(self, scheduled: ScheduledSequence) -> None:
+        sequence, end = scheduled.sequence, scheduled.start + scheduled.num_new_tokens
+        assert scheduled.start == sequence.num_computed_tokens and scheduled.num_new_tokens > 0
+        for position, token_id in enumerate(sequence.token_ids(scheduled.start, end), scheduled.start):
+            block_id = sequence.block_table[position // self.block_size]
+            assert block_id != PADDING_BLOCK_ID
+            self._cache[block_id][position % self.block_size] = token_id
+        self.num_computed_tokens += scheduled.num_new_tokens
+
+    def _sample(self, scheduled: ScheduledSequence, failures: dict[str, str]) -> int | None:
+        sequence = scheduled.sequence
+        if not scheduled.samples or sequence.request_id in failures:
+            return None
+        slots = [slot for block_id in sequence.block_table for slot in self._cache[block_id]]
+        end = scheduled.start + scheduled.num_new_tokens
+        prefix = [-1 if token_id is None else token_id for token_id in slots[:end]]
+        index, stops = sequence.num_output_tokens, sequence.stop_token_ids
+        return next_token(prefix, index, sequence.sampling, stops, self.vocab_size)
+
+
+def next_token(
+    prefix: SequenceOf[int], index: int, sampling: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int
+) -> int:
+    """The fake model: greedy hashes the prefix, sampling hashes (seed, index) too. Masks as the real sampler does."""
+    key = [*prefix] if sampling.is_greedy else [*prefix, sampling.seed, index]
+    token_id = crc32(array("q", key).tobytes()) % vocab_size
+    while index < sampling.min_tokens and token_id in stop_token_ids:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def expected_output(
+    request: GenerationRequest,
+    *,
+    eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
+    max_num_tokens: int = 256,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[int]:
+    """What FakeModelRunner's model gives for this request alone, without blocks, chunks or batches."""
+    sampling = request.sampling
+    stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+    output: list[int] = []
+    while len(output) < sampling.max_tokens and len(request.prompt_token_ids) + len(output) < max_num_tokens:
+        output.append(next_token(request.prompt_token_ids + output, len(output), sampling, stops, vocab_size))
+        if output[-1] in stops and len(output) > sampling.min_tokens:
+            break
+    return output
+
+
+def make_engine(
+    executor: BatchExecutor | None = None,
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    vocab_size: int = VOCAB_SIZE,
+    eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
+    clock: Callable[[], float] = lambda: 0.0,
+    **config: Any,
+) -> Engine:
+    return Engine(
+        make_scheduler(num_blocks=num_blocks, block_size=block_size, **config),
+        executor or FakeModelRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size),
+        eos_token_ids=eos_token_ids,
+        vocab_size=vocab_size,
+        clock=clock,
+    )
+
+
+@dataclass
+class Transcript:
+    """What a client of each request would have: its tokens in order and its one end. Checks indices as they come."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, FinishEvent | ErrorEvent] = field(default_factory=dict)
+
+    def resume(self, request_id: str, token_ids: Iterable[int]) -> None:
+        self.tokens[request_id] = list(token_ids)
+
+    def add(self, events: Iterable[StreamEvent]) -> None:
+        for event in events:
+            assert event.request_id not in self.ends, f"{event} after the end"
+            if isinstance(event, TokenEvent):
+                tokens = self.tokens.setdefault(event.request_id, [])
+                assert event.index == len(tokens), f"{event} leaves a gap or repeats; {len(tokens)} tokens are out"
+                tokens += event.token_ids
+            else:
+                self.ends[event.request_id] = event
+
+
+def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: int = 10_000) -> Transcript:
+    """Step until there is no work, checking the engine's books after each step; fails if it takes over `max_steps`."""
+    transcript = transcript or Transcript()
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return transcript
+        transcript.add(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"still at work after {max_steps} steps: {engine.stats()}")
