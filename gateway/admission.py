@@ -1,0 +1,59 @@
+"""Who is let in: admit(load, limits) -> Admitted | Rejected. Pure.
+
+This is the gateway's own view, asked before any tokenizing. The queue's cap is not decided here: only the store's ACCEPT
+knows the queue's true length, and it refuses with BUSY.
+"""
+
+from dataclasses import dataclass
+
+RETRY_AFTER_SECONDS = {
+    "draining": 1,  # another gateway, or this one restarted, answers at once
+    "gateway_full": 2,
+    "queue_full": 2,
+    "starting": 2,
+    "no_worker": 5,  # a restart with cached weights takes about this long on two cores
+    "store_unavailable": 2,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the gateway sees at this moment."""
+
+    draining: bool
+    model_loaded: bool  # the tokenizer is there
+    ready_workers: int
+    was_ready: bool  # a worker has been ready since this gateway began
+    open_requests: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_open_requests: int
+
+
+@dataclass(frozen=True)
+class Admitted:
+    pass
+
+
+@dataclass(frozen=True)
+class Rejected:
+    reason: str
+    message: str
+
+    @property
+    def retry_after_seconds(self) -> int:
+        return RETRY_AFTER_SECONDS[self.reason]
+
+
+def admit(load: Load, limits: Limits) -> Admitted | Rejected:
+    if load.draining:
+        return Rejected("draining", "This gateway is shutting down.")
+    if not load.model_loaded or (load.ready_workers == 0 and not load.was_ready):
+        return Rejected("starting", "The model is being loaded; GET /ready tells how far it is.")
+    if load.ready_workers == 0:
+        return Rejected("no_worker", "No engine worker is ready.")
+    if load.open_requests >= limits.max_open_requests:
+        return Rejected("gateway_full", f"This gateway holds {load.open_requests} open requests, its limit.")
+    return Admitted()

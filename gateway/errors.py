@@ -1,0 +1,138 @@
+"""Every error the gateway tells a client, and its OpenAI form: {"error": {message, type, param, code}}, all four keys.
+
+    GatewayError                        status  code
+    ├── InvalidRequest                  400     invalid_value
+    │   ├── InvalidJson                 400     invalid_json
+    │   ├── MissingParameter            400     missing_required_parameter
+    │   ├── UnsupportedParameter        400     unsupported_parameter
+    │   └── ContextLengthExceeded       400     context_length_exceeded
+    ├── ModelNotFound                   404     model_not_found
+    ├── UnknownUrl                      404     unknown_url
+    ├── MethodNotAllowed                405     method_not_allowed
+    ├── RequestTimeout                  408     request_timeout
+    ├── BodyTooLarge                    413     body_too_large
+    ├── UnsupportedMediaType            415     unsupported_media_type
+    ├── GenerationFailed                500     request_failed, or what the worker said
+    ├── InternalError                   500     internal
+    └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full | store_unavailable
+
+Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
+anything a client has not sent itself.
+"""
+
+from typing import Any, ClassVar
+
+
+class GatewayError(Exception):
+    status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal"
+    # OpenAI's clients repeat 408, 409, 429 and 5xx twice; False tells them that it cannot help.
+    should_retry: ClassVar[bool | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.should_retry is None else {"x-should-retry": str(self.should_retry).lower()}
+
+
+class InvalidRequest(GatewayError):
+    status = 400
+    error_type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class InvalidJson(InvalidRequest):
+    default_code = "invalid_json"
+
+
+class MissingParameter(InvalidRequest):
+    default_code = "missing_required_parameter"
+
+
+class UnsupportedParameter(InvalidRequest):
+    default_code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    default_code = "context_length_exceeded"
+
+
+class ModelNotFound(GatewayError):
+    status = 404
+    error_type = "not_found_error"
+    default_code = "model_not_found"
+
+
+class UnknownUrl(GatewayError):
+    status = 404
+    error_type = "not_found_error"
+    default_code = "unknown_url"
+
+
+class MethodNotAllowed(GatewayError):
+    status = 405
+    error_type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+    def headers(self) -> dict[str, str]:
+        return {"Allow": self.allowed}
+
+
+class RequestTimeout(GatewayError):
+    status = 408
+    error_type = "invalid_request_error"
+    default_code = "request_timeout"
+    should_retry = False
+
+
+class BodyTooLarge(GatewayError):
+    status = 413
+    error_type = "invalid_request_error"
+    default_code = "body_too_large"
+
+
+class UnsupportedMediaType(GatewayError):
+    status = 415
+    error_type = "invalid_request_error"
+    default_code = "unsupported_media_type"
+
+
+class GenerationFailed(GatewayError):
+    """The engine ended the request with an error; repeating it would most likely break it again."""
+
+    default_code = "request_failed"
+    should_retry = False
+
+
+class InternalError(GatewayError):
+    def __init__(self) -> None:
+        super().__init__("The server had an error while handling the request.")
+
+
+class Unavailable(GatewayError):
+    """Refused before acceptance: nothing was stored, so the client may repeat it as it is."""
+
+    status = 503
+    error_type = "overloaded_error"
+    default_code = "no_worker"
+    should_retry = True
+
+    def __init__(self, message: str, *, code: str, retry_after_seconds: int) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_seconds = retry_after_seconds
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}

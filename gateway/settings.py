@@ -1,0 +1,55 @@
+"""The gateway's options: one frozen object, read once at start from flags, environment and file (shared/settings.py).
+
+Flags keep vLLM's names where both have the option. Does not know how an option is used.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.settings import SettingsError, parse_count, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings:
+    model: Path = setting(help="model directory: tokenizer.json, tokenizer_config.json, config.json", parse=Path)
+    served_model_name: str = setting("", help="name in the API and in the Redis keys; default: the directory's name")
+    redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
+
+    max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's own")
+    max_num_queued_reqs: int = setting(1024, parse=parse_count, help="requests in the queue before 503 queue_full")
+    max_num_streams: int = setting(4096, parse=parse_count, help="requests open in this gateway before 503 gateway_full")
+    sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
+    write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
+    body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")
+    drain_seconds: float = setting(30.0, parse=float, help="time after SIGTERM for open streams to end")
+    force_include_usage: bool = setting(False, help="send usage at the end of every stream")
+
+    exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
+    log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, "--port", "0 to 65535", self.port)
+        for flag, count in (
+            ("--max-model-len", self.max_model_len),
+            ("--max-num-queued-reqs", self.max_num_queued_reqs),
+            ("--max-num-streams", self.max_num_streams),
+        ):
+            _require(count is None or count >= 1, flag, "at least 1", count)
+        for flag, seconds in (
+            ("--sse-keep-alive-seconds", self.sse_keep_alive_seconds),
+            ("--write-stall-seconds", self.write_stall_seconds),
+            ("--body-timeout-seconds", self.body_timeout_seconds),
+        ):
+            _require(seconds > 0, flag, "over 0", seconds)
+        _require(self.drain_seconds >= 0, "--drain-seconds", "0 or more", self.drain_seconds)
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+
+def _require(holds: bool, flag: str, expected: str, value: object) -> None:
+    if not holds:
+        raise SettingsError(f"{flag}: expected {expected}, got {value}")
