@@ -16,7 +16,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence
-from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder
+from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder, StepStats
 from engine_worker.scheduling.stop_conditions import finish_reason
 from shared.messages import (
     ErrorCode,
@@ -78,6 +78,11 @@ class Engine:
     def num_open_seats(self) -> int:
         """How many requests more could start in the next step: what a worker should claim, to keep its queue short."""
         return self._scheduler.num_open_seats
+
+    @property
+    def last_step(self) -> StepStats:
+        """What the last step did, for the step histograms: unlike stats(), it costs nothing."""
+        return self._recorder.last_step
 
     def add_request(self, request: GenerationRequest, resumed_token_ids: Iterable[int] = ()) -> None:
         """Queue a request; one that was begun elsewhere continues after the output tokens of its journal."""
