@@ -1,0 +1,99 @@
+"""RMSNorm over the last dimension, alone or fused with the residual addition before it.
+
+    rms_norm(x, weight, eps)               x [T, H], weight [H]                -> normed [T, H]
+    add_rms_norm(x, residual, weight, eps) x, residual [T, H], weight [H]      -> (normed [T, H], new_residual [T, H])
+
+normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x + residual
+is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may be strided, the
+last dimension is contiguous. Inputs are not modified. Does not know what a layer is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight.to(normed.dtype)).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    # Unfused this is one more pass: it writes x + residual and reads it again; the kernel keeps the row in registers.
+    new_residual = x + residual
+    return rms_norm_reference(new_residual, weight, eps), new_residual
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    normed,
+    new_residual,
+    x_row_stride,
+    residual_row_stride,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    # One program a row: the result of a row cannot depend on how many rows the batch has.
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    values = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * residual_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(new_residual.dtype.element_ty)
+        tl.store(new_residual + row * HIDDEN + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
+    scaled = values * inverse_rms * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * HIDDEN + columns, scaled.to(normed.dtype.element_ty), mask=inside)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _launch(x, None, weight, eps)[0]
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    num_rows, hidden = x.shape
+    assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    normed = x.new_empty(x.shape)
+    new_residual = normed if residual is None else x.new_empty(x.shape)
+    summand = x if residual is None else residual
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        summand,
+        weight,
+        normed,
+        new_residual,
+        x.stride(0),
+        summand.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        HAS_RESIDUAL=residual is not None,
+        # 8 elements a thread are one 16-byte load in bf16; more than 16 warps only add to the cost of the reduction.
+        num_warps=min(16, max(1, block // 256)),
+    )
+    return normed, new_residual
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)
