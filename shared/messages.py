@@ -1,7 +1,8 @@
 """The messages that cross Redis, and their bytes.
 
-MessagePack by `msgpack` with explicit size limits, then checked into typed structs by `msgspec`; never pickle. Everything
-here is token ids: text belongs to the gateway. A frame that does not decode raises FormatError and nothing else.
+MessagePack by `msgpack` with explicit size limits, then checked into typed structs by `msgspec`; never pickle.
+Everything here is token ids: text belongs to the gateway. A frame that does not decode raises FormatError and nothing
+else.
 
     GenerationRequest          gateway -> worker, the body of hash {m}:r:<id>
     JournalFrame               worker -> journal {m}:j:<id>, appended by EMIT
@@ -10,7 +11,7 @@ here is token ids: text belongs to the gateway. A frame that does not decode rai
 """
 
 from enum import StrEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgpack
 import msgspec
@@ -18,7 +19,11 @@ import msgspec
 PROTOCOL_VERSION = 1
 
 MAX_FRAME_BYTES = 16 * 2**20
+MAX_JOURNAL_BYTES = 64 * 2**20  # about 21 bytes a token
 MAX_TOKENS_PER_ARRAY = 2**20  # the longest context any served model has; bounds what one frame can allocate
+
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class FormatError(ValueError):
@@ -67,7 +72,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """One choice of one prompt. `request_id` is drawn by the gateway (128 random bits), never chosen by a client."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[TokenId]
     sampling: SamplingParams
     priority_class: str = "interactive"
     tenant: str = ""
@@ -84,8 +89,8 @@ class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
     """Tokens [index, index + len(token_ids)) of the output; `index` lets the gateway see gaps and repeats."""
 
     request_id: str
-    index: int
-    token_ids: list[int]
+    index: Index
+    token_ids: list[TokenId]
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
@@ -100,15 +105,20 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag="e", array_like=True):
     message: str
 
 
-StreamEvent: TypeAlias = TokenEvent | FinishEvent | ErrorEvent
+TerminalEvent: TypeAlias = FinishEvent | ErrorEvent
+StreamEvent: TypeAlias = TokenEvent | TerminalEvent
 
 
 class JournalFrame(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [index, index + len(token_ids)); `extras` is kept for log-probabilities and grammar state."""
 
-    index: int
-    token_ids: list[int]
+    index: Index
+    token_ids: list[TokenId]
     extras: dict[str, Any] | None = None
+
+
+class _TerminalEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    event: TerminalEvent
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -158,51 +168,66 @@ def decode_request(data: bytes) -> GenerationRequest:
 
 
 def decode_event_batch(data: bytes) -> EventBatch:
-    return _checked(_unpack(data), EventBatch)
+    batch = _checked(_unpack(data), EventBatch)
+    if batch.version != PROTOCOL_VERSION:
+        raise FormatError(f"protocol version {batch.version}; this process speaks {PROTOCOL_VERSION}")
+    return batch
 
 
 def decode_heartbeat(data: bytes) -> WorkerHeartbeat:
     return _checked(_unpack(data), WorkerHeartbeat)
 
 
-def decode_terminal_event(data: bytes) -> "FinishEvent | ErrorEvent":
+def decode_terminal_event(data: bytes) -> TerminalEvent:
     """The end of a request as FINISH or REAP stored it in its hash."""
-    return _checked(_unpack(data), TERMINAL_EVENT)
+    return _checked([_unpack(data)], _TerminalEnvelope).event
 
 
 def decode_journal(data: bytes) -> list[JournalFrame]:
     """The whole frames of a journal, oldest first. A frame cut short at the end (a crash of the store) is left out."""
-    unpacker = _unpacker()
-    unpacker.feed(data)
+    if len(data) > MAX_JOURNAL_BYTES:
+        raise FormatError(f"journal of {len(data)} bytes; at most {MAX_JOURNAL_BYTES} are read")
     frames = []
     try:
-        for item in unpacker:
+        for item in _unpacker(data):
             frames.append(_checked(item, JournalFrame))
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise FormatError(f"journal: {error}") from error
     return frames
 
 
-def _unpacker() -> msgpack.Unpacker:
-    return msgpack.Unpacker(
-        max_buffer_size=MAX_FRAME_BYTES,
-        max_str_len=MAX_FRAME_BYTES,
-        max_bin_len=MAX_FRAME_BYTES,
-        max_array_len=MAX_TOKENS_PER_ARRAY,
-        max_map_len=65_536,
+def journal_token_ids(data: bytes) -> list[int]:
+    """All tokens of a journal, in order. EMIT alone writes journals, so a hole or an overlap is a format error."""
+    token_ids: list[int] = []
+    for frame in decode_journal(data):
+        if frame.index != len(token_ids):
+            raise FormatError(f"journal: a frame at index {frame.index}, expected {len(token_ids)}")
+        token_ids += frame.token_ids
+    return token_ids
+
+
+def _unpacker(data: bytes) -> msgpack.Unpacker:
+    # No array, map or string holds more items than there are bytes: a claim of 4 G items allocates nothing.
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=max(len(data), 1),
+        max_str_len=len(data),
+        max_bin_len=len(data),
+        max_array_len=min(len(data), MAX_TOKENS_PER_ARRAY),
+        max_map_len=len(data),
         max_ext_len=0,
         strict_map_key=False,  # logit_bias is keyed by token id
     )
+    unpacker.feed(data)
+    return unpacker
 
 
 def _unpack(data: bytes) -> Any:
     if len(data) > MAX_FRAME_BYTES:
         raise FormatError(f"message of {len(data)} bytes; at most {MAX_FRAME_BYTES} are read")
-    unpacker = _unpacker()
-    unpacker.feed(data)
+    unpacker = _unpacker(data)
     try:
         item = unpacker.unpack()
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map keyed by a list
         raise FormatError(f"not one MessagePack item: {type(error).__name__} {error}") from error
     if unpacker.tell() != len(data):
         raise FormatError("bytes after the message")

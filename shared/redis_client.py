@@ -6,13 +6,37 @@ their callers), and blocking reads, subscriptions and commands never share a con
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
 
 SOCKET_TIMEOUT_SECONDS = 10.0
 BLOCK_MILLISECONDS = 1000  # of a blocking read; far below the socket time-out
+
+# What passes by itself: the server is away, restarting, full, read-only after a failover, or cannot write its AOF.
+_NO_REPLY = (ConnectionError, TimeoutError, OSError)
+_TRANSIENT_REPLIES = (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +49,7 @@ class RedisConnections:
 
     async def aclose(self) -> None:
         for client in (self.commands, self.blocking, self.subscriber):
-            await client.aclose()  # type: ignore[attr-defined]
+            await client.aclose(close_connection_pool=True)
 
 
 def connect(url: str, *, max_command_connections: int = 8) -> RedisConnections:
@@ -37,7 +61,24 @@ def connect(url: str, *, max_command_connections: int = 8) -> RedisConnections:
     )
 
 
-def _client(url: str, pool_class: type[ConnectionPool], max_connections: int, **pool_options: float) -> Redis:
+def got_no_reply(error: BaseException) -> bool:
+    """The command may or may not have been applied."""
+    return isinstance(error, _NO_REPLY) and not isinstance(error, _TRANSIENT_REPLIES)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Worth repeating later (only what is safe to repeat: our scripts and reads)."""
+    if isinstance(error, (*_NO_REPLY, *_TRANSIENT_REPLIES)):
+        return True
+    return isinstance(error, ResponseError) and str(error).startswith("MISCONF")
+
+
+def is_missing_group(error: RedisError) -> bool:
+    """NOGROUP: the store lost its memory (or a model's keys were deleted)."""
+    return isinstance(error, ResponseError) and str(error).startswith("NOGROUP")
+
+
+def _client(url: str, pool_class: type[ConnectionPool], max_connections: int, **pool_options: Any) -> Redis:
     pool = pool_class.from_url(
         url,
         max_connections=max_connections,
@@ -47,4 +88,4 @@ def _client(url: str, pool_class: type[ConnectionPool], max_connections: int, **
         protocol=2,  # one reply shape on every server version
         **pool_options,
     )
-    return Redis.from_pool(pool)
+    return Redis(connection_pool=pool)

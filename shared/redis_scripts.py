@@ -1,14 +1,173 @@
-"""The atomic scripts, called with types. (Signatures first; bodies follow.)"""
+"""The atomic scripts of the protocol, called with types. Each may be repeated blindly after a lost reply.
+
+    accept   gateway   store a request and queue it            cancel   gateway   forget it
+    register worker    make an incarnation known               claim    worker    bodies and journals of read entries
+    emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
+    reap     anyone    end an incarnation, requeue its requests
+
+What each does is told at the top of its .lua file in the folder of the same name. This module only names keys, orders
+arguments and types replies; it decides nothing, and it repeats nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any
 
 from redis.asyncio import Redis
 
-from shared.redis_keys import RedisKeys
+from shared.redis_keys import GROUP, RESUMED, RedisKeys
+
+SCRIPT_NAMES = ("accept", "register", "claim", "emit", "finish", "cancel", "reap")
+KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
+MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
+MAX_ATTEMPTS = 10
 
 
 class Fenced(Exception):
     """The store no longer counts this worker incarnation as alive: drop every sequence and register anew."""
 
 
-async def reap_workers_with_prefix(redis: Redis, keys: RedisKeys, base_worker_id: str) -> list[str]:
-    """Requeue at once whatever the dead incarnations of `base_worker_id` held; call before its successor starts."""
-    raise NotImplementedError
+class AcceptStatus(StrEnum):
+    OK = "OK"
+    DUP = "DUP"  # stored already: a repeat
+    BUSY = "BUSY"  # the queue is at its cap; nothing was stored
+
+
+class ReapMode(StrEnum):
+    CRASH = "crash"  # counts an attempt, and a strike where no new token was journalled
+    DRAIN = "drain"  # the worker hands its requests back
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReply:
+    body: bytes
+    gateway_id: str
+    attempt: int
+    solo: bool
+    journal: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """One request's end: its queue entry, and its terminal event (empty for an entry without a request)."""
+
+    request_id: str
+    queue: str
+    entry_id: bytes
+    terminal_event: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingEntry:
+    """An entry of a dead worker, and what its client gets if it becomes a dead letter."""
+
+    request_id: str
+    entry_id: bytes
+    error_event: bytes
+    error_blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReapReply:
+    requeued: int
+    dead_letters: int
+    dropped: int  # cancelled meanwhile
+    remaining: int  # still pending for the worker
+
+
+def load_sources() -> dict[str, str]:
+    folder = files("shared") / "redis_scripts"
+    return {name: (folder / f"{name}.lua").read_text() for name in SCRIPT_NAMES}
+
+
+class RedisScripts:
+    def __init__(self, redis: Redis, keys: RedisKeys, sources: Mapping[str, str] | None = None) -> None:
+        self.redis = redis
+        self.keys = keys
+        # register_script sends EVALSHA and loads the text when the server does not know it (NOSCRIPT).
+        self._scripts = {name: redis.register_script(text) for name, text in (sources or load_sources()).items()}
+
+    async def accept(
+        self,
+        request_id: str,
+        body: bytes,
+        *,
+        gateway_id: str,
+        priority_class: str,
+        owner_key_hash: str = "",
+        max_queued: int = -1,
+        journal: bytes = b"",
+    ) -> AcceptStatus:
+        keys = [*self._pair(request_id), self.keys.queue(priority_class)]
+        arguments = [request_id, gateway_id, owner_key_hash, priority_class, max_queued, body, journal]
+        status, echoed_id = await self._call("accept", keys, arguments)
+        if echoed_id.decode() != request_id:
+            raise RuntimeError(f"the store answered for another request than {request_id}")
+        return AcceptStatus(status.decode())
+
+    async def register(self, worker_id: str) -> None:
+        await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
+
+    async def claim(self, worker_id: str, request_ids: Sequence[str]) -> list[ClaimReply | None]:
+        """In the order of `request_ids`; None = cancelled, or already over."""
+        reply = await self._fenced_call("claim", worker_id, self._pairs(request_ids), [worker_id])
+        return [_claim_reply(fields) if fields else None for fields in reply[1:]]
+
+    async def emit(
+        self, worker_id: str, step: int, frames: Sequence[tuple[str, bytes]], blobs: Mapping[str, bytes]
+    ) -> list[str]:
+        """`frames` are (request id, journal frame); `blobs` by gateway id. Returns the ids of cancelled requests."""
+        request_ids = [request_id for request_id, _ in frames]
+        arguments = [worker_id, step, *(frame for _, frame in frames), *self._channels(blobs)]
+        reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments)
+        if reply[0] == b"GAP":
+            raise Fenced(f"the store knows {worker_id} at step {reply[1]}, not {step - 1}: it lost steps")
+        return [request_ids[position] for position in reply[1:]]
+
+    async def finish(self, worker_id: str, endings: Sequence[Ending], blobs: Mapping[str, bytes]) -> int:
+        """Returns how many of them ended now (a repeat ends none)."""
+        keys: list[str] = []
+        arguments: list[Any] = [worker_id, GROUP, KEEP_SECONDS]
+        for ending in endings:
+            keys += [ending.queue, *self._pair(ending.request_id)]
+            arguments += [ending.entry_id, ending.terminal_event]
+        reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._channels(blobs)])
+        return int(reply[1])
+
+    async def cancel(self, request_id: str, priority_class: str) -> bool:
+        keys = [*self._pair(request_id), self.keys.queue(priority_class)]
+        return bool(await self._call("cancel", keys, [request_id, GROUP, self.keys.control_channel_prefix]))
+
+    async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
+        keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue]
+        keys += self._pairs([entry.request_id for entry in entries])
+        arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_SECONDS]
+        arguments.append(self.keys.gateway_channel_prefix)
+        for entry in entries:
+            arguments += [entry.entry_id, entry.request_id, entry.error_event, entry.error_blob]
+        return ReapReply(*(await self._call("reap", keys, arguments)))
+
+    async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)
+        if reply[0] == b"FENCED":
+            raise Fenced(f"{worker_id} has no fence in the store")
+        return reply
+
+    async def _call(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        return await self._scripts[name](keys=keys, args=arguments)
+
+    def _pair(self, request_id: str) -> tuple[str, str]:
+        return self.keys.request(request_id), self.keys.journal(request_id)
+
+    def _pairs(self, request_ids: Iterable[str]) -> list[str]:
+        return [key for request_id in request_ids for key in self._pair(request_id)]
+
+    def _channels(self, blobs: Mapping[str, bytes]) -> list[str | bytes]:
+        return [part for gateway_id, blob in blobs.items() for part in (self.keys.gateway_channel(gateway_id), blob)]
+
+
+def _claim_reply(fields: Sequence[bytes]) -> ClaimReply:
+    body, gateway_id, attempt, solo, journal = fields
+    return ClaimReply(body, gateway_id.decode(), int(attempt), solo == b"1", journal)

@@ -1,0 +1,19 @@
+-- CLAIM: what a worker needs to run the entries that it has just read; marks their requests as run by it.
+-- KEYS  w, (r, j)...
+-- ARGV  worker id
+-- reply {FENCED} | {OK, {body, gateway id, attempt, solo, journal} or {} for a request that is cancelled or over, ...}
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return {'FENCED'}
+end
+local reply = {'OK'}
+for i = 2, #KEYS, 2 do
+  local request = redis.pcall('HMGET', KEYS[i], 'body', 'gateway', 'attempt', 'solo', 'state')
+  local journal = redis.pcall('GET', KEYS[i + 1]) or ''
+  if request.err or not request[1] or request[5] == 'done' or type(journal) == 'table' then
+    reply[#reply + 1] = {}
+  else
+    redis.call('HSET', KEYS[i], 'worker', ARGV[1], 'state', 'running')
+    reply[#reply + 1] = {request[1], request[2] or '', request[3] or '1', request[4] or '0', journal}
+  end
+end
+return reply

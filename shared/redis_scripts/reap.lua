@@ -1,0 +1,66 @@
+-- REAP: end a worker incarnation and requeue what it held. Deleting the fence comes first: from then on the zombie's CLAIM,
+-- EMIT and FINISH are refused. Entries that are no longer pending for it are left alone, so a repeat does nothing.
+-- A strike is a crash without a new journal token, by a worker that had really started the request (`worker` names it).
+-- After `max strikes` the request runs alone; a strike while alone, or too many attempts, makes it a dead letter.
+-- KEYS  w, dlq, resumed queue, q, (r, j)...
+-- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j, prefix of the gateway channels,
+--       then (entry id, request id, error event, blob of it) for each (r, j)
+-- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
+local fence, dlq, resumed, q = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local worker, group, mode, max_strikes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
+local requeued, dead, dropped = 0, 0, 0
+
+redis.call('DEL', fence)
+
+for i = 1, (#KEYS - 4) / 2 do
+  local r, j = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
+  local entry, id, event, blob = unpack(ARGV, 4 + 4 * i, 7 + 4 * i)
+  if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
+    redis.call('XACK', q, group, entry)
+    redis.call('XDEL', q, entry)
+    local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body')
+    local length = redis.pcall('STRLEN', j)
+    if request.err or not request[8] or request[1] == 'done' or type(length) ~= 'number' then
+      dropped = dropped + 1
+      if not request.err and not request[8] then
+        redis.call('UNLINK', j)
+      end
+    else
+      local attempt, strikes = tonumber(request[3]) or 1, tonumber(request[4]) or 0
+      local jl, solo = tonumber(request[5]) or 0, request[6]
+      local is_dead = false
+      if mode == 'crash' and request[2] == worker then
+        attempt = attempt + 1
+        if length == jl then
+          strikes = strikes + 1
+          is_dead = solo == '1'
+        end
+        is_dead = is_dead or attempt > tonumber(max_attempts)
+      end
+      if is_dead then
+        dead = dead + 1
+        redis.call('XADD', dlq, 'MAXLEN', '~', 1000, '*', 'r', id, 'worker', worker, 'attempts', attempt - 1,
+          'strikes', strikes, 'tokens_bytes', length, 'body_sha1', redis.sha1hex(request[8]))
+        redis.call('HSET', r, 'state', 'done', 'terminal', event, 'strikes', strikes)
+        redis.call('EXPIRE', r, keep_seconds)
+        redis.call('EXPIRE', j, keep_seconds)
+        redis.call('PUBLISH', prefix .. (request[7] or ''), blob)
+      else
+        requeued = requeued + 1
+        if strikes >= tonumber(max_strikes) then
+          solo = '1'
+        end
+        local again = redis.call('XADD', resumed, '*', 'r', id, 'a', attempt, 's', solo)
+        redis.call('HDEL', r, 'worker')
+        redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', strikes, 'jl', length, 'solo', solo,
+          'entry', again)
+      end
+    end
+  end
+end
+
+local remaining = #redis.call('XPENDING', q, group, '-', '+', 1000, worker)
+if remaining == 0 then
+  redis.call('XGROUP', 'DELCONSUMER', q, group, worker)
+end
+return {requeued, dead, dropped, remaining}
