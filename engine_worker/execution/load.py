@@ -5,19 +5,31 @@ Each phase reports its progress; a pool that cannot hold max_model_len tokens is
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from engine_worker.execution.kv_cache import KVCache, block_bytes, check_capacity, num_blocks_that_fit
+from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.warmup import warm_up
+from engine_worker.model.config import ModelConfig
+from engine_worker.model.transformer import Transformer
+from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 Report = Callable[[str, float, str], None]  # phase ("load" | "allocate_kv" | "warmup"), progress 0..1, detail
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
     model: Path
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto = as saved (on a CPU without bf16 instructions: float32)
-    load_format: str = "auto"  # auto | dummy (random weights from config.json)
+    dtype: str = "auto"  # auto = as saved; on a CPU bfloat16 where its instructions are, else float32
+    load_format: str = "auto"  # auto | dummy (random weights of the shape in config.json)
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # None = kv_cache_memory_ratio of the free memory
     kv_cache_memory_ratio: float | None = None  # None = the device's default
@@ -27,9 +39,82 @@ class ExecutionSettings:
     num_threads: int | None = None  # None = torch's choice (physical cores)
 
 
-class KVCacheTooSmall(ValueError):
-    """The KV cache cannot hold one sequence of max_model_len tokens; the message names flags that would fit."""
-
-
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
-    raise NotImplementedError
+    config = ModelConfig.from_directory(settings.model)
+    max_model_len = _max_model_len(settings, config)
+    device = _device(settings.device)
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    weights = _weights(settings, config, device, report)
+    model = Transformer(config, weights, max_len=max_model_len)
+    weights.check_all_used()
+    report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
+    kv_cache = _allocate_kv_cache(settings, model, measure_memory(device, weights.loaded_bytes), max_model_len)
+    report("allocate_kv", 1.0, _description(kv_cache))
+    runner = ModelRunner(model, kv_cache, Sampler(config.vocab_size, config.eos_token_ids), max_model_len)
+    for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
+        report("warmup", progress, detail)
+    return runner
+
+
+def _max_model_len(settings: ExecutionSettings, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if settings.max_model_len is None:
+        return longest
+    if settings.max_model_len > longest:
+        raise ValueError(f"--max-model-len {settings.max_model_len} is over the model's {longest} positions")
+    return settings.max_model_len
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    elif name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if saved not in _DTYPES:
+        raise ValueError(f"config.json: dtype {saved!r} is not supported; {', '.join(_DTYPES)} are")
+    if device.type == "cpu" and saved != "float32":
+        # Without AVX512 oneDNN has no bf16 kernels, and emulated ones are slower than float32.
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return _DTYPES[saved]
+
+
+def _weights(
+    settings: ExecutionSettings, config: ModelConfig, device: torch.device, report: Report
+) -> SafetensorsWeights | RandomWeights:
+    dtype = _dtype(settings.dtype, config.dtype, device)
+    if settings.load_format == "dummy":
+        return RandomWeights(device, dtype)
+    return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
+
+
+def _allocate_kv_cache(
+    settings: ExecutionSettings, model: Transformer, memory: DeviceMemory, max_model_len: int
+) -> KVCache:
+    block_size = settings.block_size
+    bytes_per_block = block_bytes(model.config, block_size, model.dtype)
+    num_blocks = num_blocks_that_fit(
+        memory,
+        bytes_per_block,
+        settings.kv_cache_memory_bytes,
+        settings.kv_cache_memory_ratio,
+        max_blocks=settings.max_num_seqs * -(-max_model_len // block_size) + 1,
+    )
+    check_capacity(num_blocks, block_size, bytes_per_block, max_model_len, memory)
+    return KVCache(model.config, num_blocks, block_size, model.dtype, memory.device)
+
+
+def _description(kv_cache: KVCache) -> str:
+    slots = (kv_cache.num_blocks - 1) * kv_cache.block_size
+    mib = kv_cache.pool.nbytes / 2**20
+    return f"{mib:,.0f} MiB: {kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens = {slots:,} tokens"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

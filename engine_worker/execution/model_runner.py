@@ -3,15 +3,47 @@
 Implements engine.BatchExecutor. Knows nothing of the queue, of finishing, or of which sequence comes next.
 """
 
+import time
+
+import torch
+
+from engine_worker.execution.input_builder import build_model_input
+from engine_worker.execution.kv_cache import KVCache
+from engine_worker.execution.sampler import Sampler
 from engine_worker.model.config import ModelConfig
+from engine_worker.model.transformer import Transformer
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 
 
 class ModelRunner:
-    model_config: ModelConfig
-    num_blocks: int  # of the pool, block 0 included, which is never allocated
-    block_size: int
-    max_model_len: int
+    def __init__(self, model: Transformer, kv_cache: KVCache, sampler: Sampler, max_model_len: int) -> None:
+        self.model_config: ModelConfig = model.config
+        self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
+        self.block_size = kv_cache.block_size
+        self.max_model_len = max_model_len
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device = model.attach(kv_cache.pool)
+        self._sampler = sampler
 
+    @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
-        raise NotImplementedError
+        started = time.perf_counter()
+        self._kv_cache.copy_blocks(batch.block_copies)
+        model_input = build_model_input(batch, self.block_size, self._kv_cache.pool.device)
+        prepared = time.perf_counter()
+        logits = self._model.forward(model_input, self._device)
+        forwarded = time.perf_counter()
+        sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+        token_ids, failures = self._sampler.sample(logits, sampling) if sampling else ([], {})
+        sampled = iter(token_ids)
+        return StepResult(
+            sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in batch.sequences],
+            failures=failures,
+            # On CUDA the forward pass is only enqueued here: the sampler waits for it, and its share has that time.
+            phase_seconds={
+                "prepare": prepared - started,
+                "forward": forwarded - prepared,
+                "sample": time.perf_counter() - forwarded,
+            },
+        )

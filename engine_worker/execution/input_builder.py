@@ -1,0 +1,59 @@
+"""A ScheduledBatch as the tensors of one forward pass.
+
+Rows are ordered for the CPU's attention: sequences that decode first, by ascending length, then those that prefill.
+Nobody outside notices: logits_indices leads back to the order of the batch.
+"""
+
+import numpy as np
+import torch
+
+from engine_worker.model.model_input import ModelInput
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+
+
+def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
+    ordered = sorted(batch.sequences, key=_row_order)
+    query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
+    ends = np.array([_end(scheduled) for scheduled in ordered], dtype=np.int64)
+    query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
+    block_tables = _block_tables(ordered, ends, block_size)
+    token_ids: list[int] = []
+    for scheduled in ordered:
+        token_ids += scheduled.sequence.token_ids(scheduled.start, _end(scheduled))
+    row_of_token = np.repeat(np.arange(len(ordered)), query_lens)
+    positions = np.arange(len(token_ids)) + (ends - query_start_loc[1:])[row_of_token]
+    slots = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    last_row = {id(scheduled): int(end) - 1 for scheduled, end in zip(ordered, query_start_loc[1:], strict=True)}
+    wanted = [last_row[id(scheduled)] for scheduled in batch.sequences if scheduled.samples]
+
+    def to_device(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype, copy=False)).to(device, non_blocking=True)
+
+    return ModelInput(
+        token_ids=to_device(np.array(token_ids), np.int64),
+        positions=to_device(positions, np.int64),
+        slot_mapping=to_device(slots, np.int64),
+        query_start_loc=to_device(query_start_loc, np.int32),
+        seq_lens=to_device(ends, np.int32),
+        block_tables=to_device(block_tables, np.int32),
+        logits_indices=to_device(np.array(wanted, dtype=np.int64), np.int64),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(ends.max()),
+    )
+
+
+def _end(scheduled: ScheduledSequence) -> int:
+    return scheduled.start + scheduled.num_new_tokens
+
+
+def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
+    return scheduled.num_new_tokens > 1, _end(scheduled)
+
+
+def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size: int) -> np.ndarray:
+    """[S, B] of the blocks that hold tokens after this step; a table may already have more, for the next one."""
+    used_blocks = -(-ends // block_size)
+    tables = np.zeros((len(ordered), int(used_blocks.max())), dtype=np.int32)
+    for row, (scheduled, used) in enumerate(zip(ordered, used_blocks, strict=True)):
+        tables[row, :used] = scheduled.sequence.block_table[:used]
+    return tables

@@ -1,0 +1,103 @@
+"""The KV pool: how many blocks fit, the one tensor that holds them, and copies between blocks.
+
+    pool [num_blocks, L, 2, Hkv, BS, D]: all layers of a block are one contiguous run, so moving a block is one copy.
+    Block 0 is never allocated to a sequence: padded table entries point there, and it stays zero.
+
+Knows nothing of which sequence owns a block.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_worker.execution.memory import DeviceMemory
+from engine_worker.model.config import ModelConfig
+from engine_worker.scheduling.batch import BlockCopy
+
+# On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
+_CPU_DEFAULT_RATIO = 0.25
+_CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
+_CUDA_DEFAULT_RATIO = 0.9  # the rest is for activations and the allocator's rounding
+
+
+class KVCacheTooSmall(ValueError):
+    """The KV cache cannot hold one sequence of max_model_len tokens; the message names flags that would fit."""
+
+
+class KVCache:
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.pool = _zeros(shape, dtype, device)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        if not copies:
+            return
+        pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies], device=self.pool.device)
+        if self.pool.is_cuda:
+            from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
+
+            copy_kv_blocks(self.pool, pairs)
+        else:
+            self.pool[pairs[:, 1]] = self.pool[pairs[:, 0]]
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+
+def num_blocks_that_fit(
+    memory: DeviceMemory,
+    bytes_per_block: int,
+    kv_cache_memory_bytes: int | None,
+    kv_cache_memory_ratio: float | None,
+    max_blocks: int,
+) -> int:
+    """Blocks of the pool, block 0 included. More than `max_blocks` (every seat at full length) could never be used."""
+    if kv_cache_memory_bytes is not None:
+        return kv_cache_memory_bytes // bytes_per_block
+    if memory.device.type == "cuda":
+        budget = memory.free_bytes * (kv_cache_memory_ratio or _CUDA_DEFAULT_RATIO)
+    elif kv_cache_memory_ratio is not None:
+        budget = memory.free_bytes * kv_cache_memory_ratio
+    else:
+        budget = min(memory.free_bytes * _CPU_DEFAULT_RATIO, _CPU_DEFAULT_LIMIT_BYTES)
+    return min(int(budget) // bytes_per_block, max_blocks)
+
+
+def check_capacity(
+    num_blocks: int, block_size: int, bytes_per_block: int, max_model_len: int, memory: DeviceMemory
+) -> None:
+    """Never shortens max_model_len by itself: a server that takes shorter prompts than it was told to is a trap."""
+    needed_blocks = -(-max_model_len // block_size) + 1
+    if num_blocks >= needed_blocks:
+        return
+    needed_bytes = needed_blocks * bytes_per_block
+    fitting_tokens = max(0, num_blocks - 1) * block_size
+    advice = []
+    if needed_bytes <= memory.free_bytes:
+        advice.append(f"--kv-cache-memory-bytes {needed_bytes}")
+    if fitting_tokens:
+        advice.append(f"--max-model-len {fitting_tokens}")
+    raise KVCacheTooSmall(
+        f"the KV cache cannot hold one sequence of --max-model-len {max_model_len} tokens. "
+        f"Measured on {memory.device}: {_mib(memory.total_bytes)} in all, {_mib(memory.free_bytes)} free "
+        f"after loading {_mib(memory.weights_bytes)} of weights. "
+        f"KV takes {bytes_per_block // block_size:,} bytes a token, {bytes_per_block:,} a block of {block_size}; "
+        f"{max_model_len} tokens need {needed_blocks} blocks = {_mib(needed_bytes)} (one is padding), "
+        f"the budget of {_mib(num_blocks * bytes_per_block)} holds {num_blocks}. "
+        + (f"This would fit: {' or '.join(advice)}" if advice else "Nothing fits here; use a smaller model.")
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy zeros by calloc: pages of blocks that are never used are never touched. torch.zeros writes them all.
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,54 @@
+"""Parts of the network that are the same on every device but for the layout of their weights.
+
+Plain callables, not nn.Module: a module's call costs 1-2 us and a decode step on a CPU makes 211 of them.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.config import ModelConfig, RopeScaling
+
+
+class Linear:
+    """x [T, in] -> [T, out], without a bias. `weight` is [out, in]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.is_packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        # oneDNN's own layout halves the time of a bf16 product here: 1.1 against 2.7 ms for SmolLM2's head at T = 1.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.is_packed:
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, None, "none", [], "")
+        return F.linear(x, self._weight)
+
+
+class RotaryEmbedding:
+    """cos_sin_table [max_len, D] float32: D / 2 cosines, then D / 2 sines, of each position."""
+
+    def __init__(self, config: ModelConfig, max_len: int, device: torch.device) -> None:
+        self.cos_sin_table = _cos_sin_table(config, max_len).to(device)
+
+
+def _cos_sin_table(config: ModelConfig, max_len: int) -> Tensor:
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3: wavelengths that fit often into the original context stay, those longer than it are stretched by
+    # `factor`, and between the two bounds the frequency goes linearly from one to the other.
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position_embeddings / wavelengths
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies

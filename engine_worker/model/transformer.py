@@ -1,0 +1,106 @@
+"""The Llama network: token ids and a paged KV pool in, logits of the wanted rows out.
+
+    embedding -> [ norm -> qkv -> attention -> o -> norm -> gate_up -> down ] * num_layers -> norm -> head
+
+Reads as the network; what differs between devices is in CpuStep and CudaStep, chosen by the pool's device. It has no
+state but its weights: the KV pool is an argument.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.config import ModelConfig
+from engine_worker.model.layers import Linear, RotaryEmbedding
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.weights import WeightSource
+
+
+class DeviceStep(Protocol):
+    """The operators of one forward pass on one device."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def attention(self, qkv: Tensor, layer: int) -> Tensor: ...
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+class Device(Protocol):
+    """A device with a KV pool on it."""
+
+    def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, weights: WeightSource, index: int) -> None:
+        prefix = f"model.layers.{index}"
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._index = index
+        self._eps = config.rms_norm_eps
+        self._input_norm = weights.get(f"{prefix}.input_layernorm.weight", (hidden,))
+        self._qkv = Linear(
+            torch.cat(
+                [
+                    weights.get(f"{prefix}.self_attn.q_proj.weight", (query, hidden)),
+                    weights.get(f"{prefix}.self_attn.k_proj.weight", (key_value, hidden)),
+                    weights.get(f"{prefix}.self_attn.v_proj.weight", (key_value, hidden)),
+                ]
+            )
+        )
+        self._o = Linear(weights.get(f"{prefix}.self_attn.o_proj.weight", (hidden, query)))
+        self._post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        self._gate_up = Linear(
+            torch.cat(
+                [
+                    weights.get(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
+                    weights.get(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
+                ]
+            )
+        )
+        self._down = Linear(weights.get(f"{prefix}.mlp.down_proj.weight", (hidden, inner)))
+
+    def __call__(self, step: DeviceStep, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`hidden` is what the layer before computed and not yet added to `residual`."""
+        normed, residual = step.add_rms_norm(hidden, residual, self._input_norm, self._eps)
+        hidden = self._o(step.attention(self._qkv(normed), self._index))
+        normed, residual = step.add_rms_norm(hidden, residual, self._post_attention_norm, self._eps)
+        return self._down(step.silu_and_mul(self._gate_up(normed))), residual
+
+
+class Transformer:
+    def __init__(self, config: ModelConfig, weights: WeightSource, max_len: int) -> None:
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = weights.get("model.embed_tokens.weight", shape)
+        self._layers = [DecoderLayer(config, weights, index) for index in range(config.num_layers)]
+        self._norm = weights.get("model.norm.weight", (config.hidden_size,))
+        self._head = Linear(self._embedding if config.tie_word_embeddings else weights.get("lm_head.weight", shape))
+        self.rotary = RotaryEmbedding(config, max_len, self._embedding.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def attach(self, kv_pool: Tensor) -> Device:
+        """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""
+        if kv_pool.is_cuda:
+            from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
+
+            return CudaDevice(self.config, self.rotary, kv_pool)
+        from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
+
+        return CpuDevice(self.config, self.rotary, kv_pool)
+
+    @torch.inference_mode()
+    def forward(self, model_input: ModelInput, device: Device) -> Tensor:
+        """Logits [N, vocab_size] of `model_input.logits_indices`; the KV of all tokens is in the pool afterwards."""
+        step = device.begin_step(model_input)
+        residual = F.embedding(model_input.token_ids, self._embedding)
+        hidden = torch.zeros_like(residual)
+        for layer in self._layers:
+            hidden, residual = layer(step, hidden, residual)
+        wanted = model_input.logits_indices
+        normed, _ = step.add_rms_norm(hidden[wanted], residual[wanted], self._norm, self.config.rms_norm_eps)
+        return self._head(normed)

@@ -1,0 +1,104 @@
+"""Where weights come from: safetensors files of a model directory, or random numbers of the right shape.
+
+A source hands out each tensor once, on its device and in its dtype, and checks name and shape. It does not know what
+the tensors mean.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+Report = Callable[[float, str], None]  # progress 0..1, detail
+
+# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head).
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+
+
+class WeightSource(Protocol):
+    loaded_bytes: int  # of all tensors handed out
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def check_all_used(self) -> None: ...
+
+
+class SafetensorsWeights:
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+        self._device, self._dtype, self._report = device, dtype, report
+        self._files = {path: _open(path) for path in _weight_files(directory)}
+        self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        self._unused = set(self._file_of)
+        self._total_bytes = sum(path.stat().st_size for path in self._files)
+        self._read_bytes = 0
+        self._reported_percent = 0
+        self.loaded_bytes = 0
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._file_of:
+            raise ValueError(f"the safetensors files have no {name}")
+        tensor = self._file_of[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        self._unused.discard(name)
+        self._read_bytes += tensor.nbytes
+        self._report_progress()
+        tensor = tensor.to(self._device, self._dtype)
+        self.loaded_bytes += tensor.nbytes
+        return tensor
+
+    def check_all_used(self) -> None:
+        """A tensor that nothing asked for (a bias, an adapter) would be left out silently."""
+        unused = sorted(name for name in self._unused if not name.endswith(_IGNORED_SUFFIXES))
+        if unused:
+            names = ", ".join(unused[:4])
+            raise ValueError(f"the model has {len(unused)} weights that this network has no place for: {names}")
+
+    def _report_progress(self) -> None:
+        percent = self._read_bytes * 100 // self._total_bytes
+        if percent >= self._reported_percent + 10:
+            self._reported_percent = percent
+            self._report(percent / 100, f"{self._read_bytes / 2**20:,.0f} of {self._total_bytes / 2**20:,.0f} MiB")
+
+
+class RandomWeights:
+    """Normal with deviation 0.02, norms 1; a tensor depends on (seed, name) alone."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self._device, self._dtype, self._seed = device, dtype, seed
+        self.loaded_bytes = 0
+
+    def check_all_used(self) -> None:
+        """There is nothing that could be left over."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.loaded_bytes += math.prod(shape) * self._dtype.itemsize
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device, dtype=self._dtype)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
+        return torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [directory / name for name in names]
+    else:
+        paths = [directory / "model.safetensors"]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(f"{directory} has no {', '.join(missing)}; only safetensors weights are read")
+    return paths
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
