@@ -1,1 +1,3 @@
 """The command line and the supervisor of the embedded default. Holds no serving logic."""
+
+VERSION = "0.1.0"

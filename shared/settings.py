@@ -48,6 +48,7 @@ _Settings = TypeVar("_Settings", bound=_SettingsClass)
 class Loaded(Generic[_Settings]):
     settings: _Settings
     origins: dict[str, str]  # field -> "flag" | "env PAGESTREAM_X" | "file PATH" | "default"
+    config_path: Path | None = None
 
 
 def setting(
@@ -77,12 +78,26 @@ def parse_bytes(text: str) -> int:
 
 
 def load_settings(
-    cls: type[_Settings], argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pagestream"
+    cls: type[_Settings],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str = "pagestream",
+    unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
-    """Raises SettingsError. `--show-config [text|json]` prints every value with its origin and exits."""
-    given = vars(build_parser(cls, prog).parse_args(argv))
-    config_path = given.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG") or None
-    file_values = _read_file(cls, Path(config_path), prog.rsplit(maxsplit=1)[-1]) if config_path else {}
+    """Raises SettingsError. `--show-config [text|json]` prints every value with its origin and exits.
+
+    Arguments that are no flags of `cls` are an error, or are appended to `unknown` for the program that knows them.
+    """
+    namespace, rest = build_parser(cls, prog).parse_known_args(argv)
+    if rest and unknown is None:
+        raise SettingsError(f"unknown option {' '.join(rest)}")
+    if unknown is not None:
+        unknown.extend(rest)
+    given = vars(namespace)
+    config_name = given.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG")
+    config_path = Path(config_name) if config_name else None
+    file_values = _read_file(cls, config_path, prog.rsplit(maxsplit=1)[-1]) if config_path else {}
     show = given.pop("show_config", None)
 
     values: dict[str, Any] = {}
@@ -106,15 +121,20 @@ def load_settings(
     missing = [_flag(field) for field in fields(cls) if values[field.name] is MISSING]
     if missing:
         raise SettingsError(f"{', '.join(missing)}: a value is needed")
-    return Loaded(_construct(cls, values), origins)
+    return Loaded(_construct(cls, values), origins, config_path)
 
 
 def settings_or_exit(
-    cls: type[_Settings], argv: Sequence[str], environ: Mapping[str, str], *, prog: str
+    cls: type[_Settings],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str,
+    unknown: list[str] | None = None,
 ) -> Loaded[_Settings]:
     """load_settings for a `main`: a SettingsError becomes one line on stderr and exit status 2."""
     try:
-        return load_settings(cls, argv, environ, prog=prog)
+        return load_settings(cls, argv, environ, prog=prog, unknown=unknown)
     except SettingsError as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         raise SystemExit(2) from error

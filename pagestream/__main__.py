@@ -1,0 +1,8 @@
+"""`python -m pagestream` is `pagestream`."""
+
+import sys
+
+from pagestream.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The address that the gateway serves: is it free, does it answer, how a person writes it."""
+
+import asyncio
+import errno
+import socket
+
+PROBE_SECONDS = 2.0
+
+
+class AddressInUse(RuntimeError):
+    """Somebody else listens there, or nobody may."""
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises AddressInUse with what would help."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT is no obstacle
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"port {port} on {host} is in use; take another one with --port") from error
+        raise AddressInUse(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine finds the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+async def answers_ready(host: str, port: int) -> bool:
+    """GET /ready says 200. Written by hand: the command line needs no HTTP library otherwise."""
+    reachable = base_url(host, port).removeprefix("http://").rsplit(":", 1)[0].strip("[]")
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            reader, writer = await asyncio.open_connection(reachable, port)
+            try:
+                writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+                await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return False
+    return status_line.split()[1:2] == [b"200"]

@@ -1,0 +1,199 @@
+"""`pagestream serve`: a store, one gateway and N workers as child processes, from the first phase to an orderly end.
+
+    start   store -> gateway (so that /ready tells what follows) -> model -> workers -> the first READY -> the banner
+    watch   a child that dies is started again; what a dead worker held is requeued before its successor begins
+    stop    gateway (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or when a child is given up
+
+Holds the order only: lives are supervised.py and crew.py, the store embedded_store.py, the model model_source.py.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+
+from pagestream import banner
+from pagestream.address import AddressInUse, answers_ready, base_url, require_free_port
+from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, worker_base_id
+from pagestream.child_process import ChildCommand
+from pagestream.crew import Crew
+from pagestream.directories import state_directory
+from pagestream.embedded_store import EmbeddedStore, StoreError
+from pagestream.fleet_link import FleetLink
+from pagestream.gguf_model import ModelUnavailable
+from pagestream.model_source import ModelSource, find_model
+from pagestream.phases import PhaseConsole
+from pagestream.restart_policy import GiveUp, RestartPolicy
+from pagestream.serve_settings import PassedFlags, ServeSettings
+from pagestream.supervised import ChildGaveUp, SupervisedChild
+from shared.messages import WorkerHeartbeat, WorkerPhase
+
+STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
+READY_POLL_SECONDS = 0.1
+_GATEWAY_RANK, _WORKER_RANK = 0, 1
+
+
+
+def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None) -> int:
+    """The exit status: 0 after Ctrl-C or SIGTERM, 1 when something could not be started or kept alive."""
+    console = PhaseConsole(sys.stdout)
+    try:
+        asyncio.run(_until_signal(settings, flags, config_path, console))
+    except (StoreError, ModelUnavailable, ChildGaveUp, AddressInUse) as error:
+        console.print(f"pagestream serve: {error}")
+        return 1
+    return 0
+
+
+async def _until_signal(
+    settings: ServeSettings, flags: PassedFlags, config_path: Path | None, console: PhaseConsole
+) -> None:
+    """Serve; the first signal asks for an orderly stop, a second one kills the children that are still stopping."""
+    all_in_one = _AllInOne(settings, flags, config_path, console)
+    serving = asyncio.create_task(all_in_one.run())
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if serving.cancelling():
+            all_in_one.crew.kill()
+        else:
+            serving.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+@dataclass
+class _AllInOne:
+    settings: ServeSettings
+    flags: PassedFlags
+    config_path: Path | None
+    console: PhaseConsole
+    crew: Crew = field(default_factory=Crew)
+    fleet_id: str = field(default_factory=lambda: token_hex(4))
+    workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current life
+
+    async def run(self) -> None:
+        started_at = time.monotonic()
+        settings = self.settings
+        source = find_model(settings.model)
+        name = settings.served_model_name or source.name
+        require_free_port(settings.host, settings.port)
+        self.console.print(banner.opening(name, settings.workers))
+        async with self._store() as (url, is_fresh), self._link(url, name) as link, self._crew_stopped_at_the_end():
+            if is_fresh:
+                await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
+            await self._start(link, source, url)
+            await self.crew.while_all_live(self._until_ready())
+            address = base_url(settings.host, settings.port)
+            self.console.print(banner.ready(address, name, time.monotonic() - started_at))
+            await self.crew.while_all_live(asyncio.Event().wait())
+
+    @asynccontextmanager
+    async def _store(self) -> AsyncIterator[tuple[str, bool]]:
+        """The URL of the store, and whether we have just started it: an embedded one is kept alive from now on."""
+        if self.settings.redis_url:
+            yield self.settings.redis_url, False
+            return
+        store = EmbeddedStore.at(state_directory() / "store", self.settings.store_max_memory_bytes)
+        started_at = time.monotonic()
+        is_fresh = await store.start()
+        verb = "started" if is_fresh else "found running"
+        self.console.print(f"  store     {verb} in {time.monotonic() - started_at:.1f} s: {store.url}")
+        self.crew.watch(self._keep_alive(store), name="store")
+        try:
+            yield store.url, is_fresh
+        finally:
+            await store.stop()
+
+    async def _keep_alive(self, store: EmbeddedStore) -> None:
+        """Children reconnect by themselves and find everything again that reached the append-only file."""
+        deaths = RestartPolicy()
+        while True:
+            last_lines = await store.wait_until_gone()
+            answer = deaths.after_death(time.monotonic(), exit_status=0, was_ready=True)
+            if isinstance(answer, GiveUp):
+                raise StoreError(f"the embedded store is given up: {answer.reason}\n{last_lines}")
+            self.console.print("  store     died; starting it again")
+            await asyncio.sleep(answer.delay_seconds)
+            await store.start()
+
+    @asynccontextmanager
+    async def _link(self, url: str, name: str) -> AsyncIterator[FleetLink]:
+        link = FleetLink(url, name, self._on_heartbeat)
+        self.crew.watch(link.run(), name="link to the store")
+        try:
+            yield link
+        finally:
+            await link.aclose()
+
+    @asynccontextmanager
+    async def _crew_stopped_at_the_end(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self.console.print("stopping the gateway, then the workers")
+            await self.crew.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
+
+    async def _start(self, link: FleetLink, source: ModelSource, url: str) -> None:
+        commands = ChildCommands(self.settings, self.flags, self.config_path, source, url)
+        gateway = SupervisedChild("gateway", lambda _life: commands.gateway(), self._on_line, self._after_gateway_death)
+        self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
+        await self.crew.while_all_live(self._prepare(link, source))
+        for number in range(self.settings.workers):
+            self.crew.start(self._worker(number, commands, link), stop_rank=_WORKER_RANK)
+
+    async def _prepare(self, link: FleetLink, source: ModelSource) -> None:
+        def report(phase: str, progress: float, detail: str) -> None:
+            self.console.update("model", phase, progress, detail)
+            link.announce(WorkerPhase(phase), progress, detail)
+
+        await source.prepare(report)
+        self.console.end("model")
+        link.fall_silent()
+
+    def _worker(self, number: int, commands: ChildCommands, link: FleetLink) -> SupervisedChild:
+        def command(life: int) -> ChildCommand:
+            base_id = worker_base_id(self.fleet_id, number, life)
+            self.workers[base_id] = child
+            return commands.worker(number, base_id)
+
+        async def after_death(life: int, how: str) -> None:
+            base_id = worker_base_id(self.fleet_id, number, life)
+            self.workers.pop(base_id, None)
+            self.console.abandon(child.name)
+            requeued = await link.reap(base_id)
+            self.console.print(f"  {child.name:<9} died ({how}); {requeued} requests requeued")
+
+        child = SupervisedChild(f"worker-{number}", command, self._on_line, after_death)
+        return child
+
+    async def _after_gateway_death(self, _life: int, how: str) -> None:
+        self.console.print(f"  gateway   died ({how})")
+
+    async def _until_ready(self) -> None:
+        while not any(worker.is_ready for worker in self.workers.values()):
+            await asyncio.sleep(READY_POLL_SECONDS)
+        while not await answers_ready(self.settings.host, self.settings.port):
+            await asyncio.sleep(READY_POLL_SECONDS)
+
+    def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
+        worker = self.workers.get(heartbeat.worker_id.rpartition(".")[0])
+        if worker is None or worker.is_ready:
+            return
+        if heartbeat.phase is WorkerPhase.READY:
+            worker.is_ready = True
+            self.console.end(worker.name)
+        else:
+            self.console.update(worker.name, heartbeat.phase, heartbeat.progress, heartbeat.detail)
+
+    def _on_line(self, name: str, line: str) -> None:
+        self.console.print(f"{name} | {line}")

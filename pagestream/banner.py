@@ -1,0 +1,32 @@
+"""What `pagestream serve` says when it begins and when it is ready: lines to copy and run."""
+
+import json
+
+from pagestream import VERSION
+
+_QUESTION = "What is the capital of France?"
+
+
+def opening(model_name: str, workers: int) -> str:
+    plural = "" if workers == 1 else "s"
+    return f"pagestream {VERSION}: {model_name}, one gateway, {workers} engine worker{plural}"
+
+
+def ready(url: str, model_name: str, seconds: float) -> str:
+    body = json.dumps(
+        {"model": model_name, "messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "stream": True}
+    )
+    return f"""
+Ready after {seconds:.1f} s: {url}   (Ctrl-C stops everything)
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{body}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="unused")
+  stream = client.chat.completions.create(
+      model="{model_name}", stream=True, messages=[{{"role": "user", "content": "{_QUESTION}"}}]
+  )
+  for chunk in stream:
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+"""

@@ -1,0 +1,52 @@
+"""The command lines of the gateway and the workers that `pagestream serve` runs."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagestream.child_process import ChildCommand
+from pagestream.model_source import ModelSource
+from pagestream.serve_settings import PassedFlags, ServeSettings
+
+# Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
+WORKER_ID_PREFIX = "serve"
+
+
+def worker_base_id(fleet_id: str, number: int, life: int) -> str:
+    """The id of one life of one worker; its incarnations append `.0`, `.1`, ..."""
+    return f"{WORKER_ID_PREFIX}.{fleet_id}-{number}-{life}"
+
+
+class ChildCommands:
+    def __init__(
+        self, settings: ServeSettings, flags: PassedFlags, config_path: Path | None, source: ModelSource, url: str
+    ) -> None:
+        self._settings = settings
+        self._flags = flags
+        self._common = ["--model", str(source.directory), "--redis-url", url]
+        self._common += ["--served-model-name", settings.served_model_name or source.name]
+        self._common += ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
+        if settings.max_model_len is not None:
+            self._common += ["--max-model-len", str(settings.max_model_len)]
+        if config_path is not None:
+            self._common += ["--config", str(config_path)]
+
+    def gateway(self) -> ChildCommand:
+        address = ["--host", self._settings.host, "--port", str(self._settings.port)]
+        return _python("gateway", "gateway", [*self._common, *address, *self._flags.gateway])
+
+    def worker(self, number: int, base_id: str) -> ChildCommand:
+        argv = [*self._common, "--worker-id", base_id]
+        if not self._flags.worker_has("--metrics-port"):
+            argv += ["--metrics-port", "0"]  # several workers share this machine: each takes a free one and prints it
+        if self._settings.workers > 1 and not self._flags.worker_has("--num-threads"):
+            share = len(os.sched_getaffinity(0)) // self._settings.workers if hasattr(os, "sched_getaffinity") else 1
+            argv += ["--num-threads", str(max(1, share))]
+        return _python(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker])
+
+
+def _python(name: str, module: str, arguments: Sequence[str]) -> ChildCommand:
+    # -P: a folder called `gateway` or `shared` in the user's current directory must not stand in for ours.
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return ChildCommand(name=name, argv=[sys.executable, "-P", "-m", module, *arguments], environ=environ)

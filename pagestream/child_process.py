@@ -1,0 +1,110 @@
+"""One life of one child process: its start, its output, its end. Knows nothing of what the child does.
+
+The child leads its own session, so the terminal's Ctrl-C reaches the supervisor alone and the order of the stop is
+ours. On Linux the kernel ends it with the supervisor, even after a `kill -9`: the kernel is asked between fork and
+exec, so there is no moment in which a child could be left behind.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.processes import exit_with_parent
+
+KEPT_LINES = 20
+MAX_LINE_BYTES = 2**20
+
+LineSink = Callable[[str, str], None]  # child's name, line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildCommand:
+    """What to run. `death_signal` reaches the child when the supervisor dies without stopping it."""
+
+    name: str
+    argv: Sequence[str]
+    environ: Mapping[str, str] | None = None  # None = ours
+    cwd: Path | None = None
+    umask: int = -1  # -1 = ours
+    death_signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass
+class ChildProcess:
+    name: str
+    process: asyncio.subprocess.Process
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    _reader: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, command: ChildCommand, on_line: LineSink | None = None) -> "ChildProcess":
+        """Raises OSError if it cannot be started. Main thread only: the kernel watches the thread that forks."""
+        process = await asyncio.create_subprocess_exec(
+            *command.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=command.environ,
+            cwd=command.cwd,
+            umask=command.umask,
+            start_new_session=True,
+            limit=MAX_LINE_BYTES,
+            preexec_fn=_before_exec(command.death_signal),
+        )
+        child = cls(command.name, process)
+        child._reader = asyncio.create_task(child._read_output(on_line), name=f"output of {command.name}")
+        return child
+
+    async def wait(self) -> int:
+        """The exit status, or minus the number of the signal that ended it; all output has been read by then."""
+        status = await self.process.wait()
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=1.0)  # a grandchild may hold the pipe open
+            self._reader.cancel()
+        return status
+
+    async def stop(self, grace_seconds: float) -> int:
+        """SIGTERM, and SIGKILL to the whole session when the grace has passed."""
+        self.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await self.process.wait()
+        except TimeoutError:
+            self.kill()
+        return await self.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads its session, so its own children go with it
+        except ProcessLookupError:
+            return
+
+    async def _read_output(self, on_line: LineSink | None) -> None:
+        assert self.process.stdout is not None
+        while True:
+            try:
+                raw = await self.process.stdout.readline()
+            except ValueError:  # a line over the limit: asyncio has dropped it
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            self.last_lines.append(line)
+            if on_line is not None:
+                on_line(self.name, line)
+
+
+def _before_exec(death_signal: signal.Signals) -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None  # elsewhere a killed supervisor leaves its children; docs/operations.md says so
+    supervisor_pid = os.getpid()
+    return lambda: exit_with_parent(supervisor_pid, death_signal)

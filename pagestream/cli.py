@@ -1,0 +1,106 @@
+"""The command `pagestream`: finds the command and hands the rest over. Imports nothing heavy, so that --help is quick.
+
+`gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and `config` live
+in this package.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from pagestream import VERSION
+from pagestream.serve_settings import DEMO, ServeSettings, split_flags
+from shared.settings import SettingsError, build_parser, settings_or_exit
+
+MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench"}
+CONFIGURED = ("serve", "gateway", "worker")
+_COMMANDS = """commands:
+  serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
+  gateway         the HTTP gateway alone
+  worker          one engine worker alone
+  bench           measure an OpenAI-compatible server, or the engine alone
+  doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk
+  config show     every setting of serve, gateway and worker with its value and origin
+
+`pagestream COMMAND --help` tells a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pagestream",
+        description="LLM serving with paged KV memory.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
+    parser.add_argument("command", choices=["serve", *MODULES, "doctor", "config"], metavar="COMMAND", help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
+    args = parser.parse_args(argv)
+    if args.command in MODULES:
+        return _become(MODULES[args.command], args.arguments)
+    if args.command == "serve":
+        return _serve(args.arguments)
+    if args.command == "doctor":
+        return _doctor(args.arguments)
+    return _config(args.arguments)
+
+
+def _become(module: str, arguments: Sequence[str]) -> int:
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
+
+
+def _serve(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        sys.stdout.write(_serve_help())
+        return 0
+    # The model comes first, as in vLLM; anywhere else a word could be the value of a flag that only a child knows.
+    model = ["--model", arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
+    rest: list[str] = []
+    try:
+        loaded = settings_or_exit(ServeSettings, [*model, *arguments], os.environ, prog="pagestream serve", unknown=rest)
+        flags = split_flags(rest)
+    except SettingsError as error:
+        sys.stderr.write(f"pagestream serve: error: {error}\n")
+        return 2
+    from pagestream.all_in_one import serve  # noqa: PLC0415  asyncio and redis cost 0.2 s, which --help does not need
+
+    return serve(loaded.settings, flags, loaded.config_path)
+
+
+def _serve_help() -> str:
+    parser = build_parser(ServeSettings, "pagestream serve [MODEL]")
+    parser.epilog = f"MODEL is the same as --model (default: {DEMO}). Every option of `pagestream gateway` and `pagestream worker` can be given too."
+    return parser.format_help()
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from pagestream.doctor import main as examine  # noqa: PLC0415  for the same reason
+
+    return examine(arguments)
+
+
+def _config(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="pagestream config", description="Every setting with its value and origin.")
+    parser.add_argument("action", choices=["show"])
+    parser.add_argument("program", nargs="?", choices=CONFIGURED, help="default: all of them")
+    parser.add_argument("--json", action="store_true")
+    args, flags = parser.parse_known_args(arguments)
+    if flags and args.program is None:
+        parser.error(f"name the program that {flags[0]} belongs to: config show {{{','.join(CONFIGURED)}}} ...")
+    show = ["--show-config", "json" if args.json else "text"]
+    if args.program is not None:
+        return _show(args.program, [*flags, *show])
+    statuses = []
+    for program in CONFIGURED:
+        sys.stdout.write(f"[{program}]\n" if not args.json else "")
+        sys.stdout.flush()
+        statuses.append(_show(program, show))
+    return max(statuses)
+
+
+def _show(program: str, arguments: Sequence[str]) -> int:
+    module = MODULES.get(program)
+    command = ["-m", module] if module else ["-m", "pagestream", program]
+    return subprocess.run([sys.executable, "-P", *command, *arguments], check=False).returncode

@@ -1,0 +1,39 @@
+"""What `pagestream serve MODEL` may name: `demo`, a .gguf file, or a model directory."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagestream.demo_model import DEMO_MODEL_NAME, demo_model_directory, prepare_demo_model
+from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
+from pagestream.phases import PhaseReport
+from pagestream.serve_settings import DEMO
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """`directory` is known before it exists, so that a gateway can be started to tell of the preparation."""
+
+    name: str
+    directory: Path
+    prepare: Callable[[PhaseReport], Awaitable[object]]  # raises ModelUnavailable
+
+
+def find_model(model: str) -> ModelSource:
+    """Raises ModelUnavailable for what is neither."""
+    if model == DEMO:
+        return ModelSource(DEMO_MODEL_NAME, demo_model_directory(), prepare_demo_model)
+    path = Path(model).expanduser().resolve()
+    if path.is_file() and path.suffix == ".gguf":
+        target = converted_directory(path)
+        return ModelSource(path.stem, target, lambda report: convert_once(path, target, report))
+    if path.is_dir():
+        return ModelSource(path.name, path, lambda report: _check_directory(path))
+    kind = "is no model directory and no .gguf file" if path.exists() else "does not exist"
+    raise ModelUnavailable(f"{model} {kind}; give a directory, a .gguf file, or the word {DEMO}")
+
+
+async def _check_directory(path: Path) -> None:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if missing:
+        raise ModelUnavailable(f"{path} has no {' and no '.join(missing)}")

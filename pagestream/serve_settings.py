@@ -1,0 +1,76 @@
+"""The options of `pagestream serve`, and which of the further flags go to the gateway and which to the workers.
+
+Every flag of `pagestream gateway` and `pagestream worker` may be given to `serve`. The two programs are other packages,
+whose settings are not imported here; tests/test_architecture.py holds the names below against theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.settings import SettingsError, parse_bytes, parse_count, setting
+
+DEMO = "demo"
+MAX_WORKERS = 64
+
+GATEWAY_FLAGS = frozenset(
+    {
+        "--max-num-queued-reqs",
+        "--max-num-streams",
+        "--sse-keep-alive-seconds",
+        "--write-stall-seconds",
+        "--body-timeout-seconds",
+        "--force-include-usage",
+    }
+)
+SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    model: str = setting(DEMO, help="a model directory, a .gguf file, or the word demo")
+    served_model_name: str = setting("", help="name in the API; default: the model's own")
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(8000, help="port to listen on")
+    workers: int = setting(1, help="engine workers to run")
+    redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
+    store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
+    max_model_len: int | None = setting(
+        None, parse=parse_count, help="longest prompt + output; default: the model's own"
+    )
+    drain_seconds: float = setting(30.0, help="time after SIGTERM for running requests to end")
+    log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
+
+    def __post_init__(self) -> None:
+        # 0 would hide from this program on which port the gateway answers.
+        if not 1 <= self.port <= 65535:
+            raise SettingsError(f"--port: expected 1 to 65535, got {self.port}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
+        if self.drain_seconds < 0:
+            raise SettingsError(f"--drain-seconds: expected 0 or more, got {self.drain_seconds}")
+
+
+@dataclass(frozen=True)
+class PassedFlags:
+    gateway: tuple[str, ...]
+    worker: tuple[str, ...]
+
+    def worker_has(self, flag: str) -> bool:
+        return any(word == flag or word.startswith(flag + "=") for word in self.worker)
+
+
+def split_flags(words: Sequence[str]) -> PassedFlags:
+    """Who gets which of the words that are no option of `serve`: a flag takes the words after it along."""
+    gateway: list[str] = []
+    worker: list[str] = []
+    target: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            name = "--" + word.partition("=")[0].removeprefix("--no-").removeprefix("--")
+            if name in SET_BY_SERVE:
+                raise SettingsError(f"{name}: is set by serve itself")
+            target = gateway if name in GATEWAY_FLAGS else worker
+        if target is None:
+            raise SettingsError(f"unexpected argument {word!r}: the model comes first, as in `serve MODEL --flag ...`")
+        target.append(word)
+    return PassedFlags(tuple(gateway), tuple(worker))
