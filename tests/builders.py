@@ -36,11 +36,11 @@ def make_prompt(num_tokens: int, first: int = 10) -> list[int]:
 
 
 def make_request(prompt: int | list[int] = 5, request_id: str | None = None, **sampling: Any) -> GenerationRequest:
-    """`prompt`: token ids, or how many; then they differ between requests."""
-    number = next(_request_numbers)
+    """`prompt`: token ids, or how many; then they follow from the request id."""
+    request_id = request_id or f"r{next(_request_numbers)}"
     return GenerationRequest(
-        request_id=request_id or f"r{number}",
-        prompt_token_ids=make_prompt(prompt, first=number) if isinstance(prompt, int) else prompt,
+        request_id=request_id,
+        prompt_token_ids=make_prompt(prompt, first=crc32(request_id.encode())) if isinstance(prompt, int) else prompt,
         sampling=make_sampling(**sampling),
     )
 

@@ -7,9 +7,9 @@ One token budget a step; there is no prefill or decode phase: every sequence's c
     3. waiting sequences, in order, while seats, budget and blocks last
 
 When a running sequence needs a block and none is free, the newest sequence is preempted: its KV is dropped and computed
-again later. Nobody is admitted in such a step, nor into the last free blocks (see _headroom_blocks). A sequence that is
-alone always fits, because none gets longer than `max_num_tokens`: so the oldest moves on in every step, and no sequence
-waits for ever.
+again later. It can't return in the same step, as it needs the blocks it gave, and nobody is admitted into the last free
+blocks (see _headroom_blocks). A sequence that is alone always fits, because none gets longer than `max_num_tokens`: so
+the oldest moves on in every step, and no sequence waits for ever.
 
 Knows nothing of events, requests' validity, time or devices. Used by one thread.
 """
@@ -110,7 +110,7 @@ class Scheduler:
         decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens == 1]
         scheduled = [_schedule(sequence, 1) for sequence in decodes]
         budget = self._prefill_budget(len(decodes))
-        prefills = self._prefills(may_admit=not preempted)
+        prefills = self._prefills()
         while budget > 0 and (sequence := next(prefills, None)) is not None:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
             scheduled.append(_schedule(sequence, num_new_tokens))
@@ -153,10 +153,10 @@ class Scheduler:
         cap = self.config.max_prefill_tokens_with_decodes
         return budget if cap is None or num_decodes == 0 else min(budget, cap)
 
-    def _prefills(self, may_admit: bool) -> Iterator[Sequence]:
+    def _prefills(self) -> Iterator[Sequence]:
         """Running sequences that lack more than one token, then new ones, each admitted when it is asked for."""
         yield from [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens > 1]
-        while may_admit and (sequence := self._admit()) is not None:
+        while (sequence := self._admit()) is not None:
             yield sequence
 
     def _admit(self) -> Sequence | None:

@@ -1,0 +1,90 @@
+"""The block pool's books: ids that go out, references, and what check_integrity() notices."""
+
+import pytest
+
+from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID, BlockPool
+
+
+def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
+    pool = BlockPool(num_blocks=6)
+    assert pool.allocate(5) == [1, 2, 3, 4, 5]
+    assert PADDING_BLOCK_ID not in [1, 2, 3, 4, 5]
+    assert (pool.num_usable_blocks, pool.num_free_blocks, pool.num_active_blocks) == (5, 0, 5)
+
+
+def test_the_block_freed_last_goes_out_first() -> None:
+    pool = BlockPool(num_blocks=6)
+    pool.allocate(4)
+    pool.free([2])
+    pool.free([4])
+    assert pool.allocate(3) == [4, 2, 5]
+
+
+def test_a_shared_block_is_free_only_after_its_last_reference() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = pool.allocate(2)
+    pool.share(table)
+    assert (pool.num_active_blocks, pool.num_references, pool.is_shared(table[0])) == (2, 4, True)
+    pool.check_integrity([table, table])
+    pool.free(table)
+    assert (pool.num_active_blocks, pool.num_references, pool.is_shared(table[0])) == (2, 2, False)
+    pool.free(table)
+    assert (pool.num_active_blocks, pool.num_references, pool.num_free_blocks) == (0, 0, 3)
+    pool.check_integrity([])
+
+
+def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = pool.allocate(2)
+    with pytest.raises(AssertionError, match="2 of 1 free blocks"):
+        pool.allocate(2)
+    pool.check_integrity([table])
+
+
+def test_a_double_free_is_noticed() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = pool.allocate(1)
+    pool.free(table)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(table)
+
+
+def test_sharing_a_free_block_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="not active"):
+        BlockPool(num_blocks=4).share([1])
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([[1]], "references"),  # a table was lost
+        ([[1, 2], [2]], "references"),  # a block in two tables with one reference
+        ([[1, 3]], "references in the block tables"),  # a table with a free block instead of its own
+        ([[1, 0]], "padding"),
+    ],
+)
+def test_integrity_fails_when_tables_and_pool_disagree(tables: list[list[int]], message: str) -> None:
+    pool = BlockPool(num_blocks=4)
+    assert pool.allocate(2) == [1, 2]
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity(tables)
+
+
+def test_integrity_fails_when_a_used_block_is_in_the_free_list() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = pool.allocate(1)
+    pool._free_block_ids.append(table[0])
+    with pytest.raises(AssertionError, match="free and in use"):
+        pool.check_integrity([table])
+
+
+def test_integrity_fails_when_a_block_is_lost() -> None:
+    pool = BlockPool(num_blocks=4)
+    pool._free_block_ids.pop()
+    with pytest.raises(AssertionError, match="free \\+ active \\+ cached is 2, not 3"):
+        pool.check_integrity([])
+
+
+def test_a_pool_of_the_padding_block_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks is 1"):
+        BlockPool(num_blocks=1)

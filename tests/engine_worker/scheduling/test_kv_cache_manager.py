@@ -1,0 +1,90 @@
+"""Block tables: how many blocks a sequence has after each change, and what the figures for metrics say."""
+
+import pytest
+
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from tests.builders import make_sequence
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (7, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
+def test_a_sequence_gets_the_blocks_its_tokens_fill(num_tokens: int, num_blocks: int) -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=8)
+    sequence = make_sequence(num_tokens)
+    kv_cache.allocate(sequence)
+    assert sequence.block_table == list(range(1, num_blocks + 1))
+
+
+def test_one_block_more_only_when_the_output_crosses_an_edge() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    sequence = make_sequence(3)
+    lengths = []
+    for token_id in range(7):
+        kv_cache.allocate(sequence)
+        lengths.append(len(sequence.block_table))
+        sequence.output_token_ids.append(token_id)
+    assert lengths == [1, 1, 2, 2, 2, 2, 3]  # 3, 4 | 5, 6, 7, 8 | 9 tokens
+
+
+def test_can_allocate_counts_missing_blocks_and_headroom() -> None:
+    kv_cache = KVCacheManager(num_blocks=5, block_size=4)
+    sequence = make_sequence(12)
+    assert kv_cache.can_allocate(sequence, headroom_blocks=1)
+    assert not kv_cache.can_allocate(sequence, headroom_blocks=2)
+    kv_cache.allocate(sequence)
+    assert kv_cache.can_allocate(sequence, headroom_blocks=1)  # it has its blocks; one is left
+    assert not kv_cache.can_allocate(make_sequence(5))
+
+
+def test_freed_blocks_come_back_in_order() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    first, second = make_sequence(12), make_sequence(12)
+    kv_cache.allocate(first)
+    table = list(first.block_table)
+    kv_cache.free(first)
+    assert first.block_table == []
+    kv_cache.allocate(second)
+    assert second.block_table == table == [1, 2, 3]
+    kv_cache.check_integrity([second])
+
+
+def test_stats_of_two_sequences() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    first, second = make_sequence(6), make_sequence(4)
+    for sequence in (first, second):
+        kv_cache.allocate(sequence)
+    first.num_computed_tokens, second.num_computed_tokens = 5, 4
+    stats = kv_cache.stats([first, second])
+    assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks, stats.num_active_blocks) == (8, 5, 0, 3)
+    assert (stats.block_size, stats.capacity_tokens, stats.num_wasted_slots) == (4, 32, 3)
+    assert stats.usage_ratio == 3 / 8
+    assert stats.sharing_ratio == 0.0
+
+
+def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    parent = make_sequence(8)
+    kv_cache.allocate(parent)
+    kv_cache._pool.share(parent.block_table)
+    fork = make_sequence(8)
+    fork.block_table = list(parent.block_table)
+    kv_cache.check_integrity([parent, fork])
+    assert kv_cache.stats([parent, fork]).sharing_ratio == 0.5
+
+
+def test_stats_of_an_empty_cache() -> None:
+    stats = KVCacheManager(num_blocks=9, block_size=4).stats([])
+    assert (stats.usage_ratio, stats.sharing_ratio, stats.num_wasted_slots) == (0.0, 0.0, 0)
+
+
+def test_integrity_fails_when_more_is_computed_than_there_are_slots() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    sequence = make_sequence(8)
+    kv_cache.allocate(sequence)
+    sequence.num_computed_tokens = 9
+    with pytest.raises(AssertionError, match="outside its blocks"):
+        kv_cache.check_integrity([sequence])
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size is 0"):
+        KVCacheManager(num_blocks=4, block_size=0)

@@ -1,0 +1,210 @@
+"""Random traffic on small caches: after every step the books balance and the promises of scheduler.py hold; in the end
+every output is what the model gives for that request alone, and every block is free.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine_worker.engine import Engine
+from engine_worker.scheduling.batch import ScheduledBatch
+from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Usage
+from tests.builders import (
+    VOCAB_SIZE,
+    FakeModelRunner,
+    Transcript,
+    expected_output,
+    make_engine,
+    make_prompt,
+    make_request,
+    run_to_end,
+)
+
+NUM_SEEDS = 100
+NUM_REQUESTS = 40
+
+
+def random_settings(random: Random) -> dict[str, Any]:
+    block_size = random.choice([1, 1, 2, 4, 8, 16])
+    max_num_seqs = random.choice([1, 4, 8, 16])
+    return {
+        "block_size": block_size,
+        "num_blocks": 1 + max(2, random.choice([32, 48, 64, 96]) // block_size),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_seqs + random.choice([0, 1, 7, 64]),
+        "max_prefill_tokens_with_decodes": random.choice([None, 1, 5]),
+        "max_model_len": random.choice([30, 64, 100]),
+    }
+
+
+def random_request(random: Random, number: int) -> GenerationRequest:
+    max_tokens = random.randint(1, 60)
+    return make_request(
+        make_prompt(random.choice([1, 1, 2, 3, 5, 8, 17, 40]), first=random.randrange(VOCAB_SIZE)),
+        request_id=f"r{number:02}",
+        max_tokens=max_tokens,
+        min_tokens=random.choice([0, 0, max_tokens // 2]),
+        ignore_eos=random.random() < 0.7,
+        temperature=random.choice([0.0, 1.0]),
+        seed=random.randrange(2**32),
+        stop_token_ids=tuple(random.sample(range(VOCAB_SIZE), k=random.choice([0, 0, 10]))),
+    )
+
+
+@dataclass
+class Promises:
+    """Looks at every batch before it is executed; arrival order is the order of `arrivals`."""
+
+    settings: dict[str, Any]
+    engine: Engine | None = None
+    arrivals: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_preempted: int = 0
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        assert self.engine is not None
+        scheduler = self.engine._scheduler
+        running, waiting = list(scheduler._running.values()), list(scheduler._policy._waiting.values())
+        scheduled = {item.sequence.request_id: item for item in batch.sequences}
+        assert len(scheduled) == len(batch.sequences), "a sequence is in the batch twice"
+        assert not scheduled.keys() & {sequence.request_id for sequence in batch.preempted}
+        for sequence in running:  # decode is never starved
+            assert sequence.num_uncomputed_tokens > 1 or sequence.request_id in scheduled
+        order = [self.arrivals[sequence.request_id] for sequence in [*running, *waiting]]
+        assert order == sorted(order), "first come, first served"
+        self._check_budget(batch)
+        assert running[0].request_id in scheduled, "the oldest moves on"
+        self.num_steps += 1
+        self.num_preempted += len(batch.preempted)
+
+    def _check_budget(self, batch: ScheduledBatch) -> None:
+        assert 0 < batch.num_tokens <= self.settings["max_num_batched_tokens"]
+        decodes = [item for item in batch.sequences if item.start > 0 and item.sequence.num_uncomputed_tokens == 1]
+        cap = self.settings["max_prefill_tokens_with_decodes"]
+        assert cap is None or not decodes or batch.num_tokens - len(decodes) <= cap
+
+
+def random_mishap(random: Random, engine: Engine, runner: FakeModelRunner) -> str | None:
+    """Perhaps cancel a live request, and perhaps break one; returns the cancelled one."""
+    live = sorted(engine.request_ids)
+    if live and random.random() < 0.03:
+        runner.failures[random.choice(live)] = "broken"
+    if live and random.random() < 0.05:
+        request_id = random.choice(live)
+        engine.abort_request(request_id)
+        engine.check_integrity()
+        return request_id
+    return None
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_random_traffic(seed: int) -> None:
+    run_random_traffic(seed)
+
+
+def test_random_traffic_is_long_and_preempts_often() -> None:
+    """Else the test above would prove little."""
+    runs = [run_random_traffic(seed) for seed in range(20)]
+    assert sum(run.num_steps for run in runs) > 5_000
+    assert sum(run.num_preempted for run in runs) > 150
+
+
+def run_random_traffic(seed: int) -> Promises:
+    random = Random(seed)
+    settings = random_settings(random)
+    promises = Promises(settings)
+    runner = FakeModelRunner(
+        num_blocks=settings["num_blocks"], block_size=settings["block_size"], before_step=promises
+    )
+    promises.engine = engine = make_engine(runner, **settings)
+    requests: dict[str, GenerationRequest] = {}
+    cancelled: set[str] = set()
+    transcript = Transcript()
+    while len(requests) < NUM_REQUESTS or engine.has_work:
+        for _ in range(random.choice([0, 0, 0, 1, 3]) if len(requests) < NUM_REQUESTS else 0):
+            request = random_request(random, number=len(requests))
+            requests[request.request_id] = request
+            promises.arrivals[request.request_id] = len(requests)
+            engine.add_request(request)
+        transcript.add(engine.step())
+        engine.check_integrity()
+        if (request_id := random_mishap(random, engine, runner)) is not None:
+            cancelled.add(request_id)
+        assert promises.num_steps < 5_000, "livelock"
+    stats = engine.stats()
+    assert (stats.kv_cache.num_active_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.counters.preemptions == {"recompute": promises.num_preempted, "swap": 0}
+    assert transcript.ends.keys() == requests.keys() - cancelled
+    check_outputs(requests.values(), transcript, engine)
+    return promises
+
+
+def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript, engine: Engine) -> None:
+    limit = engine._scheduler.max_num_tokens
+    for request in requests:
+        end = transcript.ends.get(request.request_id)
+        tokens = transcript.tokens.get(request.request_id, [])
+        if len(request.prompt_token_ids) >= limit:
+            assert end is None or isinstance(end, ErrorEvent)
+            continue
+        expected = expected_output(request, max_num_tokens=limit)
+        if isinstance(end, FinishEvent):
+            assert tokens == expected
+            assert end.usage == Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(expected))
+        else:  # cancelled or broken
+            assert tokens == expected[: len(tokens)]
+
+
+ROOMY = {"num_blocks": 400, "block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "preempts"),
+    [
+        ({}, False),
+        ({"max_num_seqs": 1}, False),
+        ({"max_num_batched_tokens": 8}, False),
+        ({"max_num_batched_tokens": 13, "max_prefill_tokens_with_decodes": 2}, False),
+        ({"block_size": 1, "num_blocks": 120}, True),
+        ({"block_size": 8, "num_blocks": 14}, True),
+        ({"block_size": 32, "num_blocks": 12}, False),
+        ({"block_size": 4, "num_blocks": 26, "max_num_batched_tokens": 9}, True),
+    ],
+    ids=str,
+)
+def test_batch_chunks_blocks_and_preemption_do_not_change_outputs(changes: dict[str, int], preempts: bool) -> None:
+    random = Random(7)
+    requests = [random_request(random, number) for number in range(24)]
+    engine = make_engine(**{**ROOMY, **changes})
+    transcript = Transcript()
+    for request in requests:  # two arrive in each step
+        engine.add_request(request)
+        if len(engine.request_ids) % 2 == 0:
+            transcript.add(engine.step())
+    run_to_end(engine, transcript)
+    assert [transcript.tokens[request.request_id] for request in requests] == [
+        expected_output(request, max_num_tokens=100) for request in requests
+    ]
+    assert (engine.stats().counters.preemptions["recompute"] > 0) is preempts
+
+
+@pytest.mark.parametrize("num_journal_tokens", range(13))
+def test_a_takeover_at_any_token_gives_the_same_output(num_journal_tokens: int) -> None:
+    for temperature in (0.0, 1.0):
+        request = make_request(9, max_tokens=12, ignore_eos=True, temperature=temperature, seed=5)
+        expected = expected_output(request)
+        journal = expected[:num_journal_tokens]
+        engine = make_engine(num_blocks=9, block_size=4)
+        engine.add_request(request, journal)
+        engine.add_request(make_request(6, max_tokens=20, ignore_eos=True))
+        transcript = Transcript()
+        transcript.resume(request.request_id, journal)
+        run_to_end(engine, transcript)
+        assert transcript.tokens[request.request_id] == expected
+        end = transcript.ends[request.request_id]
+        assert end == FinishEvent(
+            request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=9, completion_tokens=12)
+        )

@@ -1,0 +1,73 @@
+"""What the engine refuses, and with which code and words."""
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
+from shared.messages import ErrorCode
+from tests.builders import make_request
+
+LIMITS = RequestLimits(vocab_size=100, max_model_len=32, capacity_tokens=24)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": nan}, "temperature is nan"),
+        ({"temperature": inf}, "temperature is inf"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": nan}, "top_p is nan"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": inf}, "repetition_penalty is inf"),
+        ({"presence_penalty": nan}, "presence_penalty is nan"),
+        ({"frequency_penalty": -inf}, "frequency_penalty is -inf"),
+        ({"logit_bias": {1: nan}}, "logit_bias"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias holds 100"),
+        ({"stop_token_ids": (5, -1)}, "stop_token_ids holds -1"),
+    ],
+)
+def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestRefused, match=named) as refusal:
+        check_request(make_request([1, 2], **sampling), [], LIMITS)
+    assert refusal.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("prompt", "resumed", "code", "named"),
+    [
+        ([], [], ErrorCode.INVALID_REQUEST, "empty"),
+        ([1, 100], [], ErrorCode.INVALID_REQUEST, "prompt_token_ids holds 100; token ids of this model are 0..99"),
+        ([1, -1], [], ErrorCode.INVALID_REQUEST, "prompt_token_ids holds -1"),
+        ([1], [3, 100], ErrorCode.INVALID_REQUEST, "resumed_token_ids holds 100"),
+        ([1] * 32, [], ErrorCode.INVALID_REQUEST, "32 tokens"),
+        ([1] * 24, [], ErrorCode.CAPACITY_EXCEEDED, "need 25 KV slots; this worker has 24"),
+    ],
+)
+def test_bad_prompts(prompt: list[int], resumed: list[int], code: ErrorCode, named: str) -> None:
+    with pytest.raises(RequestRefused, match=named) as refusal:
+        check_request(make_request(prompt), resumed, LIMITS)
+    assert refusal.value.code is code
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request([0, 99], temperature=0.0),
+        make_request([1] * 23, max_tokens=10_000),  # it ends at the context's end, which is no error
+        make_request([1], temperature=2.0, top_k=5, top_p=1.0, min_p=1.0, repetition_penalty=1.3),
+        make_request([1], min_tokens=8, max_tokens=8, presence_penalty=-2.0, logit_bias={99: -100.0}),
+    ],
+)
+def test_good_requests_pass(request_: Any) -> None:
+    check_request(request_, [5, 6], LIMITS)

@@ -1,0 +1,270 @@
+"""What each step computes, in exact numbers: budget, order, chunks, admission, preemption."""
+
+from typing import Any
+
+import pytest
+
+from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
+from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from shared.messages import FinishReason
+from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence
+
+WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
+TOKEN_ID = 77
+
+
+def add(scheduler: Scheduler, name: str, num_prompt_tokens: int, **sampling: Any) -> Sequence:
+    sequence = make_sequence(num_prompt_tokens, name, **{"max_tokens": 1000, **sampling})
+    scheduler.add(sequence)
+    return sequence
+
+
+def plan(batch: ScheduledBatch) -> dict[str, tuple[int, int, bool]]:
+    """Request id -> (start, number of new tokens, samples), in the batch's order."""
+    return {item.sequence.request_id: (item.start, item.num_new_tokens, item.samples) for item in batch.sequences}
+
+
+def answer(batch: ScheduledBatch, token_id: int = TOKEN_ID) -> StepResult:
+    return StepResult([token_id if item.samples else None for item in batch.sequences])
+
+
+def step(scheduler: Scheduler) -> dict[str, tuple[int, int, bool]]:
+    batch = scheduler.schedule()
+    scheduler.apply(batch, answer(batch))
+    scheduler.check_integrity()
+    return plan(batch)
+
+
+def test_a_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    sequence = add(scheduler, "a", 20)
+    assert [step(scheduler) for _ in range(5)] == [
+        {"a": (0, 8, False)},
+        {"a": (8, 8, False)},
+        {"a": (16, 4, True)},
+        {"a": (20, 1, True)},
+        {"a": (21, 1, True)},
+    ]
+    assert sequence.output_token_ids == [TOKEN_ID] * 3
+
+
+def test_all_blocks_of_a_prompt_are_taken_at_admission() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, block_size=4)
+    sequence = add(scheduler, "a", 20)
+    scheduler.schedule()
+    assert len(sequence.block_table) == 5
+
+
+def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 2)
+    add(scheduler, "b", 3)
+    assert step(scheduler) == {"a": (0, 2, True), "b": (0, 3, True)}
+    add(scheduler, "long", 20)
+    assert [step(scheduler) for _ in range(4)] == [
+        {"a": (2, 1, True), "b": (3, 1, True), "long": (0, 6, False)},
+        {"a": (3, 1, True), "b": (4, 1, True), "long": (6, 6, False)},
+        {"a": (4, 1, True), "b": (5, 1, True), "long": (12, 6, False)},
+        {"a": (5, 1, True), "b": (6, 1, True), "long": (18, 2, True)},
+    ]
+
+
+def test_prompt_tokens_beside_decodes_are_capped_but_not_without_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_prefill_tokens_with_decodes=5)
+    add(scheduler, "a", 12)
+    assert step(scheduler) == {"a": (0, 12, True)}
+    add(scheduler, "b", 7)
+    add(scheduler, "c", 9)
+    assert [step(scheduler) for _ in range(4)] == [
+        {"a": (12, 1, True), "b": (0, 5, False)},
+        {"a": (13, 1, True), "b": (5, 2, True), "c": (0, 3, False)},
+        {"a": (14, 1, True), "b": (7, 1, True), "c": (3, 5, False)},
+        {"a": (15, 1, True), "b": (8, 1, True), "c": (8, 1, True)},  # c's last token costs what a decode costs
+    ]
+
+
+def test_prompts_are_computed_oldest_first() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    for name in ("a", "b", "c"):
+        add(scheduler, name, 12)
+    assert [step(scheduler) for _ in range(4)] == [
+        {"a": (0, 10, False)},
+        {"a": (10, 2, True), "b": (0, 8, False)},
+        {"a": (12, 1, True), "b": (8, 4, True), "c": (0, 5, False)},
+        {"a": (13, 1, True), "b": (12, 1, True), "c": (5, 7, True)},
+    ]
+
+
+def test_a_new_request_joins_the_running_batch_in_the_next_step() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4)
+    step(scheduler)
+    add(scheduler, "b", 4)
+    assert step(scheduler) == {"a": (4, 1, True), "b": (0, 4, True)}
+
+
+def test_a_full_house_admits_when_a_seat_is_free() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(scheduler, "a", 4, max_tokens=2)
+    add(scheduler, "b", 4)
+    add(scheduler, "c", 4)
+    assert list(step(scheduler)) == ["a", "b"]
+    assert list(step(scheduler)) == ["a", "b"]  # a ends
+    assert list(step(scheduler)) == ["b", "c"]
+
+
+def test_no_admission_past_a_sequence_that_does_not_fit_yet() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=4)
+    add(scheduler, "a", 16)
+    add(scheduler, "large", 16)
+    add(scheduler, "small", 1)
+    assert list(step(scheduler)) == ["a"]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "admitted"), [(8, True), (9, False)])
+def test_an_admission_leaves_a_free_block_for_each_running_sequence(num_prompt_tokens: int, admitted: bool) -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=4)
+    add(scheduler, "a", 16)  # 4 of 8 blocks
+    add(scheduler, "b", num_prompt_tokens)  # 2 or 3 blocks; two of the other 4 must stay free
+    assert ("b" in step(scheduler)) is admitted
+
+
+def test_an_admitted_sequence_is_not_preempted_for_block_size_steps() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=4)
+    add(scheduler, "a", 16)
+    add(scheduler, "b", 8)
+    preempted_at = next(number for number in range(100) if _step_preempts(scheduler))
+    assert preempted_at == 1 + 4  # prompts in step 0, then block_size tokens each, then the next edge
+
+
+def _step_preempts(scheduler: Scheduler) -> bool:
+    batch = scheduler.schedule()
+    scheduler.apply(batch, answer(batch))
+    return bool(batch.preempted)
+
+
+def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
+    scheduler = make_scheduler(num_blocks=11, block_size=4)  # 10 blocks
+    first, second, third = (add(scheduler, name, 8) for name in ("a", "b", "c"))
+    while not (batch := scheduler.schedule()).preempted:
+        scheduler.apply(batch, answer(batch))
+    assert first.num_tokens == second.num_tokens == third.num_tokens == 13  # a took the last block, b those of c
+    assert batch.preempted == [third]
+    assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
+    assert (third.status, third.block_table, third.num_computed_tokens, third.num_preemptions) == (WAITING, [], 0, 1)
+    assert third.output_token_ids == [TOKEN_ID] * 5
+    add(scheduler, "d", 1)
+    scheduler.apply(batch, answer(batch))
+    scheduler.abort("a")
+    assert step(scheduler) == {"b": (13, 1, True), "c": (0, 13, True)}  # c before d, and all of it
+    assert third.output_token_ids == [TOKEN_ID] * 6
+
+
+def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None:
+    scheduler = make_scheduler(num_blocks=10, block_size=4)  # 9 blocks
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 5)
+    newest = add(scheduler, "c", 6)  # always the first to cross into its next block
+    while not (batch := scheduler.schedule()).preempted:
+        scheduler.apply(batch, answer(batch))
+    assert (batch.preempted, newest.num_tokens) == ([newest], 13)
+    assert plan(batch) == {"a": (11, 1, True), "b": (11, 1, True)}
+
+
+def test_a_sequence_alone_grows_to_the_whole_cache_and_ends_by_length() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=4, max_model_len=1000)  # 12 slots
+    sequence = add(scheduler, "a", 5)
+    updates: list[SequenceUpdate] = []
+    while scheduler.num_running + scheduler.num_waiting:
+        batch = scheduler.schedule()
+        assert not batch.preempted
+        updates += scheduler.apply(batch, answer(batch))
+    assert sequence.num_tokens == 12
+    assert [update.finish_reason for update in updates] == [None] * 6 + [FinishReason.LENGTH]
+
+
+def test_a_sequence_that_could_never_be_computed_is_not_taken() -> None:
+    with pytest.raises(AssertionError, match="could never"):
+        add(make_scheduler(num_blocks=4, block_size=4), "a", 12)
+
+
+def test_an_ended_sequence_gives_up_its_blocks_in_apply() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", 6)
+    batch = scheduler.schedule()
+    assert scheduler.kv_cache_stats().num_active_blocks == 2
+    (update,) = scheduler.apply(batch, answer(batch, EOS_TOKEN_ID))
+    assert update == SequenceUpdate(sequence, [EOS_TOKEN_ID], FinishReason.STOP)
+    assert (sequence.status, scheduler.num_running, scheduler.kv_cache_stats().num_active_blocks) == (FINISHED, 0, 0)
+
+
+def test_a_chunk_without_a_sample_is_no_update() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "a", 9)
+    batch = scheduler.schedule()
+    assert scheduler.apply(batch, answer(batch)) == []
+
+
+def test_a_failure_ends_one_sequence_alone_even_in_the_middle_of_its_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    first, second = add(scheduler, "a", 4), add(scheduler, "b", 20)
+    batch = scheduler.schedule()
+    updates = scheduler.apply(batch, StepResult([TOKEN_ID, None], {"b": "broken"}))
+    assert updates == [SequenceUpdate(first, [TOKEN_ID]), SequenceUpdate(second, error="broken")]
+    assert (first.status, second.status) == (RUNNING, FINISHED)
+    scheduler.check_integrity()
+    assert step(scheduler) == {"a": (4, 1, True)}
+
+
+def test_an_executor_that_forgets_a_sample_is_noticed() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", 4)
+    with pytest.raises(AssertionError, match="neither token nor failure"):
+        scheduler.apply(scheduler.schedule(), StepResult([None]))
+
+
+def test_abort_frees_at_once_wherever_the_sequence_is() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    running, _, waiting = (add(scheduler, name, 6) for name in ("a", "b", "c"))
+    step(scheduler)
+    for request_id in ("a", "a", "c", "unknown"):
+        scheduler.abort(request_id)
+    scheduler.check_integrity()
+    assert (running.status, running.block_table, waiting.block_table) == (FINISHED, [], [])
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_cache_stats().num_active_blocks) == (1, 0, 2)
+
+
+def test_a_resumed_sequence_computes_prompt_and_journal_then_goes_on() -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(6, "a", output_token_ids=[50, 51, 52])
+    scheduler.add(sequence)
+    assert [step(scheduler), step(scheduler)] == [{"a": (0, 9, True)}, {"a": (9, 1, True)}]
+    assert sequence.output_token_ids == [50, 51, 52, TOKEN_ID, TOKEN_ID]
+
+
+def test_open_seats() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=4, max_num_seqs=4)
+    assert scheduler.num_open_seats == 4
+    add(scheduler, "a", 16)
+    assert scheduler.num_open_seats == 0  # it has not started: what follows would wait behind it
+    step(scheduler)
+    assert scheduler.num_open_seats == 2  # 4 blocks are free, 2 are headroom
+    add(scheduler, "b", 1)
+    step(scheduler)
+    assert scheduler.num_open_seats == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 65}, "max_num_batched_tokens is 64, below max_num_seqs = 65"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"max_prefill_tokens_with_decodes": 0}, "max_prefill_tokens_with_decodes is 0"),
+    ],
+)
+def test_impossible_settings_are_named(changes: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **changes})

@@ -1,0 +1,311 @@
+"""The engine's events: which, in which order, with which indices; and that a request's trouble stays its own."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from engine_worker.engine import DuplicateRequest
+from engine_worker.scheduling.batch import ScheduledBatch
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
+from tests.builders import (
+    EOS_TOKEN_ID,
+    FakeModelRunner,
+    Transcript,
+    expected_output,
+    make_engine,
+    make_request,
+    make_sampling,
+    next_token,
+    run_to_end,
+)
+
+CANCELLED, LENGTH, STOP = FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.STOP
+
+
+def test_one_token_event_a_step_and_the_end_with_the_last() -> None:
+    engine = make_engine()
+    engine.add_request(request := make_request(5, "a", max_tokens=3, ignore_eos=True))
+    first, second, third = expected_output(request)
+    assert [engine.step() for _ in range(4)] == [
+        [TokenEvent("a", 0, [first])],
+        [TokenEvent("a", 1, [second])],
+        [TokenEvent("a", 2, [third]), FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=3))],
+        [],
+    ]
+    assert not engine.has_work
+
+
+def test_a_prompt_in_chunks_gives_no_event_before_its_end() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add_request(request := make_request(20, "a"))
+    assert [engine.step() for _ in range(3)] == [[], [], [TokenEvent("a", 0, expected_output(request)[:1])]]
+
+
+def request_that_stops() -> tuple[Any, list[int]]:
+    """A greedy request, and its first 6 tokens when nothing stops it; the tests below make one of them a stop token."""
+    request = make_request(5, "a", max_tokens=6, ignore_eos=True)
+    tokens = expected_output(request)
+    assert len(set(tokens)) == 6
+    return request, tokens
+
+
+def with_sampling(request: Any, **changes: Any) -> Any:
+    return make_request(request.prompt_token_ids, request.request_id, **{"max_tokens": 6, **changes})
+
+
+def test_the_stop_token_is_the_last_token_sent() -> None:
+    request, tokens = request_that_stops()
+    engine = make_engine()
+    engine.add_request(with_sampling(request, ignore_eos=True, stop_token_ids=(tokens[2],)))
+    transcript = run_to_end(engine)
+    assert transcript.tokens == {"a": tokens[:3]}
+    assert transcript.ends == {"a": FinishEvent("a", STOP, Usage(prompt_tokens=5, completion_tokens=3))}
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_of_sequence_stops_unless_ignored(ignore_eos: bool) -> None:
+    request, tokens = request_that_stops()
+    engine = make_engine(eos_token_ids=[tokens[1], 999])
+    engine.add_request(with_sampling(request, ignore_eos=ignore_eos))
+    transcript = run_to_end(engine)
+    assert transcript.tokens["a"] == (tokens if ignore_eos else tokens[:2])
+    assert transcript.ends["a"].reason is (LENGTH if ignore_eos else STOP)  # type: ignore[union-attr]
+
+
+def test_min_tokens_keeps_stop_tokens_away_and_then_lets_them_stop() -> None:
+    request, tokens = request_that_stops()
+    sampling = {"max_tokens": 30, "min_tokens": 4, "stop_token_ids": (tokens[1],)}
+    engine = make_engine(vocab_size=1000)
+    engine.add_request(stopped := with_sampling(request, **sampling))
+    output = run_to_end(engine).tokens["a"]
+    assert output == expected_output(stopped)
+    assert len(output) >= 4 and tokens[1] not in output[:4]
+    assert output[1] == tokens[1] + 1  # what the fake sampler takes in place of a masked token
+
+
+def test_context_end_is_length() -> None:
+    engine = make_engine(max_model_len=8)
+    engine.add_request(make_request(5, "a", max_tokens=100, ignore_eos=True))
+    transcript = run_to_end(engine)
+    assert transcript.ends == {"a": FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=3))}
+
+
+def test_the_whole_cache_used_by_one_sequence_is_length() -> None:
+    engine = make_engine(num_blocks=4, block_size=4)
+    engine.add_request(make_request(5, "a", max_tokens=100, ignore_eos=True))
+    transcript = run_to_end(engine)
+    assert transcript.ends == {"a": FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=7))}
+
+
+# Trouble of one request
+
+
+def bystander_is_undisturbed(transcript: Transcript, request: Any) -> bool:
+    return transcript.tokens[request.request_id] == expected_output(request)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "resumed", "code"),
+    [
+        ([], {}, [], ErrorCode.INVALID_REQUEST),
+        ([1000], {}, [], ErrorCode.INVALID_REQUEST),
+        ([-1], {}, [], ErrorCode.INVALID_REQUEST),
+        ([5], {}, [1000], ErrorCode.INVALID_REQUEST),
+        ([5], {"max_tokens": 0}, [], ErrorCode.INVALID_REQUEST),
+        ([5], {"temperature": float("nan")}, [], ErrorCode.INVALID_REQUEST),
+        ([5] * 256, {}, [], ErrorCode.INVALID_REQUEST),
+        ([5] * 128, {}, [], ErrorCode.CAPACITY_EXCEEDED),
+    ],
+)
+def test_a_refused_request_ends_alone(
+    prompt: list[int], sampling: dict[str, Any], resumed: list[int], code: ErrorCode
+) -> None:
+    engine = make_engine(num_blocks=33, block_size=4)  # 128 slots
+    engine.add_request(bystander := make_request(6, "b"))
+    engine.step()
+    engine.add_request(make_request(prompt, "bad", **sampling), resumed)
+    engine.check_integrity()
+    events = engine.step()
+    assert [type(event) for event in events if event.request_id == "bad"] == [ErrorEvent]
+    assert events[0].code is code  # type: ignore[union-attr]
+    transcript = Transcript(tokens={"b": expected_output(bystander)[:2]})
+    assert bystander_is_undisturbed(run_to_end(engine, transcript), bystander)
+    assert engine.stats().counters.finished["error"] == 1
+
+
+def test_a_failed_sampling_ends_alone() -> None:
+    runner = FakeModelRunner()
+    engine = make_engine(runner)
+    engine.add_request(make_request(5, "a", ignore_eos=True))
+    engine.add_request(bystander := make_request(6, "b", ignore_eos=True))
+    transcript = Transcript()
+    transcript.add(engine.step())
+    runner.failures["a"] = "grammar left no token"
+    run_to_end(engine, transcript)
+    assert transcript.ends["a"] == ErrorEvent("a", ErrorCode.REQUEST_FAILED, "grammar left no token")
+    assert len(transcript.tokens["a"]) == 1
+    assert bystander_is_undisturbed(transcript, bystander)
+    assert engine.stats().kv_cache.num_active_blocks == 0
+
+
+def test_an_exception_of_the_executor_reaches_the_caller() -> None:
+    def break_down(batch: ScheduledBatch) -> None:
+        raise RuntimeError("device lost")
+
+    engine = make_engine(FakeModelRunner(before_step=break_down))
+    engine.add_request(make_request())
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.step()
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+    engine = make_engine()
+    engine.add_request(request := make_request(5, "a", max_tokens=1))
+    with pytest.raises(DuplicateRequest, match="a"):
+        engine.add_request(request)
+    run_to_end(engine)
+    engine.add_request(request)
+    assert run_to_end(engine).tokens["a"] == expected_output(request)
+
+
+# Cancelling
+
+
+def test_abort_frees_the_blocks_at_once_and_gives_no_event() -> None:
+    engine = make_engine()
+    engine.add_request(make_request(9, "a", max_tokens=50, ignore_eos=True))
+    engine.add_request(bystander := make_request(6, "b", ignore_eos=True))
+    transcript = Transcript()
+    transcript.add(engine.step())
+    assert engine.stats().kv_cache.num_active_blocks == 5
+    for request_id in ("a", "a", "unknown"):
+        engine.abort_request(request_id)
+    assert engine.stats().kv_cache.num_active_blocks == 2
+    run_to_end(engine, transcript)
+    assert transcript.ends.keys() == {"b"} and len(transcript.tokens["a"]) == 1
+    assert bystander_is_undisturbed(transcript, bystander)
+    assert engine.stats().counters.finished == {"stop": 0, "length": 1, "cancelled": 1, "error": 0}
+
+
+def test_abort_of_a_request_that_waits_or_was_refused_gives_no_event() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for request in (make_request(5, "a", max_tokens=2, ignore_eos=True), make_request(5, "b"), make_request([], "c")):
+        engine.add_request(request)
+    engine.abort_request("b")
+    engine.abort_request("c")
+    engine.check_integrity()
+    assert engine.request_ids == {"a"}
+    assert run_to_end(engine).ends.keys() == {"a"}
+
+
+def test_an_aborted_id_can_come_back() -> None:
+    engine = make_engine()
+    engine.add_request(request := make_request(9, "a"))
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request(request)
+    assert run_to_end(engine).tokens["a"] == expected_output(request)
+
+
+# Resuming
+
+
+def test_a_resumed_request_continues_at_the_next_index() -> None:
+    request = make_request(5, "a", max_tokens=6, ignore_eos=True)
+    tokens = expected_output(request)
+    engine = make_engine()
+    engine.add_request(request, tokens[:4])
+    assert [engine.step(), engine.step()] == [
+        [TokenEvent("a", 4, [tokens[4]])],
+        [TokenEvent("a", 5, [tokens[5]]), FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=6))],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("journal", "sampling", "reason"),
+    [
+        ([7, 8, EOS_TOKEN_ID], {}, STOP),
+        ([7, 8, 9], {"stop_token_ids": (9,)}, STOP),
+        ([7, 8, 9], {"max_tokens": 3}, LENGTH),
+        ([7] * 27, {"max_tokens": 1000}, LENGTH),  # context of 32
+    ],
+)
+def test_a_journal_that_is_complete_finishes_without_a_step(
+    journal: list[int], sampling: dict[str, Any], reason: FinishReason
+) -> None:
+    def never(batch: ScheduledBatch) -> None:
+        raise AssertionError("nothing is left to compute")
+
+    engine = make_engine(FakeModelRunner(before_step=never), max_model_len=32)
+    engine.add_request(make_request(5, "a", **sampling), journal)
+    assert engine.has_work
+    assert engine.step() == [FinishEvent("a", reason, Usage(prompt_tokens=5, completion_tokens=len(journal)))]
+    assert not engine.has_work
+
+
+# Figures
+
+
+def ticks() -> Iterator[float]:
+    return (float(number) for number in count())
+
+
+def test_stats_of_a_step_with_a_running_and_a_waiting_request() -> None:
+    engine = make_engine(max_num_seqs=1, clock=ticks().__next__)
+    engine.add_request(make_request(9, "a", max_tokens=3, ignore_eos=True))
+    engine.add_request(make_request(5, "b", max_tokens=2, ignore_eos=True))
+    transcript = Transcript()
+    transcript.add(engine.step())
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    kv_cache, step = stats.kv_cache, stats.last_step
+    assert (kv_cache.num_active_blocks, kv_cache.num_free_blocks, kv_cache.num_wasted_slots) == (3, 61, 3)
+    assert (step.num_sequences, step.num_tokens, step.num_sampled_tokens) == (1, 9, 1)
+    assert step.phase_seconds == {"schedule": 1.0, "prepare": 0.0, "forward": 0.0, "sample": 0.0, "apply": 1.0}
+    run_to_end(engine, transcript)
+    counters = engine.stats().counters
+    assert (counters.steps, counters.generated_tokens) == (5, 5)
+    assert (counters.computed_tokens, counters.prompt_tokens_computed) == (9 + 2 + 5 + 1, 14)
+    assert (counters.swapped_in_blocks, counters.swapped_out_blocks) == (0, 0)
+    assert counters.preemptions == {"recompute": 0, "swap": 0}
+    assert counters.finished == {"stop": 0, "length": 2, "cancelled": 0, "error": 0}
+
+
+def test_what_a_preemption_computes_again_is_counted_again() -> None:
+    engine = make_engine(num_blocks=8, block_size=4)
+    for name in ("a", "b"):
+        engine.add_request(make_request(8, name, max_tokens=12, ignore_eos=True))
+    run_to_end(engine)
+    counters = engine.stats().counters
+    assert counters.preemptions == {"recompute": 1, "swap": 0}
+    assert counters.prompt_tokens_computed == 24
+    assert counters.generated_tokens == 24
+
+
+def test_a_step_without_work_computes_nothing() -> None:
+    engine = make_engine()
+    assert engine.step() == []
+    assert engine.stats().counters.steps == 0
+
+
+# The fake itself
+
+
+def test_the_fake_model_reads_its_cache_through_the_block_table() -> None:
+    """A table that names a wrong block changes the next token: else the exactness tests would prove nothing."""
+    engine = make_engine()
+    engine.add_request(request := make_request(6, "a", ignore_eos=True))
+    engine.step()
+    (sequence,) = engine._scheduler._running.values()
+    sequence.block_table.reverse()
+    (event,) = engine.step()
+    assert isinstance(event, TokenEvent) and event.token_ids != expected_output(request)[1:2]
+
+
+def test_seeded_tokens_of_the_fake_depend_on_seed_and_index() -> None:
+    def token(seed: int, index: int) -> int:
+        return next_token([5, 6], index, make_sampling(temperature=1.0, seed=seed), frozenset(), 1000)
+
+    assert len({token(seed, index) for seed in range(3) for index in range(3)}) == 9
