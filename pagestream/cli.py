@@ -1,10 +1,11 @@
-"""The command `pagestream`: finds the command and hands the rest over. Imports nothing heavy, so that --help is quick.
+"""The command `pagestream`: finds the command and hands the rest over. Imports nothing heavy, so --help is quick.
 
-`gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and `config` live
-in this package.
+`gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and
+`config` live in this package.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from pagestream import VERSION
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
-from shared.settings import SettingsError, build_parser, settings_or_exit
+from shared.settings import SettingsError, build_parser, load_settings
 
 MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench"}
 CONFIGURED = ("serve", "gateway", "worker")
@@ -59,7 +60,7 @@ def _serve(arguments: list[str]) -> int:
     model = ["--model", arguments.pop(0)] if arguments and not arguments[0].startswith("-") else []
     rest: list[str] = []
     try:
-        loaded = settings_or_exit(ServeSettings, [*model, *arguments], os.environ, prog="pagestream serve", unknown=rest)
+        loaded = load_settings(ServeSettings, [*model, *arguments], os.environ, prog="pagestream serve", unknown=rest)
         flags = split_flags(rest)
     except SettingsError as error:
         sys.stderr.write(f"pagestream serve: error: {error}\n")
@@ -71,7 +72,10 @@ def _serve(arguments: list[str]) -> int:
 
 def _serve_help() -> str:
     parser = build_parser(ServeSettings, "pagestream serve [MODEL]")
-    parser.epilog = f"MODEL is the same as --model (default: {DEMO}). Every option of `pagestream gateway` and `pagestream worker` can be given too."
+    parser.epilog = (
+        f"MODEL is the same as --model (default: {DEMO}). "
+        "Every option of `pagestream gateway` and `pagestream worker` can be given too."
+    )
     return parser.format_help()
 
 
@@ -89,18 +93,17 @@ def _config(arguments: Sequence[str]) -> int:
     args, flags = parser.parse_known_args(arguments)
     if flags and args.program is None:
         parser.error(f"name the program that {flags[0]} belongs to: config show {{{','.join(CONFIGURED)}}} ...")
-    show = ["--show-config", "json" if args.json else "text"]
-    if args.program is not None:
-        return _show(args.program, [*flags, *show])
-    statuses = []
-    for program in CONFIGURED:
-        sys.stdout.write(f"[{program}]\n" if not args.json else "")
-        sys.stdout.flush()
-        statuses.append(_show(program, show))
-    return max(statuses)
+    show = [*flags, "--show-config", "json" if args.json else "text"]
+    shown = {program: _show(program, show) for program in ([args.program] if args.program else CONFIGURED)}
+    if args.json:
+        sys.stdout.write(json.dumps({program: json.loads(text or "null") for program, text in shown.items()}, indent=2))
+    else:
+        sys.stdout.write("\n".join(f"[{program}]\n{text}" for program, text in shown.items()))
+    return 0 if all(shown.values()) else 2
 
 
-def _show(program: str, arguments: Sequence[str]) -> int:
-    module = MODULES.get(program)
-    command = ["-m", module] if module else ["-m", "pagestream", program]
-    return subprocess.run([sys.executable, "-P", *command, *arguments], check=False).returncode
+def _show(program: str, arguments: Sequence[str]) -> str:
+    """What the program itself says of its settings; empty if it refused them, which it then has said on stderr."""
+    command = [MODULES[program]] if program in MODULES else ["pagestream", program]
+    argv = [sys.executable, "-P", "-m", *command, *arguments]
+    return subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True).stdout

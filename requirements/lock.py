@@ -1,0 +1,88 @@
+"""Writes the lock files of this folder from pyproject.toml: `make lock`, with `uv` at hand.
+
+    gateway.txt      the gateway alone (its image): no torch
+    engine-cpu.txt   one engine worker on a CPU (its image)
+    engine-gpu.txt   the same on CUDA: torch from the package index, with the libraries that it names
+    serve.txt        `make serve`: gateway, engine on a CPU, embedded store
+    dev.txt          serve.txt and what the tests need
+
+Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files. On a CPU torch is the
+build without CUDA: pip must be able to see its wheel (in a folder of wheels, or in PyTorch's own index). The pin says
+`2.13.0`, which admits that wheel and the package index's own, for the platforms whose one build has no CUDA in it.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
+TORCH = "2.13.0"
+PYTHON = "3.11"
+HEADER = "# Made by `make lock` (requirements/lock.py) from pyproject.toml. Install with pip's --require-hashes.\n"
+LOCKS = {
+    "gateway.txt": ["--extra", "gateway"],
+    "engine-cpu.txt": ["--extra", "engine"],
+    "serve.txt": ["--extra", "gateway", "--extra", "engine", "--extra", "embedded"],
+}
+DEV = ["--extra", "gateway", "--extra", "engine", "--extra", "embedded", "--extra", "bench", "--group", "dev"]
+
+
+def compile_lock(options: list[str], constraints: str = "") -> str:
+    """The text of a lock without comments; `constraints` is another lock whose versions are kept."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(constraints)
+        file.flush()
+        command = ["uv", "pip", "compile", "--quiet", "--python-version", PYTHON, "--generate-hashes", "--no-header"]
+        command += ["--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--constraint", file.name, *options]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def cpu_lock(options: list[str], constraints: str, wheels: str, public_torch_hashes: list[str]) -> str:
+    text = compile_lock(["pyproject.toml", "--find-links", wheels, *options], constraints)
+    pin = re.search(rf"^torch=={re.escape(TORCH)}\+cpu((?: \\\n    --hash=\S+)+)", text, re.MULTILINE)
+    if pin is None:
+        return text
+    hashes = sorted({*re.findall(r"--hash=(\S+)", pin[1]), *public_torch_hashes})
+    lines = " \\\n".join([f"torch=={TORCH}", *(f"    --hash={digest}" for digest in hashes)])
+    return text.replace(pin[0], lines)
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python requirements/lock.py FOLDER   (a folder with torch's CPU wheel)", file=sys.stderr)
+        return 2
+    wheels = sys.argv[1]
+    kept = _pins(FOLDER / "dev.txt")  # change only what pyproject.toml asks for; delete dev.txt to renew all
+    torch_only = FOLDER / ".torch.in"
+    torch_only.write_text(f"torch=={TORCH}\n")
+    try:
+        public = re.findall(r"--hash=(\S+)", compile_lock([str(torch_only), "--no-deps"]))
+    finally:
+        torch_only.unlink()
+    dev = cpu_lock(DEV, f"torch=={TORCH}\n{kept}", wheels, public)
+    _write("dev.txt", dev)
+    pins = _pins(FOLDER / "dev.txt")
+    for name, options in LOCKS.items():
+        _write(name, cpu_lock(options, pins, wheels, public))
+    others = re.sub(r"^triton==.*$", "", pins, flags=re.MULTILINE)  # torch with CUDA names its own triton
+    gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
+    _write("engine-gpu.txt", compile_lock(gpu, others))
+    return 0
+
+
+def _pins(lock: Path) -> str:
+    if not lock.exists():
+        return ""
+    return "\n".join(re.findall(r"^([\w.-]+==[^\s\\]+)", lock.read_text(), re.MULTILINE))
+
+
+def _write(name: str, text: str) -> None:
+    (FOLDER / name).write_text(HEADER + text)
+    print(f"{name}: {len(re.findall('==', text))} packages")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
