@@ -1,7 +1,7 @@
 """`pagestream doctor`: is everything here that serving needs? One line a check: ok, warn or fail, and what would help.
 
-torch is asked in a process of its own (its import takes seconds, and a broken one must not take the doctor along). Changes
-nothing, starts no server, downloads nothing.
+torch is asked in a process of its own (its import takes seconds, and a broken one must not take the doctor along).
+Changes nothing, starts no server, downloads nothing.
 """
 
 import argparse
@@ -36,7 +36,7 @@ cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0]}
     for i in range(torch.cuda.device_count() if cuda else 0)
-], "bf16": torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else ""}))
+], "cpu_capability": torch.backends.cpu.get_cpu_capability()}))
 """
 
 
@@ -100,13 +100,14 @@ def probe_torch() -> dict[str, object] | str:
 
 def check_torch(answer: dict[str, object] | str) -> list[Finding]:
     if isinstance(answer, str):
-        hint = "pip install --require-hashes -r requirements/engine.txt; a gateway alone needs no torch"
+        hint = "pip install --require-hashes -r requirements/engine-cpu.txt; a gateway alone needs no torch"
         return [Finding("torch", "fail", answer, hint)]
     devices = answer["devices"]
     assert isinstance(devices, list)
     torch = Finding("torch", "ok", f"{answer['torch']}")
     if not devices:
-        return [torch, Finding("device", "ok", f"no CUDA device: the CPU serves ({answer['bf16']}, {os.cpu_count()} CPUs)")]
+        cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
+        return [torch, Finding("device", "ok", cpu)]
     names = ", ".join(f"{device['name']} ({device['free_bytes'] / 2**30:.1f} GiB free)" for device in devices)
     return [torch, Finding("device", "ok", names), check_triton_compiler()]
 
@@ -125,7 +126,8 @@ def check_triton_compiler() -> Finding:
 def check_embedded_store(find_binary: Callable[[], Path]) -> Finding:
     try:
         binary = find_binary()
-        version = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        command = [str(binary), "--version"]
+        version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (StoreError, OSError, subprocess.SubprocessError) as error:
         return Finding("store", "fail", str(error), "or name a running server with --redis-url")
     return Finding("store", "ok", f"embedded: {' '.join(version.split()[:3])}, AOF each second, noeviction")

@@ -1,0 +1,43 @@
+"""The gateway's address: free or not, ready or not, as a URL."""
+
+import asyncio
+import socket
+
+import pytest
+
+from pagestream.address import AddressInUse, answers_ready, base_url, require_free_port
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"), ("example.org", "http://example.org:80"),
+    ],
+)  # fmt: skip
+def test_base_url(host: str, url: str) -> None:
+    assert base_url(host, 80) == url
+
+
+def test_an_address_that_is_not_ours_is_told() -> None:
+    with pytest.raises(AddressInUse, match=r"cannot listen on 192\.0\.2\.1, port 80"):
+        require_free_port("192.0.2.1", 80)
+
+
+@pytest.mark.parametrize(("status", "ready"), [(b"200 OK", True), (b"503 Service Unavailable", False)])
+async def test_answers_ready(status: bytes, ready: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readline() == b"GET /ready HTTP/1.1\r\n"
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        assert await answers_ready("0.0.0.0", server.sockets[0].getsockname()[1]) is ready
+
+
+async def test_nobody_there_is_not_ready() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    assert await answers_ready("127.0.0.1", port) is False

@@ -1,0 +1,87 @@
+"""The command line: what it starts, what it refuses, how quick it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagestream import VERSION, cli
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from pagestream.cli import main
+try: main(["--help"])
+except SystemExit: pass
+print(sorted({"torch", "asyncio", "redis", "aiohttp", "numpy", "msgspec"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["gateway", "worker", "bench"])
+def test_programs_take_over_this_process(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, argv: became.append([program, *argv]))
+    cli.main([command, "--port", "9000", "--help"])
+    module = {"worker": "engine_worker"}.get(command, command)
+    assert became == [[sys.executable, sys.executable, "-P", "-m", module, "--port", "9000", "--help"]]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"pagestream {VERSION}\n"
+
+
+def test_serve_help_tells_of_the_other_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "demo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--workers" in text
+    assert "`pagestream gateway`" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "--workers", "0"], "--workers: expected 1 to 64, got 0"),
+        (["serve", "demo", "other"], "unexpected argument 'other'"),
+        (["serve", "--worker-id", "x"], "--worker-id: is set by serve itself"),
+    ],
+)
+def test_serve_refuses_wrong_options_at_once(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_serve_refuses_a_model_that_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/nowhere/model"]) == 1
+    assert capsys.readouterr().out.startswith("pagestream serve: /nowhere/model does not exist; give a directory")
+
+
+def test_config_show_tells_value_and_origin_of_every_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGESTREAM_PORT", "9001")
+    assert cli.main(["config", "show", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == ["serve", "gateway", "worker"]
+    assert shown["serve"]["port"] == shown["gateway"]["port"] == {"value": "9001", "origin": "env PAGESTREAM_PORT"}
+    assert shown["worker"]["block_size"] == {"value": "16", "origin": "default"}
+
+
+def test_config_show_of_one_program_takes_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text("[serve]\nworkers = 3\n")
+    assert cli.main(["config", "show", "serve", "--config", str(file), "--port", "9002"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["workers", "3", "file", str(file)] for line in lines)
+    assert any(line.split() == ["port", "9002", "flag"] for line in lines)
+
+
+def test_config_show_of_a_wrong_value_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGESTREAM_WORKERS", "many")
+    assert cli.main(["config", "show", "serve"]) == 2

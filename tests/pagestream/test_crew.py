@@ -1,0 +1,102 @@
+"""Children kept alive together: restart, giving up, the order of the stop. Real processes."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from pagestream.child_process import ChildCommand
+from pagestream.crew import Crew
+from pagestream.supervised import ChildGaveUp, SupervisedChild
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+
+
+class Record:
+    """What happened, in order, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._grew = asyncio.Event()
+
+    def add(self, event: str) -> None:
+        self.events.append(event)
+        self._grew.set()
+
+    async def until(self, holds: Callable[[list[str]], bool]) -> None:
+        while not holds(self.events):
+            self._grew.clear()
+            await self._grew.wait()
+
+    def child(self, name: str, code: str = SLEEPS) -> SupervisedChild:
+        async def on_death(life: int, how: str) -> None:
+            self.add(f"{name} life {life} ended with {how}")
+
+        def command(life: int) -> ChildCommand:
+            self.add(f"{name} life {life} begins")
+            return ChildCommand(name=name, argv=[sys.executable, "-c", code, str(life)])
+
+        return SupervisedChild(name, command, lambda who, line: self.add(f"{who}: {line}"), on_death)
+
+
+async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
+    record, crew = Record(), Crew()
+    child = record.child("worker")
+    crew.start(child, stop_rank=0)
+    await record.until(lambda events: "worker: up" in events)
+    child.is_ready = True
+    child.kill()
+    await record.until(lambda events: events.count("worker: up") == 2)
+    assert not child.is_ready
+    await crew.stop(5.0)
+    assert record.events == [
+        "worker life 0 begins", "worker: up", "worker life 0 ended with signal 9",
+        "worker life 1 begins", "worker: up",
+    ]  # fmt: skip
+
+
+async def test_a_child_that_cannot_start_ends_the_work_with_its_last_lines() -> None:
+    record, crew = Record(), Crew()
+    crew.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)
+    with pytest.raises(ChildGaveUp, match="worker is given up: it ended twice with exit status 3") as given_up:
+        await crew.while_all_live(asyncio.Event().wait())
+    assert str(given_up.value).endswith("Its last lines:\n    out of memory")
+    await crew.stop(5.0)
+
+
+async def test_work_that_ends_gives_its_result_and_leaves_the_children() -> None:
+    record, crew = Record(), Crew()
+    child = record.child("worker")
+    crew.start(child, stop_rank=0)
+    assert await crew.while_all_live(asyncio.sleep(0, "done")) == "done"
+    await record.until(lambda events: "worker: up" in events)
+    assert child.process is not None
+    assert child.process.process.returncode is None
+    await crew.stop(5.0)
+    assert child.process.process.returncode == -15
+
+
+async def test_the_stop_goes_rank_by_rank() -> None:
+    says_its_end = (
+        "import signal, sys, time; signal.signal(15, lambda *_: (print('down', flush=True), sys.exit(0)));"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    record, crew = Record(), Crew()
+    crew.start(record.child("worker", says_its_end), stop_rank=1)
+    crew.start(record.child("gateway", says_its_end), stop_rank=0)
+    await record.until(lambda events: {"worker: up", "gateway: up"} <= set(events))
+    await crew.stop(5.0)
+    assert record.events[-2:] == ["gateway: down", "worker: down"]
+
+
+async def test_a_duty_that_fails_ends_the_work() -> None:
+    crew = Crew()
+
+    async def duty() -> None:
+        raise OSError("no more store")
+
+    crew.watch(duty(), name="store")
+    with pytest.raises(OSError, match="no more store"):
+        await crew.while_all_live(asyncio.Event().wait())
+    await crew.stop(1.0)

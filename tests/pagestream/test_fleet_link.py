@@ -1,0 +1,62 @@
+"""The supervisor's line to the store, on a real one."""
+
+import asyncio
+
+import pytest
+import redis.asyncio
+
+from pagestream.fleet_link import FleetLink
+from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat, encode
+from shared.redis_keys import RedisKeys
+
+pytestmark = pytest.mark.redis
+MODEL = "model"
+CHANNEL = RedisKeys(MODEL).heartbeat_channel
+
+
+async def test_heartbeats_are_heard_and_nonsense_and_our_own_are_not(valkey) -> None:
+    heard: asyncio.Queue[WorkerHeartbeat] = asyncio.Queue()
+    link = FleetLink(valkey.url, MODEL, heard.put_nowait)
+    running = asyncio.create_task(link.run())
+    beat = WorkerHeartbeat(worker_id="serve.a-0-0.0", phase=WorkerPhase.LOAD, progress=0.5)
+    async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as publisher:
+        while not await publisher.publish(CHANNEL, b"nonsense"):
+            await asyncio.sleep(0.01)  # until the link has subscribed
+        await publisher.publish(CHANNEL, encode(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.CONVERT)))
+        await publisher.publish(CHANNEL, encode(beat))
+        assert await heard.get() == beat
+    assert heard.empty()
+    running.cancel()
+    await asyncio.wait([running])
+    await link.aclose()
+
+
+async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream.fleet_link.BEAT_SECONDS", 0.05)
+    link = FleetLink(valkey.url, MODEL, lambda _: None)
+    async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as client, client.pubsub() as channel:
+        await channel.subscribe(CHANNEL)
+        await channel.get_message(timeout=5)
+        running = asyncio.create_task(link.run())
+        link.announce(WorkerPhase.CONVERT, 0.25, "half of it")
+        told = [await channel.get_message(timeout=5) for _ in range(3)]
+        link.fall_silent()
+        while await channel.get_message(timeout=0.2) is not None:
+            pass
+    assert {decode_heartbeat(message["data"]) for message in told if message} == {
+        WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.CONVERT, progress=0.25, detail="half of it")
+    }
+    running.cancel()
+    await asyncio.wait([running])
+    await link.aclose()
+
+
+async def test_a_store_that_is_away_is_waited_for_and_nothing_is_reaped() -> None:
+    link = FleetLink("unix:///nowhere/valkey.sock", MODEL, lambda _: None)
+    link.announce(WorkerPhase.DOWNLOAD, 0.0, "")
+    running = asyncio.create_task(link.run())
+    assert await link.reap("serve") == 0
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+    await link.aclose()
