@@ -8,7 +8,8 @@ Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, p
   - One index_select of [BS * D] rows gathers K and V of all sequences, 42 us for 16 of them; `cache[blocks]` takes
     275 us.
   - Decode: bmm, softmax, bmm with the G query heads of a KV head as rows take 133 us for 16 sequences and 75 us for 8;
-    scaled_dot_product_attention on the same tensors 310 us and 158 us, because it calls a small GEMM per head.
+    scaled_dot_product_attention on the same tensors 310 us and 158 us, because it calls small GEMMs per head. Only
+    for the least work is it the faster one: 49 against 88 us for 1 sequence.
   - Prefill: scaled_dot_product_attention per sequence, which never writes the [T, ctx] scores; the G heads are a batch
     of stride 0 over K and V.
 
@@ -32,6 +33,10 @@ _MIN_SPLIT_TOKENS = 1024
 
 # oneDNN compiles a kernel per matrix shape, so lengths that grow by one token a step would compile all the time.
 _LENGTH_GRANULARITY_TOKENS = 64
+
+
+# KV heads of all sequences times keys: below this scaled_dot_product_attention beats bmm, softmax, bmm.
+_MAX_FUSED_WORK = 1536
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,9 +102,9 @@ class _Group:
     end_token: int
     rows: Tensor  # of LayerKV.blocks
     gathered: Tensor  # [rows, BS * D], where they go
-    keys: Tensor  # views of it: decode [S * Hkv, ctx, D], prefill [Hkv, ctx, D]
+    keys: Tensor  # views of it: decode [S, Hkv, ctx, D], prefill [Hkv, ctx, D]
     values: Tensor
-    mask: Tensor | None  # added to the scores: decode [S, 1, ctx], prefill [T, ctx]
+    mask: Tensor | None  # added to the scores: decode [S, 1, 1, ctx], prefill [T, ctx], or none if merely causal
     is_prefill: bool
 
 
@@ -158,23 +163,19 @@ class PagedAttentionPlan:
     def _attend_group(self, group: _Group, query: Tensor, layer: LayerKV, scale: float) -> Tensor:
         torch.index_select(layer.blocks, 0, group.rows, out=group.gathered)
         query = query[group.first_token : group.end_token]
-        num_tokens, num_kv_heads = len(query), self._layout.num_kv_heads
-        query = query.view(num_tokens, num_kv_heads, -1, self._layout.head_dim)
+        num_tokens = len(query)
+        query = query.view(num_tokens, self._layout.num_kv_heads, -1, self._layout.head_dim)
         if group.is_prefill:
             return _attend_prefill(group, query, scale).reshape(num_tokens, -1)
-        scaled = (query * scale).view(num_tokens * num_kv_heads, -1, self._layout.head_dim)
-        scores = torch.bmm(scaled, group.keys.transpose(1, 2))
-        if group.mask is not None:
-            scores.view(num_tokens, -1, scores.shape[-1]).add_(group.mask)
-        return torch.bmm(scores.softmax(-1), group.values).view(num_tokens, -1)
+        return _attend_decode(group, query, scale).reshape(num_tokens, -1)
 
     def _decode_group(self, first: int, lengths: list[int]) -> _Group:
         context = -(-lengths[-1] // _LENGTH_GRANULARITY_TOKENS) * _LENGTH_GRANULARITY_TOKENS
         rows, gathered, keys_values = self._gather_target(first, lengths, context)
-        keys, values = keys_values.flatten(1, 2)
+        keys, values = keys_values
         positions = np.arange(context)
         hidden = np.where(positions[None, :] < np.array(lengths)[:, None], np.float32(0), np.float32(-np.inf))
-        mask = torch.from_numpy(hidden)[:, None, :].to(self._dtype)
+        mask = torch.from_numpy(hidden)[:, None, None, :].to(self._dtype)
         return _Group(first, first + len(lengths), rows, gathered, keys, values, mask, is_prefill=False)
 
     def _prefill_group(self, index: int, first_token: int, end_token: int, length: int) -> _Group:
@@ -226,6 +227,18 @@ def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
     output = torch.empty_like(query)
     output[tokens] = plan.attend(query[tokens].flatten(1), layout.layer(key_cache), scale).view_as(query)
     return output
+
+
+def _attend_decode(group: _Group, query: Tensor, scale: float) -> Tensor:
+    """query [S, Hkv, G, D] -> [S, Hkv, G, D]."""
+    keys, values = group.keys, group.values
+    num_heads, context = keys.shape[0] * keys.shape[1], keys.shape[2]
+    if num_heads * context <= _MAX_FUSED_WORK:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
+    scaled = (query * scale).view(num_heads, -1, query.shape[-1])
+    scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2))
+    scores.view(*query.shape[:3], context).add_(group.mask)
+    return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(query.shape)
 
 
 def _attend_prefill(group: _Group, query: Tensor, scale: float) -> Tensor:

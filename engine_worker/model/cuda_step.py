@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import RotaryEmbedding
+from engine_worker.model.layers import NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from kernels.kv_cache_store import store_kv
 from kernels.paged_attention import paged_attention
@@ -29,8 +29,8 @@ class CudaStep:
         self._device = device
         self._input = model_input
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def attention(self, qkv: Tensor, layer: int) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: rotate, store, attend."""

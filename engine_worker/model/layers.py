@@ -26,6 +26,18 @@ class Linear:
         return F.linear(x, self._weight)
 
 
+class NormWeight:
+    """The scale of one RMSNorm, and the constants that a CPU would compute again for every token.
+
+    x / sqrt(mean(x^2) + eps) * weight = x / hypot(norm(x), sqrt(H * eps)) * (sqrt(H) * weight)
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self.scaled_weight = weight.float() * math.sqrt(len(weight))
+        self.scaled_eps = torch.tensor(math.sqrt(len(weight) * eps), device=weight.device)
+
+
 class RotaryEmbedding:
     """cos_sin_table [max_len, D] float32: D / 2 cosines, then D / 2 sines, of each position."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.weights import WeightSource
 
@@ -21,7 +21,7 @@ from engine_worker.model.weights import WeightSource
 class DeviceStep(Protocol):
     """The operators of one forward pass on one device."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
     def attention(self, qkv: Tensor, layer: int) -> Tensor: ...
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
@@ -38,8 +38,8 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._index = index
-        self._eps = config.rms_norm_eps
-        self._input_norm = weights.get(f"{prefix}.input_layernorm.weight", (hidden,))
+        eps = config.rms_norm_eps
+        self._input_norm = NormWeight(weights.get(f"{prefix}.input_layernorm.weight", (hidden,)), eps)
         self._qkv = Linear(
             torch.cat(
                 [
@@ -50,7 +50,7 @@ class DecoderLayer:
             )
         )
         self._o = Linear(weights.get(f"{prefix}.self_attn.o_proj.weight", (hidden, query)))
-        self._post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        self._post_attention_norm = NormWeight(weights.get(f"{prefix}.post_attention_layernorm.weight", (hidden,)), eps)
         self._gate_up = Linear(
             torch.cat(
                 [
@@ -63,9 +63,9 @@ class DecoderLayer:
 
     def __call__(self, step: DeviceStep, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`hidden` is what the layer before computed and not yet added to `residual`."""
-        normed, residual = step.add_rms_norm(hidden, residual, self._input_norm, self._eps)
+        normed, residual = step.add_rms_norm(hidden, residual, self._input_norm)
         hidden = self._o(step.attention(self._qkv(normed), self._index))
-        normed, residual = step.add_rms_norm(hidden, residual, self._post_attention_norm, self._eps)
+        normed, residual = step.add_rms_norm(hidden, residual, self._post_attention_norm)
         return self._down(step.silu_and_mul(self._gate_up(normed))), residual
 
 
@@ -75,7 +75,7 @@ class Transformer:
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         self._layers = [DecoderLayer(config, weights, index) for index in range(config.num_layers)]
-        self._norm = weights.get("model.norm.weight", (config.hidden_size,))
+        self._norm = NormWeight(weights.get("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self._head = Linear(self._embedding if config.tie_word_embeddings else weights.get("lm_head.weight", shape))
         self.rotary = RotaryEmbedding(config, max_len, self._embedding.device)
 
@@ -102,5 +102,5 @@ class Transformer:
         for layer in self._layers:
             hidden, residual = layer(step, hidden, residual)
         wanted = model_input.logits_indices
-        normed, _ = step.add_rms_norm(hidden[wanted], residual[wanted], self._norm, self.config.rms_norm_eps)
+        normed, _ = step.add_rms_norm(hidden[wanted], residual[wanted], self._norm)
         return self._head(normed)
