@@ -160,7 +160,8 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    return msgpack.packb(msgspec.to_builtins(message))
+    packed: bytes = msgpack.packb(msgspec.to_builtins(message))
+    return packed
 
 
 def decode_request(data: bytes) -> GenerationRequest:

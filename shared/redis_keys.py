@@ -1,7 +1,7 @@
 """Every stream, group, channel and key name in Redis.
 
-All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal in
-a cluster. Nothing else builds a name, but for the Lua scripts that append a gateway or worker id to a channel prefix.
+All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal
+in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a channel prefix.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""The atomic scripts of the protocol, called with types. Each may be repeated blindly after a lost reply.
+"""The atomic scripts of the protocol, called with types. Each but TAKE may be repeated blindly after a lost reply.
 
     accept   gateway   store a request and queue it            cancel   gateway   forget it
-    register worker    make an incarnation known               claim    worker    bodies and journals of read entries
+    register worker    make an incarnation known               take     worker    read entries, highest class first
+    claim    worker    bodies and journals of read entries
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
     reap     anyone    end an incarnation, requeue its requests
 
@@ -19,7 +20,7 @@ from redis.asyncio import Redis
 
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
-SCRIPT_NAMES = ("accept", "register", "claim", "emit", "finish", "cancel", "reap")
+SCRIPT_NAMES = ("accept", "register", "take", "claim", "emit", "finish", "cancel", "reap")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
@@ -38,6 +39,14 @@ class AcceptStatus(StrEnum):
 class ReapMode(StrEnum):
     CRASH = "crash"  # counts an attempt, and a strike where no new token was journalled
     DRAIN = "drain"  # the worker hands its requests back
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    queue: str
+    entry_id: bytes
+    request_id: str  # empty if somebody deleted the entry while it was pending
+    solo: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,11 @@ class ReapReply:
     remaining: int  # still pending for the worker
 
 
+def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
+    fields = fields or {}
+    return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1")
+
+
 def load_sources() -> dict[str, str]:
     folder = files("shared") / "redis_scripts"
     return {name: (folder / f"{name}.lua").read_text() for name in SCRIPT_NAMES}
@@ -109,6 +123,15 @@ class RedisScripts:
 
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
+
+    async def take(self, worker_id: str, max_entries: int) -> list[QueueEntry]:
+        """Read new entries without waiting. Not to be repeated: read the own pending entries instead."""
+        reply = await self._fenced_call("take", worker_id, self.keys.queues, [worker_id, GROUP, max_entries])
+        return [
+            queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+            for queue, entries in reply[1]
+            for entry_id, fields in entries
+        ]
 
     async def claim(self, worker_id: str, request_ids: Sequence[str]) -> list[ClaimReply | None]:
         """In the order of `request_ids`; None = cancelled, or already over."""

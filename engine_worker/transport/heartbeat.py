@@ -1,16 +1,47 @@
-"""Publishes the newest heartbeat once a second. (Signatures first; bodies follow.)"""
+"""Publishes the newest heartbeat once a second.
+
+A PUBLISH and not a key with a TTL: it is still allowed when the store is out of memory, and no clock of the server
+decides who is alive. Only what the engine loop has offered since the last beat is published: a hung loop falls silent.
+"""
+
+import asyncio
+import logging
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from shared.messages import WorkerHeartbeat
+from shared.messages import WorkerHeartbeat, encode
 from shared.redis_keys import RedisKeys
+
+BEAT_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class HeartbeatPublisher:
-    def __init__(self, redis: Redis, keys: RedisKeys) -> None: ...
+    def __init__(self, redis: Redis, keys: RedisKeys, *, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._redis = redis
+        self._channel = keys.heartbeat_channel
+        self._beat_seconds = beat_seconds
+        self._offered: WorkerHeartbeat | None = None
+        self.num_failures = 0
 
     def offer(self, heartbeat: WorkerHeartbeat) -> None:
-        """Called by the engine loop, at least once a second, also when idle: what is not offered is not published."""
+        """Called by the engine loop at least once a second, also when idle and while loading."""
+        self._offered = heartbeat
 
     async def run(self) -> None:
-        """Owner task: each second publish the heartbeat offered since, if any. Store errors are counted, never raised."""
+        """Owner task. Store errors are counted, never raised."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(self._beat_seconds)
+
+    async def beat(self) -> None:
+        heartbeat, self._offered = self._offered, None
+        if heartbeat is None:
+            return
+        try:
+            await self._redis.publish(self._channel, encode(heartbeat))
+        except (RedisError, OSError) as error:
+            self.num_failures += 1
+            logger.warning("heartbeat not sent: %s", error)

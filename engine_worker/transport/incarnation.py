@@ -1,27 +1,38 @@
-"""One life of a worker in the store: its id, its fence, its claims. (Signatures first; bodies follow.)
+"""One life of a worker in the store: its id, its fence, its claims.
 
     incarnation = await register(connections, keys, "w0")
     while True:
         try:
-            claimed = await incarnation.requests.claim(free_sequences)          # blocks up to 1 s when block=True
-            cancelled_ids = await incarnation.tokens.emit(token_events)         # once per engine step
-            await incarnation.tokens.finish(finish_and_error_events)            # after the emit of the same step
+            claimed = await incarnation.requests.claim(free_sequences)        # waits up to 1 s with block=True
+            cancelled_ids = await incarnation.tokens.emit(token_events)       # once per engine step
+            await incarnation.tokens.finish(finish_and_error_events)          # after the emit of the same step
         except Fenced:
-            drop every sequence; incarnation = await register(connections, keys, "w0", previous=incarnation)
-    await incarnation.requests.hand_back()                                      # drain: requeue the rest, no attempt counted
+            ...                                                               # drop every sequence
+            incarnation = await register(connections, keys, "w0", previous=incarnation)
+    await incarnation.requests.hand_back()                                    # drain: requeue the rest
 """
 
+import asyncio
+import logging
+import secrets
 from dataclasses import dataclass
 
+from redis.exceptions import RedisError
+
+from engine_worker.transport.claims import Claims
 from engine_worker.transport.request_stream import RequestStream
-from engine_worker.transport.token_publisher import TokenPublisher
-from shared.redis_client import RedisConnections
+from engine_worker.transport.token_publisher import MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS, TokenPublisher
+from shared.redis_client import RedisConnections, is_transient
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
     worker_id: str
+    claims: Claims
     requests: RequestStream
     tokens: TokenPublisher
 
@@ -29,5 +40,30 @@ class Incarnation:
 async def register(
     connections: RedisConnections, keys: RedisKeys, base_worker_id: str, previous: Incarnation | None = None
 ) -> Incarnation:
-    """A fresh worker id `BASE.<random>`, its fence, groups and consumer. Waits (with back-off) until the store answers."""
-    raise NotImplementedError
+    """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
+
+    What a `previous` incarnation still holds is requeued first: nobody else knows that it is over.
+    """
+    scripts = RedisScripts(connections.commands, keys)
+    worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # never used twice, or two lives would share a fence
+    backoff_seconds = MIN_BACKOFF_SECONDS
+    while True:
+        try:
+            if previous is not None:
+                await previous.requests.hand_back()
+            await scripts.register(worker_id)
+            break
+        except (RedisError, OSError) as error:
+            if not is_transient(error):
+                raise
+            logger.warning("cannot register with the store, trying again in %.1f s: %s", backoff_seconds, error)
+        await asyncio.sleep(backoff_seconds)
+        backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+    logger.info("registered as %s", worker_id)
+    claims = Claims()
+    return Incarnation(
+        worker_id=worker_id,
+        claims=claims,
+        requests=RequestStream(connections, scripts, worker_id, claims),
+        tokens=TokenPublisher(scripts, worker_id, claims),
+    )

@@ -1,16 +1,192 @@
-"""Claims requests from the priority queues for one worker incarnation. (Signatures first; bodies follow.)"""
+"""Claims requests from the priority queues for one worker incarnation.
 
-from engine_worker.transport.claims import ClaimedRequest
+    queue entry --TAKE or XREADGROUP BLOCK--> backlog --CLAIM--> ClaimedRequest
+
+Reads are never repeated blindly: an entry whose reply was lost is in the worker's own pending list, which is read
+again after every failed read and every few seconds (a server may still deliver to a read that its client gave up). A
+suspected crasher ("solo") is claimed only when nothing else runs, and nothing else is claimed while one waits or runs.
+Knows nothing of KV memory: the caller says how many requests it can take.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from engine_worker.transport.claims import ClaimedRequest, Claims
+from shared.messages import (
+    PROTOCOL_VERSION,
+    ErrorCode,
+    ErrorEvent,
+    EventBatch,
+    FormatError,
+    decode_request,
+    encode,
+    journal_token_ids,
+)
+from shared.reaping import ReapSummary, reap_worker
+from shared.redis_client import BLOCK_MILLISECONDS, RedisConnections, is_missing_group, is_transient
+from shared.redis_keys import GROUP
+from shared.redis_scripts import ClaimReply, Ending, Fenced, QueueEntry, ReapMode, RedisScripts, queue_entry
+
+REREAD_SECONDS = 5.0
+REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
+RETRY_SECONDS = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """What became of entries: requests to run, entries to finish at once, and errors to tell by gateway."""
+
+    claimed: list[ClaimedRequest] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    errors: dict[str, list[ErrorEvent]] = field(default_factory=dict)
 
 
 class RequestStream:
+    def __init__(
+        self,
+        connections: RedisConnections,
+        scripts: RedisScripts,
+        worker_id: str,
+        claims: Claims,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocking: Redis = connections.blocking
+        self._scripts = scripts
+        self._worker_id = worker_id
+        self._claims = claims
+        self._clock = clock
+        self._backlog: list[QueueEntry] = []  # read, not claimed
+        self._reread_at = clock() + REREAD_SECONDS
+        self.num_read_failures = 0
+
     async def claim(self, max_requests: int, *, block: bool = False) -> list[ClaimedRequest]:
         """At most `max_requests` new requests, highest class first; with `block`, waits up to 1 s for the first one.
 
-        Own task only (never cancel it but at shutdown). Raises Fenced. Cancelled and unreadable entries are finished here.
+        One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
+        Cancelled and unreadable entries are finished here.
         """
-        raise NotImplementedError
+        if max_requests <= 0 or self._claims.runs_solo:
+            return await self._nothing_to_claim(block)
+        try:
+            await self._fill_backlog(max_requests, block)
+            entries = self._next_entries(max_requests)
+            return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._solo_waits)
+        except (RedisError, OSError) as error:
+            await self._endure(error, block)
+            return []
 
-    async def hand_back(self) -> None:
+    async def hand_back(self) -> ReapSummary:
         """Give up this incarnation: every unfinished request goes back to the queue without counting an attempt."""
-        raise NotImplementedError
+        return await reap_worker(self._scripts, self._worker_id, ReapMode.DRAIN)
+
+    async def _nothing_to_claim(self, block: bool) -> list[ClaimedRequest]:
+        if block:
+            await self._claims.wait_until_one_ends(BLOCK_MILLISECONDS / 1000)
+        return []
+
+    async def _endure(self, error: Exception, block: bool) -> None:
+        self.num_read_failures += 1
+        self._reread_at = self._clock()
+        if isinstance(error, RedisError) and is_missing_group(error):
+            raise Fenced("the store lost its queues") from error
+        if not is_transient(error):
+            raise error
+        logger.warning("claiming failed, will read the own pending entries again: %s", error)
+        if block:
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _fill_backlog(self, max_requests: int, block: bool) -> None:
+        if self._clock() >= self._reread_at:
+            await self._reread_own_pending()
+        wanted = max_requests - len(self._backlog)
+        if wanted <= 0 or self._solo_waits:
+            return
+        self._backlog += await self._scripts.take(self._worker_id, wanted)
+        if block and not self._backlog:
+            # One entry a queue: the rest of a burst is taken by the next call, in strict order again.
+            self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS)
+
+    async def _reread_own_pending(self) -> None:
+        known = {(claim.queue, claim.entry_id) for claim in self._claims}
+        known.update((entry.queue, entry.entry_id) for entry in self._backlog)
+        pending = await self._read("0", REREAD_MAX_ENTRIES, None)
+        self._backlog += [entry for entry in pending if (entry.queue, entry.entry_id) not in known]
+        self._reread_at = self._clock() + REREAD_SECONDS
+
+    async def _read(self, entry_id: str, count: int, block_milliseconds: int | None) -> list[QueueEntry]:
+        streams: dict[Any, Any] = dict.fromkeys(self._scripts.keys.queues, entry_id)
+        reply: Any = await self._blocking.xreadgroup(
+            GROUP, self._worker_id, streams, count=count, block=block_milliseconds
+        )
+        return [queue_entry(queue, entry_id, fields) for queue, entries in reply for entry_id, fields in entries]
+
+    @property
+    def _solo_waits(self) -> bool:
+        return any(entry.solo for entry in self._backlog)
+
+    def _next_entries(self, max_requests: int) -> list[QueueEntry]:
+        solo = next((entry for entry in self._backlog if entry.solo), None)
+        if solo is None:
+            return self._backlog[:max_requests]
+        return [] if self._claims else [solo]
+
+    async def _claim(self, entries: Sequence[QueueEntry]) -> list[ClaimedRequest]:
+        replies = await self._scripts.claim(self._worker_id, [entry.request_id for entry in entries])
+        self._backlog = [entry for entry in self._backlog if entry not in entries]
+        verdict = _Verdict()
+        for entry, reply in zip(entries, replies, strict=True):
+            self._judge(entry, reply, verdict)
+        for claimed in verdict.claimed:
+            self._claims.add(claimed)
+        await self._finish(verdict)
+        return verdict.claimed
+
+    def _judge(self, entry: QueueEntry, reply: ClaimReply | None, verdict: _Verdict) -> None:
+        if reply is None:
+            verdict.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id))
+            return
+        if self._claims.get(entry.request_id) is not None:
+            return  # a second entry of a running request: stays pending until that one has ended
+        try:
+            verdict.claimed.append(_claimed(entry, reply))
+        except FormatError as error:
+            logger.error("request %s is unreadable: %s", entry.request_id, error)
+            event = ErrorEvent(entry.request_id, ErrorCode.REQUEST_FAILED, "the stored request is unreadable")
+            verdict.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id, encode(event)))
+            verdict.errors.setdefault(reply.gateway_id, []).append(event)
+
+    async def _finish(self, verdict: _Verdict) -> None:
+        if not verdict.endings:
+            return
+        blobs = {
+            gateway_id: encode(EventBatch(PROTOCOL_VERSION, self._worker_id, 0, list(events)))
+            for gateway_id, events in verdict.errors.items()
+        }
+        try:
+            await self._scripts.finish(self._worker_id, verdict.endings, blobs)
+        except (RedisError, OSError) as error:
+            await self._endure(error, block=False)  # still pending, so the next re-read finds them again
+
+
+def _claimed(entry: QueueEntry, reply: ClaimReply) -> ClaimedRequest:
+    request = decode_request(reply.body)
+    if request.request_id != entry.request_id:
+        raise FormatError(f"the body is that of {request.request_id}")
+    return ClaimedRequest(
+        request=request,
+        journal_token_ids=journal_token_ids(reply.journal),
+        gateway_id=reply.gateway_id,
+        attempt=reply.attempt,
+        queue=entry.queue,
+        entry_id=entry.entry_id,
+        solo=reply.solo,
+    )

@@ -1,23 +1,124 @@
-"""Carries each engine step's events to the journal and the gateways, exactly once. (Signatures first; bodies follow.)"""
+"""Carries each engine step's events to the journal and the gateways, exactly once.
 
-from collections.abc import Sequence
+One EMIT a step for all sequences (journal before publish, in one script), then one FINISH for those that ended. Both
+are held and repeated while the store is away: the step number makes a repeat harmless. A worker that hears nothing for
+10 s fences itself, well before the 15 missed heartbeats after which others take its requests.
+"""
 
-from shared.messages import ErrorEvent, FinishEvent, TokenEvent
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from redis.exceptions import RedisError
+
+from engine_worker.transport.claims import Claims
+from shared.messages import PROTOCOL_VERSION, EventBatch, JournalFrame, StreamEvent, TerminalEvent, TokenEvent, encode
+from shared.redis_client import got_no_reply, is_transient
+from shared.redis_scripts import Ending, Fenced, RedisScripts
+
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+SELF_FENCE_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+_Reply = TypeVar("_Reply")
 
 
 class TokenPublisher:
+    def __init__(
+        self,
+        scripts: RedisScripts,
+        worker_id: str,
+        claims: Claims,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._scripts = scripts
+        self._worker_id = worker_id
+        self._claims = claims
+        self._clock = clock
+        self._sleep = sleep
+        self._step = 0  # of the last EMIT that the store has applied
+        self._in_order = asyncio.Lock()
+        self._fenced: Fenced | None = None
+        self.num_retries = 0
+
     async def emit(self, events: Sequence[TokenEvent]) -> list[str]:
         """Journal and publish one engine step's tokens (one script call, whatever the batch size).
 
         Returns the ids of requests that were cancelled: abort them, then `finish` them with FinishReason.CANCELLED.
         Held and retried while the store is away; raises Fenced when fenced or after 10 s without any reply.
-        Counts its own steps: call it once per engine step that made tokens, one call at a time.
+        Counts its own steps. Events of requests that are not claimed (any more) are left out.
         """
-        raise NotImplementedError
+        async with self._in_order:
+            frames = [
+                (event.request_id, encode(JournalFrame(event.index, event.token_ids)))
+                for event in events
+                if self._claims.get(event.request_id)
+            ]
+            if not frames:
+                return []
+            step = self._step + 1
+            blobs = self._blobs(step, events)
+            cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, frames, blobs))
+            self._step = step
+            return cancelled
 
-    async def finish(self, events: Sequence[FinishEvent | ErrorEvent]) -> None:
+    async def finish(self, events: Sequence[TerminalEvent]) -> None:
         """Acknowledge, store and publish the end of requests; call after the emit of their last tokens.
 
         `usage.completion_tokens` must count all output tokens, those of earlier attempts included.
         """
-        raise NotImplementedError
+        async with self._in_order:
+            endings = [
+                Ending(event.request_id, claim.queue, claim.entry_id, encode(event))
+                for event in events
+                if (claim := self._claims.get(event.request_id))
+            ]
+            if not endings:
+                return
+            blobs = self._blobs(self._step, events)
+            await self._held(lambda: self._scripts.finish(self._worker_id, endings, blobs))
+            for ending in endings:
+                self._claims.remove(ending.request_id)
+
+    def _blobs(self, step: int, events: Sequence[StreamEvent]) -> Mapping[str, bytes]:
+        """One message a gateway."""
+        by_gateway: dict[str, list[StreamEvent]] = {}
+        for event in events:
+            if claim := self._claims.get(event.request_id):
+                by_gateway.setdefault(claim.gateway_id, []).append(event)
+        return {
+            gateway_id: encode(EventBatch(PROTOCOL_VERSION, self._worker_id, step, gateway_events))
+            for gateway_id, gateway_events in by_gateway.items()
+        }
+
+    async def _held(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        if self._fenced:
+            raise self._fenced
+        try:
+            return await self._until_applied(call)
+        except Fenced as fenced:
+            self._fenced = fenced
+            raise
+
+    async def _until_applied(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
+        last_reply = self._clock()
+        backoff_seconds = MIN_BACKOFF_SECONDS
+        while True:
+            try:
+                return await call()
+            except (RedisError, OSError) as error:
+                if not is_transient(error):
+                    raise
+                if not got_no_reply(error):
+                    last_reply = self._clock()  # it answers, but cannot write now: nobody takes our requests meanwhile
+                elif self._clock() - last_reply >= SELF_FENCE_SECONDS:
+                    raise Fenced(f"no reply from the store for {SELF_FENCE_SECONDS:.0f} s") from error
+                logger.warning("the store did not take a step, trying again in %.1f s: %s", backoff_seconds, error)
+            self.num_retries += 1
+            await self._sleep(backoff_seconds)
+            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)

