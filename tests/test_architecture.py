@@ -1,0 +1,155 @@
+"""The rules that no single module can keep: imports, options, names, dangerous calls, sizes.
+
+The import contracts themselves are in pyproject.toml, in the words of docs/architecture.md.
+"""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from engine_worker.settings import WorkerSettings
+from gateway.settings import GatewaySettings
+from pagestream.serve_settings import GATEWAY_FLAGS, SET_BY_SERVE, ServeSettings
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("gateway", "engine_worker", "kernels", "shared", "pagestream", "bench")
+MAX_LINES = 400
+# What runs code out of data. Everything that crosses a process here is MessagePack, JSON, TOML or safetensors.
+DANGEROUS_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy.load", "np.load", "yaml.load"}
+
+# A new option is a decision: it is added here, to docs/operations.md, and to the CHANGELOG.
+SERVE_OPTIONS = """
+    model served_model_name host port workers redis_url store_max_memory_bytes max_model_len drain_seconds log_format
+"""
+GATEWAY_OPTIONS = """
+    model served_model_name redis_url host port max_model_len max_num_queued_reqs max_num_streams
+    sse_keep_alive_seconds write_stall_seconds body_timeout_seconds drain_seconds force_include_usage
+    exit_with_parent log_format
+"""
+WORKER_OPTIONS = """
+    model served_model_name redis_url worker_id device dtype load_format max_model_len num_threads
+    block_size kv_cache_memory_bytes kv_cache_memory_ratio max_num_seqs max_num_batched_tokens
+    max_prefill_tokens_with_decodes
+    drain_seconds step_timeout_seconds exit_with_parent metrics_host metrics_port log_format
+"""
+
+
+def source_files() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from (ROOT / package).rglob("*.py")
+
+
+def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("lint-imports")
+    command = [program, "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def test_the_import_contracts_hold() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("shared/logs.py", "import torch", "No torch where tokens and text are handled"),
+        ("gateway/settings.py", "import engine_worker.settings", "meet only in Redis"),
+        ("engine_worker/scheduling/policy.py", "import redis", "No network and no metrics"),
+        ("engine_worker/execution/memory.py", "import engine_worker.scheduling.scheduler", "are the only link"),
+        ("kernels/rms_norm.py", "import shared.messages", "kernels is torch and triton only"),
+    ],
+)
+def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, file: str, line: str, contract: str) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    done = lint_imports(tmp_path)
+    broken = [text for text in done.stdout.splitlines() if text.endswith("BROKEN")]
+    assert done.returncode == 1
+    assert any(contract in text for text in broken), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [(ServeSettings, SERVE_OPTIONS), (GatewaySettings, GATEWAY_OPTIONS), (WorkerSettings, WORKER_OPTIONS)],
+)
+def test_the_list_of_options_is_frozen(settings: type, options: str) -> None:
+    assert [field.name for field in fields(settings)] == options.split()
+
+
+def test_every_option_is_documented() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    names = {name for options in (SERVE_OPTIONS, GATEWAY_OPTIONS, WORKER_OPTIONS) for name in options.split()}
+    missing = sorted(name for name in names if f"`--{name.replace('_', '-')}`" not in text)
+    assert missing == []
+
+
+def test_serve_knows_which_flags_are_the_gateways_alone() -> None:
+    of_serve, of_gateway, of_worker = (
+        {"--" + field.name.replace("_", "-") for field in fields(settings)}
+        for settings in (ServeSettings, GatewaySettings, WorkerSettings)
+    )
+    assert of_gateway - of_worker - of_serve - SET_BY_SERVE == GATEWAY_FLAGS
+    # What both programs know must be an option of serve, or serve would hand it to the workers alone.
+    assert of_gateway & of_worker - of_serve == SET_BY_SERVE & of_gateway
+
+
+def test_kernels_is_ours_alone() -> None:
+    """transformers looks for a package of this name; with another one installed beside ours both would break."""
+    assert packages_distributions()["kernels"] == ["pagestream"]
+    (docstring,) = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+
+
+def test_no_package_shadows_a_name_under_tests() -> None:
+    assert [path for path in (ROOT / "tests").rglob("__init__.py")] == []
+
+
+def test_nothing_runs_code_out_of_data() -> None:
+    found = [(path, *danger) for path in source_files() for danger in dangers(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import pickle", "from pickle import loads", "eval('1')", "torch.load('x')", "np.load('x')"]
+)
+def test_the_search_for_dangers_finds_them(source: str) -> None:
+    assert len(list(dangers(source))) == 1
+
+
+def dangers(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in DANGEROUS_MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in DANGEROUS_MODULES:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DANGEROUS_CALLS:
+            yield node.lineno, ast.unparse(node.func)
+
+
+def test_files_are_of_a_size_to_be_read() -> None:
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in source_files()}
+    assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [path for path in source_files() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+def test_the_tree_in_the_readme_is_there() -> None:
+    tree = (ROOT / "README.md").read_text().split("<!-- tree -->")[1]
+    names = [line.split()[0] for line in tree.splitlines() if line.strip() and not line.startswith("```")]
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / name).exists()] == []
