@@ -21,9 +21,10 @@ def gumbel_noise(keys: list[int], stage: int, counters: Tensor) -> Tensor:
     """Standard Gumbel noise in float64 for `counters` [len(keys), C] (int64); `stage` parts the draws of one key."""
     stage_keys = [_signed(_mix((key ^ stage) & _MASK)) for key in keys]
     bits = torch.tensor(stage_keys, device=counters.device)[:, None] + counters * _signed(_GOLDEN)
-    # 52 bits and a half: the least and the greatest value are both strictly inside (0, 1) in float64.
-    uniform = (_shift_right(_mix_tensor(bits), 12) + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    # float64 before the half: torch promotes int64 + 0.5 to float32. With 52 bits and a half, both the least and the
+    # greatest value are strictly inside (0, 1).
+    uniform: Tensor = (_shift_right(_mix_tensor(bits), 12).double() + 0.5) * 2.0**-52
+    return uniform.log().neg().log().neg()
 
 
 def _mix(value: int) -> int:

@@ -17,6 +17,7 @@ rows do not notice. Knows nothing of blocks, of the model, or of when a sequence
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,11 +43,11 @@ class Sampler:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
         assert logits.shape == (len(sequences), self._vocab_size)
         scores, failures = self._adjusted(logits, sequences)
-        best, token_ids = scores.float().max(dim=-1)
+        best, token_ids = scores.max(dim=-1)
         random_rows = [row for row, sequence in enumerate(sequences) if not sequence.sampling.is_greedy]
         if random_rows:
             rows = torch.tensor(random_rows, device=logits.device)
-            drawn = _draw(scores[rows].float(), best[rows, None], [sequences[row] for row in random_rows])
+            drawn = _draw(scores[rows], best[rows, None], [sequences[row] for row in random_rows])
             token_ids = token_ids.index_copy(0, rows, drawn)
         for row, score in enumerate(best.tolist()):
             if not math.isfinite(score):
@@ -55,13 +56,12 @@ class Sampler:
         return [None if sequence.request_id in failures else token_id for token_id, sequence in chosen], failures
 
     def _adjusted(self, logits: Tensor, sequences: list[Sequence]) -> tuple[Tensor, dict[str, str]]:
-        """What can change even a greedy choice. Returns `logits` itself when no sequence asks for it."""
+        """In fp32, with what can change even a greedy choice: masks, biases and penalties."""
         masked = [self._masked_token_ids(sequence) for sequence in sequences]
         if not any(masked) and not any(_changes_scores(sequence.sampling) for sequence in sequences):
-            return logits, {}
+            return logits.float(), {}
         scores = logits.to(torch.float32, copy=True)
-        rows, columns = _entries(masked)
-        scores[_to(rows, scores), _to(columns, scores)] = -math.inf
+        scores[_entries(masked, scores.device)] = -math.inf
         failures = self._add_logit_bias(scores, sequences)
         _apply_penalties(scores, sequences)
         return scores, failures
@@ -84,9 +84,8 @@ class Sampler:
                 known = f"the vocabulary has {self._vocab_size}"
                 failures[sequence.request_id] = f"logit_bias names token {outside[0]}; {known}"
             biases.append({} if outside else bias)
-        rows, columns = _entries(biases)
         values = [value for bias in biases for value in bias.values()]
-        scores[_to(rows, scores), _to(columns, scores)] += torch.tensor(values, device=scores.device)
+        scores[_entries(biases, scores.device)] += torch.tensor(values, device=scores.device)
         return failures
 
 
@@ -101,10 +100,11 @@ def _has_penalty(sampling: SamplingParams) -> bool:
 def _apply_penalties(scores: Tensor, sequences: list[Sequence]) -> None:
     """Repetition over prompt and output (as `transformers`); frequency and presence over the output (as OpenAI)."""
     counts = [_token_counts(sequence) for sequence in sequences]
-    rows, columns = (_to(indices, scores) for indices in _entries(counts))
-    if not rows.numel():
+    if not any(counts):
         return
-    count = _to([times for counted in counts for times in counted.values()], scores)
+    rows, columns = _entries(counts, scores.device)
+    times = list(chain.from_iterable(counted.values() for counted in counts))
+    count = torch.tensor(times, device=scores.device)
     repetition, frequency, presence = torch.tensor(
         [(s.sampling.repetition_penalty, s.sampling.frequency_penalty, s.sampling.presence_penalty) for s in sequences],
         device=scores.device,
@@ -142,7 +142,7 @@ def _draw(scores: Tensor, best: Tensor, sequences: list[Sequence]) -> Tensor:
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
         log_weights = torch.nn.functional.pad(log_weights, (0, padding), value=-math.inf)
-    groups = weights.unflatten(1, (-1, _GROUP_SIZE))
+    groups = weights.view(len(sequences), -1, _GROUP_SIZE)
     keys = [draw_key(s.sampling.seed, len(s.output_token_ids)) for s in sequences]
     group_ids = torch.arange(groups.shape[1], device=scores.device).expand(len(sequences), -1)
     group = (groups.sum(dim=-1).log() + gumbel_noise(keys, 0, group_ids)).argmax(dim=-1, keepdim=True)
@@ -160,43 +160,50 @@ def _floor(log_weights: Tensor, weights: Tensor, samplings: list[SamplingParams]
     All three keep a prefix of the row in descending order, so one number says what is kept. Equal weights at the edge
     are kept together: which of them a sort puts first must not decide.
     """
-    vocab_size = log_weights.shape[1]
-    min_log = [math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf for sampling in samplings]
-    floor = torch.tensor(min_log, device=log_weights.device)[:, None]
-    if all(sampling.min_p <= 0 and not _has_prefix_filter(sampling, vocab_size) for sampling in samplings):
+    sorting_rows = [row for row, sampling in enumerate(samplings) if sampling.top_k > 0 or sampling.top_p < 1.0]
+    if not sorting_rows and all(sampling.min_p <= 0.0 for sampling in samplings):
         return None
-    for_prefix = [row for row, sampling in enumerate(samplings) if _has_prefix_filter(sampling, vocab_size)]
-    if for_prefix:
-        rows = _to(for_prefix, log_weights)
-        chosen = [samplings[row] for row in for_prefix]
-        floor[rows] = _prefix_floor(log_weights[rows], weights[rows], floor[rows], chosen)
+    device = log_weights.device
+    min_log = [math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf for sampling in samplings]
+    floor = torch.tensor(min_log, device=device)[:, None]
+    if sorting_rows:
+        rows = torch.tensor(sorting_rows, device=device)
+        vocab_size = log_weights.shape[1]
+        limits = [(samplings[row].top_k or vocab_size, samplings[row].top_p) for row in sorting_rows]
+        top_k, top_p = torch.tensor(limits, device=device, dtype=torch.float64).unsqueeze(-1).unbind(dim=1)
+        mass = weights.sum(dim=-1, keepdim=True)[rows]
+        floor[rows] = _prefix_floor(log_weights[rows], mass, floor[rows], top_k, top_p)
     return floor
 
 
-def _has_prefix_filter(sampling: SamplingParams, vocab_size: int) -> bool:
-    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
+def _prefix_floor(
+    log_weights: Tensor, mass: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_sorted: int = 128
+) -> Tensor:
+    """`floor` raised by top-k, then by top-p of what is left.
 
-
-def _prefix_floor(log_weights: Tensor, weights: Tensor, floor: Tensor, samplings: list[SamplingParams]) -> Tensor:
-    """`floor` raised by top-k, then by top-p over what is left; sorts only as many of the largest as can matter."""
+    Sorts the `num_sorted` largest, and eight times as many of the rows for which these do not decide: sorting a whole
+    vocabulary of 49152 takes a CPU 3.5 ms a row, its 128 largest 0.07 ms, and a nucleus is seldom larger.
+    """
     vocab_size = log_weights.shape[1]
-    top_k = _to([s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in samplings], log_weights)[:, None]
-    top_p = torch.tensor([s.top_p for s in samplings], device=log_weights.device, dtype=torch.float64)[:, None]
-    only_top_p = (floor == -math.inf) & (top_k == vocab_size)
-    mass = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    # Tokens that each hold less than (1 - top_p) / V of the mass hold less than 1 - top_p together: top-p cuts above.
-    bound = torch.where(only_top_p, ((1.0 - top_p) * mass / vocab_size).log(), floor)
-    count = torch.minimum((log_weights >= bound).sum(dim=-1, keepdim=True), top_k)
-    largest = log_weights.topk(max(1, int(count.max())), dim=-1).values
-
-    rank = torch.arange(largest.shape[1], device=largest.device)
-    kept = (rank < top_k) & (largest >= floor)
-    kept_weights = largest.double().exp() * kept
-    before = kept_weights.cumsum(dim=-1) - kept_weights
-    total = torch.where(only_top_p, mass, kept_weights.sum(dim=-1, keepdim=True))
-    kept &= (top_p >= 1.0) | (before < top_p * total)
+    num_sorted = min(num_sorted, vocab_size)
+    largest = log_weights.topk(num_sorted, dim=-1).values.double()
+    left = (torch.arange(num_sorted, device=largest.device) < top_k) & (largest >= floor)
+    left_weights = largest.exp() * left
+    # Without top-k and min-p the whole row is left, and its mass is known before it is sorted.
+    whole_row = (top_k >= vocab_size) & (floor == -math.inf)
+    total = torch.where(whole_row, mass.double(), left_weights.sum(dim=-1, keepdim=True))
+    before = left_weights.cumsum(dim=-1) - left_weights
+    kept = left & ((top_p >= 1.0) | (before < top_p * total))
     kept[:, 0] = True  # top_p = 0 still leaves the best token
-    return largest.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True)
+    result = largest.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).to(floor.dtype)
+
+    undecided = torch.where(whole_row, kept[:, -1:], left[:, -1:] & (top_k > num_sorted))
+    if num_sorted < vocab_size and undecided.any():
+        rows = undecided.squeeze(1).nonzero().squeeze(1)
+        result[rows] = _prefix_floor(
+            log_weights[rows], mass[rows], floor[rows], top_k[rows], top_p[rows], 8 * num_sorted
+        )
+    return result
 
 
 def _failure_message(best_score: float) -> str:
@@ -205,11 +212,9 @@ def _failure_message(best_score: float) -> str:
     return f"the model's logits are not finite ({best_score})"
 
 
-def _entries(columns_of_rows: Iterable[Collection[int]]) -> tuple[list[int], list[int]]:
-    """Ragged columns as two flat index lists."""
-    rows = [row for row, columns in enumerate(columns_of_rows) for _ in columns]
-    return rows, [column for columns in columns_of_rows for column in columns]
-
-
-def _to(indices: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(indices, dtype=torch.int64, device=like.device)
+def _entries(columns_of_rows: Collection[Collection[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ragged token ids, a collection for each row, as (row index, column index)."""
+    lengths = torch.tensor([len(columns) for columns in columns_of_rows])
+    rows = torch.arange(len(columns_of_rows)).repeat_interleave(lengths)
+    columns = torch.tensor(list(chain.from_iterable(columns_of_rows)), dtype=torch.int64)
+    return rows.to(device), columns.to(device)
