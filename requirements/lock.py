@@ -6,9 +6,9 @@
     serve.txt        `make serve`: gateway, engine on a CPU, embedded store
     dev.txt          serve.txt and what the tests need
 
-Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files. On a CPU torch is the
-build without CUDA: pip must be able to see its wheel (in a folder of wheels, or in PyTorch's own index). The pin says
-`2.13.0`, which admits that wheel and the package index's own, for the platforms whose one build has no CUDA in it.
+Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on x86-64
+and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of wheels, or
+in PyTorch's own index). Its hash is the only one listed: given the choice pip takes the package index's wheel, with CUDA.
 """
 
 import re
@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-TORCH = "2.13.0"
 PYTHON = "3.11"
 HEADER = "# Made by `make lock` (requirements/lock.py) from pyproject.toml. Install with pip's --require-hashes.\n"
 LOCKS = {
@@ -40,14 +39,8 @@ def compile_lock(options: list[str], constraints: str = "") -> str:
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def cpu_lock(options: list[str], constraints: str, wheels: str, public_torch_hashes: list[str]) -> str:
-    text = compile_lock(["pyproject.toml", "--find-links", wheels, *options], constraints)
-    pin = re.search(rf"^torch=={re.escape(TORCH)}\+cpu((?: \\\n    --hash=\S+)+)", text, re.MULTILINE)
-    if pin is None:
-        return text
-    hashes = sorted({*re.findall(r"--hash=(\S+)", pin[1]), *public_torch_hashes})
-    lines = " \\\n".join([f"torch=={TORCH}", *(f"    --hash={digest}" for digest in hashes)])
-    return text.replace(pin[0], lines)
+def cpu_lock(options: list[str], constraints: str, wheels: str) -> str:
+    return compile_lock(["pyproject.toml", "--find-links", wheels, *options], constraints)
 
 
 def main() -> int:
@@ -56,18 +49,11 @@ def main() -> int:
         return 2
     wheels = sys.argv[1]
     kept = _pins(FOLDER / "dev.txt")  # change only what pyproject.toml asks for; delete dev.txt to renew all
-    torch_only = FOLDER / ".torch.in"
-    torch_only.write_text(f"torch=={TORCH}\n")
-    try:
-        public = re.findall(r"--hash=(\S+)", compile_lock([str(torch_only), "--no-deps"]))
-    finally:
-        torch_only.unlink()
-    dev = cpu_lock(DEV, f"torch=={TORCH}\n{kept}", wheels, public)
-    _write("dev.txt", dev)
+    _write("dev.txt", cpu_lock(DEV, kept, wheels))
     pins = _pins(FOLDER / "dev.txt")
     for name, options in LOCKS.items():
-        _write(name, cpu_lock(options, pins, wheels, public))
-    others = re.sub(r"^triton==.*$", "", pins, flags=re.MULTILINE)  # torch with CUDA names its own triton
+        _write(name, cpu_lock(options, pins, wheels))
+    others = re.sub(r"^(torch|triton)==.*$", "", pins, flags=re.MULTILINE)  # torch with CUDA names its own triton
     gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
     _write("engine-gpu.txt", compile_lock(gpu, others))
     return 0
