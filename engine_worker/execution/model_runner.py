@@ -16,8 +16,14 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 
 
 class ModelRunner:
-    def __init__(self, model: Transformer, kv_cache: KVCache, sampler: Sampler, max_model_len: int) -> None:
+    def __init__(
+        self, model: Transformer, kv_cache: KVCache, sampler: Sampler, max_model_len: int, weights_bytes: int = 0
+    ) -> None:
         self.model_config: ModelConfig = model.config
+        self.device_type: str = kv_cache.pool.device.type
+        self.dtype_name = str(model.dtype).removeprefix("torch.")
+        self.weights_bytes = weights_bytes
+        self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.block_size = kv_cache.block_size
         self.max_model_len = max_model_len
