@@ -24,7 +24,7 @@ def gumbel_noise(keys: list[int], stage: int, counters: Tensor) -> Tensor:
     # float64 before the half: torch promotes int64 + 0.5 to float32. With 52 bits and a half, both the least and the
     # greatest value are strictly inside (0, 1).
     uniform: Tensor = (_shift_right(_mix_tensor(bits), 12).double() + 0.5) * 2.0**-52
-    return uniform.log().neg().log().neg()
+    return -torch.log(-torch.log(uniform))
 
 
 def _mix(value: int) -> int:

@@ -8,7 +8,7 @@ Order of the operations (that of vLLM, so that the same parameters mean the same
 
 A draw depends on the distribution and on (seed, output index) alone: not on the batch, the slot, earlier draws or the
 device. So preemption, resume and replay need no random state, and penalties are recounted from the token ids each step
-for the same reason. docs/adr/0010-sampling.md has the reasons and the cost.
+for the same reason. docs/adr/0019-sampling.md has the reasons and the cost.
 
 A row whose logits are not finite, or that has no token left, is None in the answer and named in `failures`; the other
 rows do not notice. Knows nothing of blocks, of the model, or of when a sequence ends.

@@ -157,6 +157,20 @@ def test_greedy_obeys_penalties_bias_and_min_tokens() -> None:
     assert greedy(presence_penalty=0.6, output=[EOS, EOS]) == EOS
 
 
+def test_repetition_penalty_pushes_a_negative_logit_down() -> None:
+    logits = torch.full((1, VOCAB_SIZE), -10.0)
+    logits[0, [10, 11]] = torch.tensor([-1.0, -1.4])
+    seq = sequence(temperature=0.0, repetition_penalty=1.5, prompt=[10])
+    assert sampler().sample(logits, [seq])[0] == [11]
+
+
+def test_frequency_and_presence_leave_the_prompt_alone() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 10] = 9.0
+    seq = sequence(temperature=0.0, repetition_penalty=1.01, presence_penalty=10.0, frequency_penalty=10.0, prompt=[10])
+    assert sampler().sample(logits, [seq])[0] == [10]
+
+
 def test_sampling_leaves_the_logits_as_they_are() -> None:
     logits = random_logits(2)
     before = logits.clone()
