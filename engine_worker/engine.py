@@ -116,13 +116,11 @@ class Engine:
         started = self._clock()
         batch = self._scheduler.schedule()
         scheduled = self._clock()
-        updates: list[SequenceUpdate] = []
-        if batch.sequences:
-            result = self._executor.execute(batch)
-            executed = self._clock()
-            updates = self._scheduler.apply(batch, result)
-            phase_seconds = {"schedule": scheduled - started, **result.phase_seconds, "apply": self._clock() - executed}
-            self._recorder.record_step(batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
+        result = self._executor.execute(batch) if batch.sequences else StepResult([])
+        executed = self._clock()
+        updates = self._scheduler.apply(batch, result)
+        phase_seconds = {"schedule": scheduled - started, **result.phase_seconds, "apply": self._clock() - executed}
+        self._recorder.record_step(batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
         return self._emit(updates)
 
     def stats(self) -> EngineStats:

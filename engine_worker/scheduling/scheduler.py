@@ -138,14 +138,21 @@ class Scheduler:
 
     def _make_room(self) -> list[Sequence]:
         """A block for every running sequence that crossed into a new one, oldest first; returns the preempted."""
-        preempted = []
+        preempted: list[Sequence] = []
         for sequence in list(self._running.values()):
-            while sequence.status is SequenceStatus.RUNNING and not self._kv_cache.can_allocate(sequence):
-                victim = self._policy.choose_victim(self._running)
-                self._preempt(victim)
-                preempted.append(victim)
-            if sequence.status is SequenceStatus.RUNNING:
-                self._kv_cache.allocate(sequence)
+            if self._kv_cache.num_missing_blocks(sequence) > 0 and sequence.status is SequenceStatus.RUNNING:
+                preempted += self._make_room_for(sequence)
+        return preempted
+
+    def _make_room_for(self, sequence: Sequence) -> list[Sequence]:
+        preempted: list[Sequence] = []
+        while not self._kv_cache.can_allocate(sequence):
+            victim = self._policy.choose_victim(self._running)
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return preempted
+        self._kv_cache.allocate(sequence)
         return preempted
 
     def _prefill_budget(self, num_decodes: int) -> int:

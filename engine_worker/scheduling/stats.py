@@ -73,6 +73,9 @@ class StepRecorder:
         self._finished = dict.fromkeys([*FinishReason, ERROR], 0)
 
     def record_step(self, batch: ScheduledBatch, num_sampled_tokens: int, phase_seconds: Mapping[str, float]) -> None:
+        if not batch.sequences:  # a step that only ended requests
+            self.last_step = StepStats()
+            return
         self.last_step = StepStats(
             num_sequences=len(batch.sequences),
             num_tokens=batch.num_tokens,

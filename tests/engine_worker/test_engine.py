@@ -284,10 +284,16 @@ def test_what_a_preemption_computes_again_is_counted_again() -> None:
     assert counters.generated_tokens == 24
 
 
-def test_a_step_without_work_computes_nothing() -> None:
+def test_a_step_that_computes_nothing_is_not_counted_and_repeats_no_figures() -> None:
     engine = make_engine()
+    engine.add_request(make_request(5, "a", max_tokens=1))
+    engine.step()
+    assert engine.last_step.num_tokens == 5
+    engine.add_request(make_request([], "refused"))
+    assert len(engine.step()) == 1
+    assert (engine.last_step.num_sequences, engine.last_step.num_tokens, engine.last_step.phase_seconds) == (0, 0, {})
     assert engine.step() == []
-    assert engine.stats().counters.steps == 0
+    assert engine.stats().counters.steps == 1
 
 
 # The fake itself

@@ -158,7 +158,7 @@ def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript,
             assert tokens == expected[: len(tokens)]
 
 
-ROOMY = {"num_blocks": 400, "block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 100}
+ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 100}
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,13 @@ def test_a_sequence_alone_grows_to_the_whole_cache_and_ends_by_length() -> None:
     assert [update.finish_reason for update in updates] == [None] * 6 + [FinishReason.LENGTH]
 
 
+def test_a_prompt_that_fills_the_whole_cache_is_admitted_when_it_is_alone() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=4)  # 12 slots
+    add(scheduler, "a", 1, max_tokens=1)
+    add(scheduler, "b", 11)
+    assert [step(scheduler), step(scheduler)] == [{"a": (0, 1, True)}, {"b": (0, 11, True)}]
+
+
 def test_a_sequence_that_could_never_be_computed_is_not_taken() -> None:
     with pytest.raises(AssertionError, match="could never"):
         add(make_scheduler(num_blocks=4, block_size=4), "a", 12)
