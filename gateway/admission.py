@@ -1,7 +1,7 @@
 """Who is let in: admit(load, limits) -> Admitted | Rejected. Pure.
 
-This is the gateway's own view, asked before any tokenizing. The queue's cap is not decided here: only the store's ACCEPT
-knows the queue's true length, and it refuses with BUSY.
+This is the gateway's own view, asked before any tokenizing. The queue's cap is not decided here: only the store's
+ACCEPT knows the queue's true length, and it refuses with BUSY.
 """
 
 from dataclasses import dataclass

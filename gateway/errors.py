@@ -14,7 +14,8 @@
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
-    └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full | store_unavailable
+    └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full
+                                                | store_unavailable
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
 anything a client has not sent itself.

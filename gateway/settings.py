@@ -17,9 +17,9 @@ class GatewaySettings:
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
 
-    max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's own")
+    max_model_len: int | None = setting(None, parse=parse_count, help="prompt + output at most; default: the model's")
     max_num_queued_reqs: int = setting(1024, parse=parse_count, help="requests in the queue before 503 queue_full")
-    max_num_streams: int = setting(4096, parse=parse_count, help="requests open in this gateway before 503 gateway_full")
+    max_num_streams: int = setting(4096, parse=parse_count, help="requests open here before 503 gateway_full")
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
     write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
     body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")

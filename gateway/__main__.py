@@ -1,0 +1,97 @@
+"""python -m gateway: settings -> client -> app -> serve until SIGTERM, then let open streams end.
+
+Listens at once; until the model's files and a worker are there, inference routes answer 503 and /ready tells why.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+
+from aiohttp import web
+
+from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.inference_client import InferenceClient
+from gateway.keys import STATE
+from gateway.settings import GatewaySettings
+from gateway.state import GatewayState
+from shared.logs import configure_logging
+from shared.processes import ParentGone, exit_with_parent
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
+from shared.settings import settings_or_exit
+
+logger = logging.getLogger("gateway")
+
+_CLOSE_SECONDS = 2.0  # for connections, after the drain
+
+
+def main(argv: list[str] | None = None) -> int:
+    parent_pid = os.getppid()
+    arguments = sys.argv[1:] if argv is None else argv
+    settings: GatewaySettings = settings_or_exit(
+        GatewaySettings, arguments, os.environ, prog="pagestream gateway"
+    ).settings
+    configure_logging(settings.log_format)
+    if settings.exit_with_parent:
+        try:
+            exit_with_parent(parent_pid)
+        except ParentGone:
+            return 0
+    return asyncio.run(serve(settings))
+
+
+async def serve(settings: GatewaySettings) -> int:
+    client = InferenceClient(
+        connect(settings.redis_url),
+        RedisKeys(settings.model_name),
+        secrets.token_hex(8),
+        max_queued_requests=settings.max_num_queued_reqs,
+    )
+    app = create_app(settings, client)
+    runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            address = f"{settings.host}:{settings.port}"
+            sys.stderr.write(f"pagestream gateway: cannot listen on {address}: {error.strerror}\n")
+            return 1
+        host, port = runner.addresses[0][:2]
+        logger.info("listening on http://%s:%s", host, port, extra={"model": settings.model_name})
+        state = app[STATE]
+        if not await _until_signal(state):
+            return 1
+        state.draining = True
+        await site.stop()
+        if not await state.wait_idle(settings.drain_seconds):
+            logger.warning("streams were still open after %g s", settings.drain_seconds)
+    finally:
+        await runner.cleanup()
+    return 0
+
+
+async def _until_signal(state: GatewayState) -> bool:
+    """False: there is nothing to serve, and there will not be."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(state.model_failed.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await wait
+    return stop.is_set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

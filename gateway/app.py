@@ -1,0 +1,73 @@
+"""create_app(): the composition root of the gateway. The life of its parts is in cleanup_ctx; nothing is global."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from gateway.inference_client import InferenceClient
+from gateway.keys import STATE
+from gateway.metrics import GatewayMetrics
+from gateway.middlewares import errors_to_json, identify, measure, set_request_id
+from gateway.request_body import MAX_BODY_BYTES
+from gateway.routes import admin, chat, completions, models, tokenize
+from gateway.settings import GatewaySettings
+from gateway.state import GatewayState
+
+# Run with handler_cancellation=True: by default a non-streaming handler goes on when its client has left.
+RUNNER_OPTIONS: dict[str, Any] = {"handler_cancellation": True, "keepalive_timeout": 30.0, "access_log": None}
+
+
+def create_app(
+    settings: GatewaySettings, client: InferenceClient, metrics: GatewayMetrics | None = None
+) -> web.Application:
+    """`client` is started and closed with the application."""
+    metrics = metrics or GatewayMetrics()
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES,
+        middlewares=[
+            identify,
+            measure(metrics),
+            errors_to_json,
+            web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
+        ],
+    )
+    app[STATE] = GatewayState(settings, client, metrics)
+    app.on_response_prepare.append(set_request_id)
+    for group in (chat, completions, models, tokenize, admin):
+        app.add_routes(group.routes())
+    app.cleanup_ctx.append(_inference_client)
+    app.cleanup_ctx.append(_served_model)
+    app.cleanup_ctx.append(_stream_watch)
+    return app
+
+
+async def _inference_client(app: web.Application) -> AsyncIterator[None]:
+    state = app[STATE]
+    await state.client.start()
+    yield
+    await state.finish_background()
+    await state.client.close()
+
+
+async def _served_model(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[STATE].load_model()):
+        yield
+
+
+async def _stream_watch(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[STATE].watch.run()):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

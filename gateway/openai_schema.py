@@ -1,0 +1,311 @@
+"""OpenAI's request bodies -> CompletionRequest, the one form that the rest of the gateway works on. Pure.
+
+The types are the validation: msgspec checks them while it decodes and names the path of what is wrong. Three kinds of
+further fields: known ones without effect here (`user`), silently taken; known ones that would change the answer and are
+not supported, refused unless at their neutral value; unknown ones, taken and listed in `ignored`, so that a misspelt or
+foreign option is visible to its sender. Knows no tokens: limits that need a model are checked in planning.py.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from gateway.chat_template import ChatMessage
+from gateway.errors import InvalidRequest, UnsupportedParameter
+from gateway.request_body import decode_body
+
+MAX_PROMPTS = 32
+MAX_CHOICES = 64  # n times the number of prompts
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+_Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: _Count | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class MessageFields(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+Messages: TypeAlias = Annotated[list[MessageFields], Meta(min_length=1, max_length=4096)]
+
+
+class ChatBody(GenerationFields, kw_only=True):
+    messages: Messages
+    max_completion_tokens: _Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    prompt: str | list[str | _TokenId | list[_TokenId]]
+    echo: bool | None = None
+
+
+NO_EFFECT = frozenset(
+    ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "service_tier")
+)
+# field -> the values at which it changes nothing, null aside
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "suffix": ("",),
+    "echo": (False,),  # of chat; completions have it
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+    "priority": (0,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+Prompt: TypeAlias = ChatPrompt | str | list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    prompt_param: str  # the field to name when a prompt is wrong
+    fields: GenerationFields
+    n: int
+    max_tokens: int | None
+    max_tokens_param: str
+    default_max_tokens: int | None  # None: all the room that the context has
+    stops: tuple[str, ...]
+    add_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    ignored: tuple[str, ...]
+
+
+def parse_chat(body: bytes) -> CompletionRequest:
+    fields, given = decode_body(body, ChatBody)
+    ignored = check_other_fields(ChatBody, given)
+    return _request(
+        fields,
+        (chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),),
+        ignored,
+        prompt_param="messages",
+        max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
+        add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
+    )
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    fields, given = decode_body(body, CompletionBody)
+    ignored = check_other_fields(CompletionBody, given)
+    return _request(
+        fields,
+        _prompts(fields.prompt),
+        ignored,
+        prompt_param="prompt",
+        max_tokens_param="max_tokens",
+        default_max_tokens=16,  # OpenAI's
+        add_special_tokens=fields.add_special_tokens is not False,
+        echo=bool(fields.echo),
+    )
+
+
+def check_other_fields(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse known fields that are not supported; the names of unknown ones come back."""
+    ignored = []
+    for name, value in given.items():
+        if name in kind.__struct_fields__ or name in NO_EFFECT:
+            continue
+        if name not in UNSUPPORTED:
+            ignored.append(name)
+        elif value is not None and not _is_neutral(value, UNSUPPORTED[name]):
+            neutral = " or ".join(json.dumps(allowed) for allowed in (None, *UNSUPPORTED[name]))
+            raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
+    return tuple(ignored)
+
+
+def chat_prompt(
+    message_fields: list[MessageFields], add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> ChatPrompt:
+    continue_final = bool(continue_final_message)
+    add_prompt = not continue_final if add_generation_prompt is None else add_generation_prompt
+    if continue_final and add_prompt:
+        raise InvalidRequest(
+            "continue_final_message: cannot be true together with add_generation_prompt.",
+            param="continue_final_message",
+        )
+    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(message_fields))
+    return ChatPrompt(messages, add_prompt, continue_final)
+
+
+def _request(
+    fields: GenerationFields,
+    prompts: tuple[Prompt, ...],
+    ignored: tuple[str, ...],
+    *,
+    prompt_param: str,
+    max_tokens_param: str,
+    add_special_tokens: bool,
+    default_max_tokens: int | None = None,
+    echo: bool = False,
+) -> CompletionRequest:
+    n = fields.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: {n} choices of {len(prompts)} prompts are {n * len(prompts)}; at most {MAX_CHOICES}.", param="n"
+        )
+    if fields.best_of is not None and fields.best_of != n:
+        raise UnsupportedParameter(f"best_of: not supported by this server; leave it out, or n ({n}).", param="best_of")
+    stream = bool(fields.stream)
+    if fields.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
+    options = fields.stream_options or StreamOptions()
+    return CompletionRequest(
+        model=fields.model,
+        prompts=prompts,
+        prompt_param=prompt_param,
+        fields=fields,
+        n=n,
+        max_tokens=getattr(fields, max_tokens_param),
+        max_tokens_param=max_tokens_param,
+        default_max_tokens=default_max_tokens,
+        stops=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        add_special_tokens=add_special_tokens,
+        stream=stream,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        echo=echo,
+        ignored=ignored,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return (prompt,)  # type: ignore[return-value]
+    if kinds not in ({str}, {list}):
+        what = "is empty" if not prompt else "mixes texts, token ids and lists of token ids"
+        raise InvalidRequest(
+            f"prompt: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
+            param="prompt",
+        )
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {len(prompt)} prompts; at most {MAX_PROMPTS} in one request.", param="prompt")
+    return tuple(prompt)  # type: ignore[arg-type]
+
+
+def _message(message: MessageFields, path: str) -> ChatMessage:
+    if message.role not in ROLES:
+        raise InvalidRequest(
+            f"{path}.role: {message.role!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
+        )
+    if message.tool_calls:
+        param = f"{path}.tool_calls"
+        raise UnsupportedParameter(f"{param} is not supported by this server.", param=param)
+    # `developer` is OpenAI's newer word for it, which open models' templates do not know.
+    role = "system" if message.role == "developer" else message.role
+    rendered = ChatMessage(role=role, content=_content(message, f"{path}.content"))
+    if message.name is not None:
+        rendered["name"] = message.name
+    return rendered
+
+
+def _content(message: MessageFields, path: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"{path}: a {message.role} message needs a text or a list of text parts.", param=path)
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for index, part in enumerate(message.content):
+        if part.type != "text":
+            raise UnsupportedParameter(
+                f"{path}[{index}].type: this server reads parts of type 'text' only.", param=f"{path}[{index}].type"
+            )
+        if part.text is None:
+            raise InvalidRequest(f"{path}[{index}].text: expected a text.", param=f"{path}[{index}].text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Equal and of the same kind: True is not 1, nor False 0."""
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)

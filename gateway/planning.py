@@ -1,0 +1,140 @@
+"""A CompletionRequest and its encoded prompts -> the GenerationRequests that go to the engine. Pure but for random ids.
+
+Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each choice
+of each prompt is a request of its own, with an id that no client chooses.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.openai_schema import CompletionRequest, GenerationFields
+from shared.messages import GenerationRequest, SamplingParams
+
+_SEED_BITS = 63
+# Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
+_GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    index: int  # in the answer
+    prompt_index: int
+    request: GenerationRequest
+
+
+def plan_choices(
+    request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits
+) -> list[Choice]:
+    """Ordered as OpenAI orders them: all choices of the first prompt, then those of the second."""
+    choices = []
+    for prompt_index, token_ids in enumerate(prompts_token_ids):
+        check_prompt(token_ids, request.prompt_param, limits)
+        max_tokens = _max_tokens(request, len(token_ids), limits)
+        for choice_index in range(request.n):
+            sampling = _sampling_params(request, max_tokens, choice_index, limits)
+            generation = GenerationRequest(
+                request_id=secrets.token_hex(16), prompt_token_ids=token_ids, sampling=sampling
+            )
+            choices.append(Choice(prompt_index * request.n + choice_index, prompt_index, generation))
+    return choices
+
+
+def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if not token_ids:
+        raise InvalidRequest(f"{param}: gives no token at all; expected at least one.", param=param)
+    _check_token_ids(token_ids, param, limits)
+    if len(token_ids) >= limits.max_model_len:
+        raise context_exceeded(str(len(token_ids)), param, limits)
+
+
+def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
+        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
+        param=param,
+    )
+
+
+def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    if request.max_tokens is None:
+        return min(room, request.default_max_tokens or room)
+    if request.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
+            f"{request.max_tokens} in the completion). Please reduce the length of either.",
+            param=request.max_tokens_param,
+        )
+    return request.max_tokens
+
+
+def _sampling_params(
+    request: CompletionRequest, max_tokens: int, choice_index: int, limits: ModelLimits
+) -> SamplingParams:
+    fields = request.fields
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens} here.", param="min_tokens"
+        )
+    stop_token_ids = tuple(fields.stop_token_ids or ())
+    _check_token_ids(stop_token_ids, "stop_token_ids", limits)
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=_seed(fields.seed, choice_index),
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
+        top_k=max(0, fields.top_k or 0),
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields, limits),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+    )
+
+
+def _seed(seed: int | None, choice_index: int) -> int:
+    """The first choice has the client's own seed, so that it is the same with n = 1; the others have one derived of it.
+
+    It does not depend on the place of the prompt: a prompt answers alike alone and in a list.
+    """
+    if seed is None:
+        return secrets.randbits(_SEED_BITS)
+    if choice_index == 0:
+        return seed & ((1 << _SEED_BITS) - 1)
+    digest = hashlib.blake2b(f"{seed}:{choice_index}".encode(), digest_size=8).digest()
+    derived: int = int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+    return derived
+
+
+def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, float]:
+    biases = {}
+    for key, bias in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < limits.vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: key {key[:20]!r} is no token id; this model's are 0..{limits.vocab_size - 1}.",
+                param="logit_bias",
+            )
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _check_token_ids(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"{param}: {max(token_ids)} is no token id; this model's are 0..{limits.vocab_size - 1}.", param=param
+        )

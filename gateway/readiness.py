@@ -1,0 +1,111 @@
+"""Is the service ready, and if not, how far is it: one answer from the fleet's heartbeats. Pure.
+
+The states of /ready: starting (nothing has been ready yet) -> ready; no_worker when all have gone; draining at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shared.messages import WorkerHeartbeat, WorkerPhase
+
+SUPERVISOR_ID = "supervisor"  # tells the phases before a worker exists
+# Beats come every second, but behind an engine step: a long prefill on a busy CPU delays them.
+STALE_AFTER_SECONDS = 10.0
+_PHASE_ORDER = tuple(WorkerPhase)
+
+
+class WorkerStatus(Protocol):
+    @property
+    def heartbeat(self) -> WorkerHeartbeat: ...
+
+    @property
+    def seconds_since_seen(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    state: str  # starting | ready | no_worker | draining
+    phase: str
+    progress: float
+    detail: str
+    elapsed_seconds: float
+    ready_workers: int
+    workers: tuple[dict[str, Any], ...]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    def as_object(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "phase": self.phase,
+            "progress": self.progress,
+            "detail": self.detail,
+            "elapsed_s": round(self.elapsed_seconds, 1),
+            "workers": list(self.workers),
+        }
+
+
+def assess(
+    fleet: Sequence[WorkerStatus],
+    *,
+    model_loaded: bool,
+    was_ready: bool,
+    draining: bool,
+    elapsed_seconds: float,
+) -> Readiness:
+    alive = [status for status in fleet if status.seconds_since_seen < STALE_AFTER_SECONDS]
+    num_ready = len(ready_workers(fleet))
+    if draining:
+        state = "draining"
+    elif num_ready and model_loaded:
+        state = "ready"
+    else:
+        state = "no_worker" if was_ready else "starting"
+    phase, progress, detail = _furthest(alive, state)
+    return Readiness(
+        state=state,
+        phase=phase,
+        progress=progress,
+        detail=detail,
+        elapsed_seconds=elapsed_seconds,
+        ready_workers=num_ready,
+        workers=tuple(_as_object(status) for status in fleet if status.heartbeat.worker_id != SUPERVISOR_ID),
+    )
+
+
+def ready_workers(fleet: Sequence[WorkerStatus]) -> list[WorkerHeartbeat]:
+    return [
+        status.heartbeat
+        for status in fleet
+        if status.heartbeat.phase is WorkerPhase.READY
+        and status.heartbeat.worker_id != SUPERVISOR_ID
+        and status.seconds_since_seen < STALE_AFTER_SECONDS
+    ]
+
+
+def _furthest(alive: Sequence[WorkerStatus], state: str) -> tuple[str, float, str]:
+    if state == "ready":
+        return WorkerPhase.READY.value, 1.0, ""
+    on_their_way = [status.heartbeat for status in alive if status.heartbeat.phase is not WorkerPhase.DRAINING]
+    if not on_their_way:
+        return WorkerPhase.STARTING.value, 0.0, "no worker has been heard yet"
+    furthest = max(on_their_way, key=lambda beat: (_PHASE_ORDER.index(beat.phase), beat.progress))
+    if furthest.phase is WorkerPhase.READY:
+        return WorkerPhase.WARMUP.value, 1.0, "the gateway reads the tokenizer"
+    return furthest.phase.value, furthest.progress, furthest.detail
+
+
+def _as_object(status: WorkerStatus) -> dict[str, Any]:
+    beat = status.heartbeat
+    return {
+        "id": beat.worker_id,
+        "phase": beat.phase.value,
+        "progress": beat.progress,
+        "step": beat.step,
+        "running": beat.running,
+        "waiting": beat.waiting,
+        "seconds_since_seen": round(status.seconds_since_seen, 1),
+    }

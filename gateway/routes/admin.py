@@ -1,0 +1,81 @@
+"""Probes, metrics, version.
+
+/livez    the event loop turns; never a reason to restart for what a worker or the store does
+/readyz   the store takes a write and a worker is ready: send traffic here
+/ready    the same without the store, told in phases and progress; /health is its status alone, as in vLLM
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+
+from gateway.inference_client import StoreUnavailable
+from gateway.keys import STATE
+from gateway.state import GatewayState
+
+_ALL_QUEUES = "all"
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.Response(status=200 if request.app[STATE].readiness().is_ready else 503)
+
+
+async def livez(request: web.Request) -> web.Response:
+    return web.json_response({"state": "alive"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    readiness = request.app[STATE].readiness()
+    return web.json_response(readiness.as_object(), status=200 if readiness.is_ready else 503)
+
+
+async def readyz(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    readiness = state.readiness()
+    try:
+        write_seconds: float | None = await state.client.write_probe()
+    except StoreUnavailable:
+        write_seconds = None
+    is_ready = readiness.is_ready and write_seconds is not None
+    body = {"state": readiness.state, "store_write_seconds": write_seconds, "ready_workers": readiness.ready_workers}
+    return web.json_response(body, status=200 if is_ready else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    await _refresh_gauges(state)
+    encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+    return web.Response(body=encode(state.metrics.registry), headers={"Content-Type": content_type})
+
+
+async def show_version(request: web.Request) -> web.Response:
+    try:
+        return web.json_response({"version": version("pagestream")})
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return web.json_response({"version": "unknown"})
+
+
+async def _refresh_gauges(state: GatewayState) -> None:
+    gauges = state.metrics
+    gauges.ready_workers.set(state.readiness().ready_workers)
+    try:
+        stats = await state.client.queue_stats()
+    except StoreUnavailable:
+        gauges.redis_up.set(0)
+        return
+    gauges.redis_up.set(1)
+    gauges.queue_depth.labels(_ALL_QUEUES).set(stats.waiting)
+    gauges.queue_pending.labels(_ALL_QUEUES).set(stats.pending)
+    gauges.queue_oldest_age.set(stats.oldest_waiting_seconds)
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.get("/health", health),
+        web.get("/livez", livez),
+        web.get("/ready", ready),
+        web.get("/readyz", readyz),
+        web.get("/metrics", metrics),
+        web.get("/version", show_version),
+    ]

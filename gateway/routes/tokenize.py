@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes; also under /v1."""
+
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+
+from gateway.answering import encode_prompt
+from gateway.errors import InvalidRequest, MissingParameter
+from gateway.http_body import read_body
+from gateway.keys import STATE
+from gateway.openai_schema import Messages, Prompt, chat_prompt
+from gateway.request_body import decode_body
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Either a prompt, or messages as in chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=1_000_000)]
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), TokenizeBody)
+    state.check_model_name(body.model)
+    model = state.require_model()
+    limits = state.limits(model)
+    prompt, param, add_by_default = _prompt(body)
+    add_special_tokens = add_by_default if body.add_special_tokens is None else body.add_special_tokens
+    tokens = await encode_prompt(model, limits, prompt, param, add_special_tokens)
+    return web.json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": limits.max_model_len,
+            "tokens": tokens,
+            "token_strs": model.encoder.token_strings(tokens) if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), DetokenizeBody)
+    state.check_model_name(body.model)
+    model = state.require_model()
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        raise InvalidRequest(
+            f"tokens: {max(body.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"
+        )
+    return web.json_response({"prompt": model.encoder.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool]:
+    if body.prompt is not None and body.messages is not None:
+        raise InvalidRequest("prompt: give either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        return chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message), "messages", False
+    if body.prompt is None:
+        raise MissingParameter("Missing required parameter: prompt, or messages.", param="prompt")
+    return body.prompt, "prompt", True
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.post(prefix + path, handler)
+        for prefix in ("", "/v1")
+        for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize))
+    ]

@@ -1,0 +1,28 @@
+"""Server-Sent Events as OpenAI streams them: bytes only. Pure.
+
+No `event:` names; one line of JSON an event; `[DONE]` last. An error after the headers is an event of its own, never a
+silent end. Comments keep idle connections alive and are skipped by every client.
+"""
+
+from typing import Any
+
+import msgspec
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect the stream
+}
+
+
+def event(data: bytes) -> bytes:
+    """`data` is one line: JSON escapes every line break."""
+    return b"data: " + data + b"\n\n"
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    return event(msgspec.json.encode(body))
+
+
+DONE = event(b"[DONE]")
+KEEP_ALIVE = b": keep-alive\n\n"
