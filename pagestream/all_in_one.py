@@ -129,8 +129,10 @@ class _AllInOne:
     @asynccontextmanager
     async def _link(self, url: str, name: str) -> AsyncIterator[FleetLink]:
         link = FleetLink(url, name, self._on_heartbeat)
-        self.crew.watch(link.run(), name="link to the store")
         try:
+            if problem := await link.store_answers():
+                raise StoreError(f"the store at {url} does not answer: {problem}")
+            self.crew.watch(link.run(), name="link to the store")
             yield link
         finally:
             await link.aclose()

@@ -19,6 +19,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from pagestream.child_process import ChildCommand, ChildProcess
+from pagestream.file_lock import file_lock
 from shared.redis_client import connect
 
 MAX_SOCKET_PATH_BYTES = 103  # sun_path holds 108 on Linux, 104 on macOS, with the closing zero
@@ -49,8 +50,13 @@ class EmbeddedStore:
         """Have a server answer on the socket; True if it is ours, False if a live one was found. Raises StoreError."""
         private_directory(self.directory)
         private_directory(self.socket_path.parent)
-        if await self.is_alive():
-            return False
+        async with file_lock(self.directory / "start.lock"):  # of two that begin at once, one attaches to the other's
+            if await self.is_alive():
+                return False
+            await self._start_server()
+        return True
+
+    async def _start_server(self) -> None:
         command = ChildCommand(
             name="store",
             argv=self._argv(server_binary()),
@@ -64,7 +70,6 @@ class EmbeddedStore:
         except BaseException:
             await self.stop()
             raise
-        return True
 
     async def stop(self) -> None:
         """End the server if it is ours."""

@@ -45,6 +45,14 @@ class FleetLink:
             tasks.create_task(self._listen())
             tasks.create_task(self._beat())
 
+    async def store_answers(self) -> str:
+        """Empty if it does, else what is wrong."""
+        try:
+            await self._connections.commands.ping()
+        except (RedisError, OSError) as error:
+            return str(error)
+        return ""
+
     async def reap(self, worker_id_prefix: str) -> int:
         """Requeue at once what the dead workers `PREFIX.*` held; how many requests. 0 if the store is away."""
         try:

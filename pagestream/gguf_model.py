@@ -4,22 +4,19 @@ Knows the converter's command line and its progress lines; knows nothing of GGUF
 """
 
 import asyncio
-import fcntl
 import hashlib
 import re
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pagestream.child_process import ChildCommand, ChildProcess
 from pagestream.directories import cache_directory
+from pagestream.file_lock import file_lock
 from pagestream.phases import PhaseReport
 
 CONVERTER_VERSION = 1  # raise it when the converter writes something else from the same file
 _FINGERPRINT_BYTES = 2**20
 _PROGRESS_LINE = re.compile(r"convert +(\d+)% +[\d.]+ s +(.*)")
-_LOCK_POLL_SECONDS = 0.1
 
 
 class ModelUnavailable(RuntimeError):
@@ -40,7 +37,7 @@ def converted_directory(gguf: Path) -> Path:
 async def convert_once(gguf: Path, target: Path, report: PhaseReport) -> None:
     """Make `target` from `gguf` unless it is there. One process converts, any other one waits for it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    async with _lock(target.with_name(f".{target.name}.lock")):
+    async with file_lock(target.with_name(f".{target.name}.lock")):
         if target.is_dir():
             return
         report("convert", 0.0, gguf.name)
@@ -62,16 +59,3 @@ async def _convert(gguf: Path, target: Path, report: PhaseReport) -> None:
         raise
     if status != 0:
         raise ModelUnavailable(f"{gguf} could not be converted:\n" + "\n".join(converter.last_lines))
-
-
-@asynccontextmanager
-async def _lock(path: Path) -> AsyncIterator[None]:
-    """An exclusive lock between processes, dropped with its holder. Polled, so that waiting can be cancelled."""
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(_LOCK_POLL_SECONDS)
-        yield

@@ -6,9 +6,9 @@
     serve.txt        `make serve`: gateway, engine on a CPU, embedded store
     dev.txt          serve.txt and what the tests need
 
-Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on x86-64
-and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of wheels, or
-in PyTorch's own index). Its hash is the only one listed: given the choice pip takes the package index's wheel, with CUDA.
+Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on
+x86-64 and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of
+wheels, or in PyTorch's own index). Its hash is the only one listed: given the choice, pip would take the one with CUDA.
 """
 
 import re

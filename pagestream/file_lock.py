@@ -1,0 +1,23 @@
+"""One process at a time: a lock that the kernel drops with its holder."""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+
+
+@asynccontextmanager
+async def file_lock(path: Path) -> AsyncIterator[None]:
+    """Hold `path` exclusively. Polled, so that the waiting can be cancelled."""
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(POLL_SECONDS)
+        yield

@@ -1,0 +1,62 @@
+"""A gateway and a worker that only seem to be ones, and `pagestream serve` run with them: python fake_children.py ARGS.
+
+The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once.
+"""
+
+import argparse
+import http.server
+import sys
+import time
+
+import redis
+
+from pagestream import child_commands, cli
+from pagestream.child_process import ChildCommand
+from shared.messages import WorkerHeartbeat, WorkerPhase, encode
+from shared.redis_keys import RedisKeys
+
+
+def fake_command(name: str, module: str, arguments: list[str]) -> ChildCommand:
+    return ChildCommand(name=name, argv=[sys.executable, __file__, f"fake-{module}", *arguments])
+
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_args: object) -> None: ...
+
+
+def gateway(options: argparse.Namespace) -> None:
+    http.server.HTTPServer((options.host, int(options.port)), Ready).serve_forever()
+
+
+def worker(options: argparse.Namespace) -> None:
+    print(f"fake worker {options.worker_id}", flush=True)
+    if options.fake_worker_exit is not None:
+        sys.exit(int(options.fake_worker_exit))
+    channel = RedisKeys(options.served_model_name).heartbeat_channel
+    worker_id = f"{options.worker_id}.0"
+    client = redis.Redis.from_url(options.redis_url)
+    while True:
+        client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.LOAD, progress=0.5)))
+        client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY)))
+        time.sleep(0.05)  # the rhythm of the beats, not a wait for anything
+
+
+def main() -> int:
+    programs = {"fake-gateway": gateway, "fake-engine_worker": worker}
+    if sys.argv[1] not in programs:
+        child_commands._python = fake_command
+        return cli.main(sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    for name in ("host", "port", "worker_id", "served_model_name", "redis_url", "fake_worker_exit"):
+        parser.add_argument("--" + name.replace("_", "-"))
+    options, _others = parser.parse_known_args(sys.argv[2:])
+    programs[sys.argv[1]](options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

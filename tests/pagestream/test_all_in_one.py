@@ -1,0 +1,153 @@
+"""The whole of `serve` but for what it serves: real store, real processes, a fake gateway and fake workers."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FAKE = Path(__file__).with_name("fake_children.py")
+STOP_SECONDS = 20.0
+
+pytestmark = [pytest.mark.redis, pytest.mark.skipif(sys.platform != "linux", reason="its guarantees are Linux's")]
+
+
+class Serve:
+    """`pagestream serve` with fake children; its output is read line by line."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        (directory / "model").mkdir(exist_ok=True)
+        for name in ("config.json", "tokenizer.json"):
+            (directory / "model" / name).touch()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
+        environ |= {"XDG_STATE_HOME": str(directory / "state"), "XDG_CACHE_HOME": str(directory / "cache")}
+        argv = [sys.executable, str(FAKE), "serve", str(directory / "model"), "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+        self.lines: list[str] = []
+
+    def read_until(self, wanted: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if wanted in line:
+                return line
+        raise AssertionError(f"{wanted!r} never came:\n" + "\n".join(self.lines))
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, mark: str) -> psutil.Process:
+        (found,) = [child for child in self.children() if any(mark in word for word in child.cmdline())]
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Serve]]:
+    running: list[Serve] = []
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a socket
+
+        def start(*arguments: str) -> Serve:
+            running.append(Serve(Path(directory), *arguments))
+            return running[-1]
+
+        yield start
+        for one in running:
+            one.close()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _ended, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+    return alive == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_phases_then_the_banner_then_an_orderly_stop(serve: Callable[..., Serve], number: signal.Signals) -> None:
+    one = serve("--workers", "2")
+    one.read_until("Ready after")
+    text = "\n".join(one.lines)
+    assert text.index("store     started") < text.index("load") < text.index(f"http://127.0.0.1:{one.port}")
+    children = one.children()
+    assert len(children) == 4
+    one.process.send_signal(number)
+    assert one.process.wait(STOP_SECONDS) == 0
+    assert gone(children)
+
+
+def test_a_killed_worker_is_replaced_under_a_new_id(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    one.read_until("Ready after")
+    worker = one.child("fake-engine_worker")
+    first_id = worker.cmdline()[worker.cmdline().index("--worker-id") + 1]
+    worker.kill()
+    one.read_until("worker-0  died (signal 9); 0 requests requeued")
+    second = one.read_until("fake worker").split()[-1]
+    assert first_id.endswith("-0-0")
+    assert second == first_id.removesuffix("-0") + "-1"
+
+
+def test_a_killed_gateway_and_a_killed_store_are_replaced(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    one.read_until("Ready after")
+    one.child("fake-gateway").kill()
+    one.read_until("gateway   died (signal 9)")
+    one.child("valkey-server").kill()
+    one.read_until("store     died; starting it again")
+    one.read_until("worker-0  died")  # the fake one does not survive a store that is away; the real one does
+    one.read_until("fake worker")
+    assert one.process.poll() is None
+
+
+def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serve]) -> None:
+    one = serve("--workers", "2")
+    one.read_until("Ready after")
+    children = one.children()
+    one.process.kill()
+    assert gone(children)
+
+
+def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: Callable[..., Serve]) -> None:
+    one = serve("--fake-worker-exit", "3")
+    one.read_until("worker-0 is given up: it ended twice with exit status 3 before it was ready. Its last lines:")
+    assert one.read_until("fake worker").startswith("    fake worker serve.")
+    assert one.process.wait(STOP_SECONDS) == 1
+
+
+def test_a_port_in_use_is_told_before_anything_starts(serve: Callable[..., Serve]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        one = serve("--port", str(other.getsockname()[1]))
+        one.read_until("is in use; take another one with --port")
+    assert one.process.wait(STOP_SECONDS) == 1
+    assert len(one.lines) == 1
+
+
+def test_a_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., Serve]) -> None:
+    first, second = serve(), serve()
+    first.read_until("Ready after")
+    second.read_until("Ready after")
+    stores = [one for one in (first, second) if any("store     started" in line for line in one.lines)]
+    assert len(stores) == 1
+    guest = second if stores == [first] else first
+    guest.process.terminate()
+    assert guest.process.wait(STOP_SECONDS) == 0
+    assert stores[0].child("valkey-server").is_running()
+
+
+def test_an_unreachable_named_store_is_told(serve: Callable[..., Serve]) -> None:
+    one = serve("--redis-url", "unix:///nowhere/valkey.sock")
+    one.read_until("pagestream serve: the store at unix:///nowhere/valkey.sock does not answer")
+    assert one.process.wait(STOP_SECONDS) == 1
