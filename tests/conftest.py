@@ -84,6 +84,14 @@ def scripts(connections: RedisConnections, keys: RedisKeys) -> RedisScripts:
     return RedisScripts(connections.commands, keys)
 
 
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """SmolLM2-135M-Instruct as a model directory, converted once per machine."""
+    from pagestream.demo_model import ensure_demo_model  # noqa: PLC0415 - only the tests of the model need it
+
+    return ensure_demo_model(lambda phase, progress, detail: None)
+
+
 def _wait_until_ready(socket_path: str, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     with redis.Redis(unix_socket_path=socket_path) as client:
