@@ -122,9 +122,10 @@ class _AllInOne:
             answer = deaths.after_death(time.monotonic(), exit_status=0, was_ready=True)
             if isinstance(answer, GiveUp):
                 raise StoreError(f"the embedded store is given up: {answer.reason}\n{last_lines}")
-            self.console.print("  store     died; starting it again")
+            self.console.print("  store     died")
             await asyncio.sleep(answer.delay_seconds)
             await store.start()
+            self.console.print("  store     started again")
 
     @asynccontextmanager
     async def _link(self, url: str, name: str) -> AsyncIterator[FleetLink]:

@@ -13,7 +13,7 @@ POLL_SECONDS = 0.05
 @asynccontextmanager
 async def file_lock(path: Path) -> AsyncIterator[None]:
     """Hold `path` exclusively. Polled, so that the waiting can be cancelled."""
-    with open(path, "w", opener=lambda name, flags: os.open(name, flags, mode=0o600)) as file:
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY, mode=0o600), "w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@ The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets 
 """
 
 import argparse
+import contextlib
 import http.server
 import sys
 import time
@@ -29,6 +30,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
 
 
 def gateway(options: argparse.Namespace) -> None:
+    print("fake gateway", flush=True)
     http.server.HTTPServer((options.host, int(options.port)), Ready).serve_forever()
 
 
@@ -40,8 +42,9 @@ def worker(options: argparse.Namespace) -> None:
     worker_id = f"{options.worker_id}.0"
     client = redis.Redis.from_url(options.redis_url)
     while True:
-        client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.LOAD, progress=0.5)))
-        client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY)))
+        with contextlib.suppress(redis.ConnectionError):  # it outlives the store, as the real one does
+            client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.LOAD, progress=0.5)))
+            client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY)))
         time.sleep(0.05)  # the rhythm of the beats, not a wait for anything
 
 
