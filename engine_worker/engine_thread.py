@@ -1,7 +1,7 @@
 """The engine in a thread of its own: steps follow each other while there is work, other calls run between two steps.
 
-Whatever touches the engine or the device runs here, loading included, so neither needs a lock. The events of each step go
-to the event loop as a Turn, which stores and publishes them while the next step computes, and then calls acknowledge().
+Whatever touches the engine or the device runs here, loading included, so neither needs a lock. The events of each step
+go to the event loop as a Turn. It stores and publishes them while the next step computes, and then calls acknowledge().
 Steps run ahead of it by MAX_STEPS_AHEAD at most: a store that is away stops the engine instead of filling memory.
 
 A step may return the events of an earlier one: an engine that schedules ahead only keeps has_work true meanwhile. Knows

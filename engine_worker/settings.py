@@ -1,7 +1,7 @@
 """The worker's options: one frozen object, read once at start from flags, environment and file (shared/settings.py).
 
-Flags keep vLLM's names where both have the option. Nothing here imports torch: what depends on the device stays None until
-`for_device` fills it in. Does not know how an option is used.
+Flags keep vLLM's names where both have the option. Nothing here imports torch: what depends on the device stays None
+until `for_device` fills it in. Does not know how an option is used.
 """
 
 import os
@@ -41,7 +41,7 @@ class WorkerSettings:
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
     kv_cache_memory_bytes: int | None = setting(None, parse=parse_bytes, help="size of the KV cache, such as 2G")
     kv_cache_memory_ratio: float | None = setting(
-        None, aliases=("--gpu-memory-utilization",), help="share of the free memory for the KV cache, if no size is given"
+        None, aliases=("--gpu-memory-utilization",), help="share of the free memory for the KV cache"
     )
     max_num_seqs: int | None = setting(
         None,

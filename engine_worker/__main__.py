@@ -1,0 +1,118 @@
+"""`python -m engine_worker`: settings -> ModelRunner -> Scheduler -> Engine -> WorkerService, wired here alone.
+
+torch is imported in the engine's thread, after the health routes and the first heartbeat: it takes seconds.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from engine_worker.engine import Engine
+from engine_worker.metrics import EngineInfo
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
+from engine_worker.settings import WorkerSettings
+from shared.logs import configure_logging
+from shared.processes import exit_with_parent
+from shared.settings import settings_or_exit
+
+logger = logging.getLogger("worker")
+
+EXIT_OK, EXIT_FAILED, EXIT_CANNOT_START = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parent_pid = os.getppid()
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = settings_or_exit(WorkerSettings, arguments, os.environ, prog="pagestream worker").settings
+    configure_logging(settings.log_format)
+    if settings.exit_with_parent:
+        # Not SIGTERM: without its supervisor there is nobody to drain for, and the journal has every token.
+        exit_with_parent(parent_pid, signal.SIGKILL)
+    return run(settings, partial(load_engine, settings))
+
+
+def run(settings: WorkerSettings, load: LoadEngine) -> int:
+    """Serve until told to stop; the exit status."""
+
+    async def serve() -> None:
+        await WorkerService(settings, _version()).run(load)
+
+    status = EXIT_OK
+    try:
+        asyncio.run(serve())
+    except* CannotStart as group:
+        logger.error("cannot start: %s", group.exceptions[0])
+        status = EXIT_CANNOT_START
+    except* Exception:
+        logger.exception("the worker failed; its requests are taken over")
+        status = EXIT_FAILED
+    return status
+
+
+def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
+    report("load", 0.0, "torch")
+    import torch  # noqa: PLC0415 - see the module's docstring
+
+    from engine_worker.execution.load import ExecutionSettings, load_model_runner  # noqa: PLC0415
+
+    device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = settings.for_device(device)
+    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
+    runner = load_model_runner(
+        ExecutionSettings(
+            model=settings.model,
+            device=device,
+            dtype=settings.dtype,
+            load_format=settings.load_format,
+            block_size=settings.block_size,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            kv_cache_memory_ratio=settings.kv_cache_memory_ratio,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            num_threads=settings.num_threads,
+        ),
+        report,
+    )
+    config = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=runner.max_model_len,
+        max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
+    )
+    engine = Engine(
+        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
+        runner,
+        eos_token_ids=runner.model_config.eos_token_ids,
+        vocab_size=runner.model_config.vocab_size,
+        clock=time.perf_counter,
+    )
+    info = EngineInfo(
+        device="gpu" if device == "cuda" else "cpu",
+        dtype=runner.dtype_name,
+        block_size_bytes=runner.kv_cache_bytes // runner.num_blocks,
+        max_model_len=runner.max_model_len,
+        memory_bytes={"weights": runner.weights_bytes, "kv": runner.kv_cache_bytes},
+    )
+    return LoadedEngine(engine, info)
+
+
+def _version() -> str:
+    try:
+        return version("pagestream")
+    except PackageNotFoundError:  # run from a bare checkout
+        return "unknown"
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # at once: the engine's thread may still be in native code if the end came while it loaded

@@ -1,0 +1,180 @@
+"""The worker's Prometheus metrics: a registry of its own, rendered on demand.
+
+Gauges and counters are read from one EngineStats snapshot when somebody scrapes, never in a step; only the step
+histograms are fed by the loop, with their children bound once (`labels()` costs more than `observe()`). Names and units
+follow the Prometheus rules: base units, `_total`, ratios 0..1, and block states that add up to the capacity.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine_worker.scheduling.stats import EngineStats, StepStats
+from engine_worker.status import WorkerStatus
+from shared.messages import WorkerPhase
+
+STEP_SECONDS_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000)
+REQUESTS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
+
+# No `_created` series: they double what is stored and say nothing here. Process-wide, as the library has it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What does not change while the worker runs."""
+
+    device: str
+    dtype: str
+    block_size_bytes: int
+    max_model_len: int
+    memory_bytes: Mapping[str, int]  # by use
+
+
+class WorkerMetrics:
+    def __init__(self, worker: str, model: str, version: str, status: WorkerStatus) -> None:
+        self.registry = CollectorRegistry()
+        self._snapshot = _SnapshotCollector({"worker": worker, "model": model}, version, status)
+        self.registry.register(self._snapshot)
+        ProcessCollector(registry=self.registry)
+        names = ("worker", "model")
+        self._step_seconds = Histogram(
+            "pagestream_step_duration_seconds", "Time of one engine step by phase",
+            (*names, "phase"), buckets=STEP_SECONDS_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        batch_tokens = Histogram(
+            "pagestream_step_batch_tokens", "Tokens computed in one step",
+            names, buckets=TOKENS_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        batch_requests = Histogram(
+            "pagestream_step_batch_requests", "Requests in one step",
+            names, buckets=REQUESTS_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self._labels = (worker, model)
+        self._phases: dict[str, Histogram] = {}
+        self._batch_tokens = batch_tokens.labels(*self._labels)
+        self._batch_requests = batch_requests.labels(*self._labels)
+
+    def engine_is_ready(self, info: EngineInfo) -> None:
+        self._snapshot.info = info
+
+    def observe_step(self, step: StepStats, publish_seconds: float) -> None:
+        for phase, seconds in step.phase_seconds.items():
+            self._phase(phase).observe(seconds)
+        self._phase("publish").observe(publish_seconds)
+        self._batch_tokens.observe(step.num_tokens)
+        self._batch_requests.observe(step.num_sequences)
+        self._snapshot.last_step_timestamp_seconds = time.time()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _phase(self, phase: str) -> Histogram:
+        if phase not in self._phases:
+            self._phases[phase] = self._step_seconds.labels(*self._labels, phase)
+        return self._phases[phase]
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, labels: Mapping[str, str], version: str, status: WorkerStatus) -> None:
+        self._labels = labels
+        self._version = version
+        self._status = status
+        self.info: EngineInfo | None = None
+        self.last_step_timestamp_seconds = 0.0
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._status.now
+        yield self._gauge("worker_up", "1 while the worker serves", now.phase == WorkerPhase.READY)
+        yield self._by(
+            "worker_start_phase", "1 for the phase the worker is in", "phase", {p: p == now.phase for p in WorkerPhase}
+        )
+        timestamp = self.last_step_timestamp_seconds
+        yield self._gauge("worker_last_step_timestamp_seconds", "When the last engine step was stored", timestamp)
+        yield self._info("build", "Version of the worker", {"version": self._version})
+        if self.info is not None:
+            yield from self._engine(self.info)
+        if self.info is not None and self._status.stats is not None:
+            yield from self._kv_cache(self._status.stats, self.info)
+            yield from self._work(self._status.stats)
+
+    def _engine(self, info: EngineInfo) -> Iterator[Metric]:
+        shape = {"device": info.device, "dtype": info.dtype, "max_model_len": str(info.max_model_len)}
+        yield self._info("engine", "What the engine runs on", shape)
+        yield self._gauge("kv_block_size_bytes", "Bytes of one KV block", info.block_size_bytes)
+        yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes)
+
+    def _kv_cache(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
+        kv, counters, device = stats.kv_cache, stats.counters, {"device": info.device}
+        states = {"active": kv.num_active_blocks, "cached": kv.num_cached_blocks, "free": kv.num_free_blocks}
+        slots = kv.num_active_blocks * kv.block_size
+        yield self._by("kv_blocks", "KV blocks by state; states add up to the capacity", "state", states, device)
+        yield self._gauge("kv_capacity_blocks", "KV blocks there are", kv.num_blocks, device)
+        yield self._gauge("kv_block_size_tokens", "Tokens in one KV block", kv.block_size)
+        yield self._gauge("kv_usage_ratio", "Active blocks / capacity", kv.usage_ratio, device)
+        waste = kv.num_wasted_slots / slots if slots else 0.0
+        yield self._gauge("kv_internal_waste_ratio", "Empty slots / slots in active blocks", waste)
+        yield self._gauge("kv_sharing_ratio", "Blocks saved by sharing / blocks in all block tables", kv.sharing_ratio)
+        # Present from the first day, so that dashboards and alerts need not change when these parts land.
+        yield self._counter("kv_copy_on_write_blocks", "Shared blocks copied because one owner wrote", 0)
+        yield self._counter("kv_evicted_blocks", "Cached blocks given up for new content", 0, device)
+        swapped = {"in": counters.swapped_in_blocks, "out": counters.swapped_out_blocks}
+        swapped_bytes = {direction: count * info.block_size_bytes for direction, count in swapped.items()}
+        yield self._count_by("kv_swap_blocks", "Blocks moved between device and host", "direction", swapped)
+        yield self._count_by("kv_swap_bytes", "Bytes moved between device and host", "direction", swapped_bytes)
+
+    def _work(self, stats: EngineStats) -> Iterator[Metric]:
+        counters = stats.counters
+        states = {"running": stats.num_running, "waiting": stats.num_waiting, "swapped": 0}
+        yield self._by("requests", "Requests in the engine by state", "state", states)
+        # Blocks run short is the only reason there is so far.
+        reason = {"reason": "kv_blocks"}
+        yield self._count_by("preemptions", "Sequences that gave up their blocks", "mode", counters.preemptions, reason)
+        sources = {"computed": counters.prompt_tokens_computed}
+        yield self._count_by("prompt_tokens", "Prompt tokens by where their KV came from", "source", sources)
+        yield self._counter("generation_tokens", "Tokens generated", counters.generated_tokens)
+        yield self._count_by("requests_finished", "Requests ended, by reason", "reason", counters.finished)
+
+    def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+        return self._add(GaugeMetricFamily, name, text, labels or {}, [((), value)])
+
+    def _counter(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+        return self._add(CounterMetricFamily, name, text, labels or {}, [((), value)])
+
+    def _by(
+        self, name: str, text: str, label: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None
+    ) -> Metric:
+        return self._add(GaugeMetricFamily, name, text, labels or {}, [((k,), v) for k, v in values.items()], label)
+
+    def _count_by(
+        self, name: str, text: str, label: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None
+    ) -> Metric:
+        return self._add(CounterMetricFamily, name, text, labels or {}, [((k,), v) for k, v in values.items()], label)
+
+    def _info(self, name: str, text: str, values: dict[str, str]) -> Metric:
+        family = InfoMetricFamily(f"pagestream_{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), values)
+        return family
+
+    def _add(
+        self,
+        family_class: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        labels: Mapping[str, str],
+        samples: list[tuple[tuple[str, ...], float]],
+        label: str = "",
+    ) -> Metric:
+        fixed = {**self._labels, **labels}
+        family = family_class(f"pagestream_{name}", text, labels=[*fixed, *([label] if label else [])])
+        for label_values, value in samples:
+            family.add_metric([*fixed.values(), *label_values], float(value))
+        return family

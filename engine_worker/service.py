@@ -1,0 +1,155 @@
+"""Everything that runs in a worker's process around the Worker itself, from the first heartbeat to the last.
+
+The health routes, the heartbeats and the phase lines begin at once; the engine is loaded in its own thread meanwhile.
+`load` decides what the engine is: a model on a device, or a script in a test. Any part that fails ends the process.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from engine_worker.engine import Engine
+from engine_worker.engine_thread import EngineThread
+from engine_worker.health import HealthServer
+from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.settings import WorkerSettings
+from engine_worker.status import WorkerStatus
+from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.heartbeat import HeartbeatPublisher
+from engine_worker.transport.incarnation import Incarnation, register
+from engine_worker.transport.reaper import Reaper
+from engine_worker.watchdog import StepWatchdog
+from engine_worker.worker import Worker
+from shared.messages import WorkerPhase
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
+
+logger = logging.getLogger("worker")
+
+OFFER_SECONDS = 0.5  # twice a beat, so that no beat finds nothing new
+STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last snapshot is shown
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    engine: Engine
+    info: EngineInfo
+
+
+class CannotStart(Exception):
+    """Settings, model and machine do not fit together; the message says what would."""
+
+
+Report = Callable[[str, float, str], None]  # phase, progress 0..1, detail
+LoadEngine = Callable[[Report], LoadedEngine]  # runs in the engine's thread
+
+
+class WorkerService:
+    def __init__(self, settings: WorkerSettings, version: str) -> None:
+        """To be made in the running event loop."""
+        base_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+        self._settings = settings
+        self._base_id = base_id
+        self._keys = RedisKeys(settings.model_name)
+        self._connections = connect(settings.redis_url)
+        self._engine = EngineThread()
+        self._status = WorkerStatus(base_id, version)
+        self._metrics = WorkerMetrics(base_id, settings.model_name, version, self._status)
+        self._worker: Worker | None = None
+        self._told_to_stop = asyncio.Event()
+
+    async def run(self, load: LoadEngine) -> None:
+        """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once)."""
+        self._handle_signals()
+        health = HealthServer(self._status, self._metrics, self._refresh_stats)
+        try:
+            async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
+                logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)
+                async with self._background_tasks():
+                    loaded = await self._load(load)
+                    if loaded is not None:
+                        await self._serve(loaded)
+        finally:
+            await self._connections.aclose()
+
+    async def _load(self, load: LoadEngine) -> LoadedEngine | None:
+        """None if it was told to stop meanwhile: native code may still run in the thread then."""
+        loading = asyncio.create_task(self._engine.call(partial(load, self._status.report)))
+        stopped = asyncio.create_task(self._told_to_stop.wait())
+        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not loading.done():
+            loading.cancel()
+            return None
+        try:
+            return loading.result()
+        except ValueError as error:  # what the loader raises for a model or a setting that it cannot serve
+            logger.debug("loading failed", exc_info=True)
+            raise CannotStart(str(error)) from error
+
+    async def _serve(self, loaded: LoadedEngine) -> None:
+        self._metrics.engine_is_ready(loaded.info)
+        self._status.max_model_len = loaded.info.max_model_len
+        worker = Worker(self._engine, self._register, self._hear_cancels, self._metrics, self._settings.drain_seconds)
+        self._engine.start(loaded.engine, worker.take_turn)
+        self._worker = worker
+        if self._told_to_stop.is_set():
+            worker.drain()
+        await worker.run()
+        await self._engine.stop()
+
+    async def _register(self, previous: Incarnation | None) -> Incarnation:
+        incarnation = await register(self._connections, self._keys, self._base_id, previous)
+        self._status.worker_id = incarnation.worker_id
+        self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0)
+        return incarnation
+
+    async def _hear_cancels(self, worker_id: str, on_cancel: Callable[[str], None]) -> None:
+        await CancelHints(self._connections.subscriber, self._keys, on_cancel).run(worker_id)
+
+    @asynccontextmanager
+    async def _background_tasks(self) -> AsyncIterator[None]:
+        """The tasks that live as long as the process; if one fails, so does the body."""
+        heartbeats = HeartbeatPublisher(self._connections.commands, self._keys)
+        reaper = Reaper(self._connections, self._keys)
+        watchdog = StepWatchdog(self._engine, self._settings.step_timeout_seconds)
+        coroutines = (heartbeats.run(), self._offer_heartbeats(heartbeats), reaper.run(), watchdog.run())
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            yield
+            for task in tasks:
+                task.cancel()
+
+    async def _offer_heartbeats(self, heartbeats: HeartbeatPublisher) -> None:
+        while True:
+            await self._refresh_stats()
+            heartbeats.offer(self._status.heartbeat(self._engine.num_steps))
+            self._status.remind()
+            await asyncio.sleep(OFFER_SECONDS)
+
+    async def _refresh_stats(self) -> None:
+        if self._worker is None:
+            return
+        try:
+            self._status.stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT_SECONDS)
+        except TimeoutError:
+            logger.debug("the engine is in a long step; its last figures are shown")
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._told_to_stop.is_set():
+            os._exit(128 + number)  # not sys.exit: the engine's thread may be in a step
+        self._told_to_stop.set()
+        if self._worker is not None:
+            self._status.report(WorkerPhase.DRAINING, 0.0)
+            self._worker.drain()

@@ -1,0 +1,74 @@
+"""What the worker is doing now, in one place that its heartbeats, its health routes and its log lines read.
+
+Loading reports from the engine's thread; everybody else reads. One assignment of one frozen value each, so no lock.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_worker.scheduling.stats import EngineStats
+from shared.messages import WorkerHeartbeat, WorkerPhase
+
+logger = logging.getLogger("worker")
+
+LINE_INTERVAL_SECONDS = 10.0  # a phase that takes longer says so again and again
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseProgress:
+    phase: WorkerPhase
+    progress: float
+    detail: str
+    started_seconds: float
+
+
+class WorkerStatus:
+    def __init__(self, worker_id: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.worker_id = worker_id  # the base until the first incarnation is registered, then that incarnation's
+        self.max_model_len = 0
+        self.stats: EngineStats | None = None
+        self._version = version
+        self._clock = clock
+        self._now = PhaseProgress(WorkerPhase.STARTING, 0.0, "", clock())
+        self._line_seconds = clock()
+
+    @property
+    def now(self) -> PhaseProgress:
+        return self._now
+
+    def report(self, phase: str, progress: float, detail: str = "") -> None:
+        """Called by whoever does the phase; prints a line when it begins and ends, and every 10 s of it."""
+        before, now_seconds = self._now, self._clock()
+        is_new = phase != before.phase
+        started_seconds = now_seconds if is_new else before.started_seconds
+        self._now = PhaseProgress(WorkerPhase(phase), progress, detail, started_seconds)
+        if is_new or progress >= 1.0 > before.progress:
+            self._print()
+
+    def remind(self) -> None:
+        """Called every second: a line if the phase has been silent for long, also when nobody reports any progress."""
+        if self._now.phase != WorkerPhase.READY and self._clock() - self._line_seconds >= LINE_INTERVAL_SECONDS:
+            self._print()
+
+    def heartbeat(self, num_steps: int) -> WorkerHeartbeat:
+        now, stats = self._now, self.stats
+        return WorkerHeartbeat(
+            worker_id=self.worker_id,
+            phase=now.phase,
+            progress=now.progress,
+            detail=now.detail,
+            step=num_steps,
+            running=stats.num_running if stats else 0,
+            waiting=stats.num_waiting if stats else 0,
+            max_model_len=self.max_model_len,
+            kv_blocks_total=stats.kv_cache.num_blocks if stats else 0,
+            kv_blocks_free=stats.kv_cache.num_free_blocks if stats else 0,
+            version=self._version,
+        )
+
+    def _print(self) -> None:
+        now, self._line_seconds = self._now, self._clock()
+        elapsed_seconds = self._line_seconds - now.started_seconds
+        logger.info("%s %3.0f %% after %.1f s %s", now.phase, 100 * now.progress, elapsed_seconds, now.detail)

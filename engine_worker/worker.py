@@ -1,0 +1,198 @@
+"""The worker's shell: claim -> engine.step() -> emit -> finish, until it is told to drain.
+
+    claim    waits on the queue while the engine steps, and takes no more requests than could start in the next step
+    step     in the engine's own thread; a request joins the running batch between two steps
+    emit     stores and publishes one step's tokens while the next step computes
+    finish   acknowledges the requests that the step ended
+
+One life of the worker in the store is an Incarnation. When it is fenced (declared dead by others, or the store is away
+for too long) every request is dropped, for another worker has it by now, and a new incarnation begins. An exception of
+the engine ends the worker: run() raises it. Knows no Redis, which is transport's, nor how a token comes about.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from engine_worker.engine_thread import EngineThread, Turn
+from engine_worker.metrics import WorkerMetrics
+from engine_worker.transport.claims import ClaimedRequest
+from engine_worker.transport.incarnation import Incarnation
+from engine_worker.transport.request_stream import RequestStream
+from engine_worker.transport.token_publisher import TokenPublisher
+from shared.messages import ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
+from shared.redis_scripts import Fenced
+
+logger = logging.getLogger("worker")
+
+Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # the life before -> the next; waits for the store
+HearCancels = Callable[[str, Callable[[str], None]], Coroutine[None, None, None]]  # (worker id, on cancel)
+
+
+@dataclass(slots=True)
+class HeldRequest:
+    claimed: ClaimedRequest
+    num_output_tokens: int  # emitted, those of earlier attempts included
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    """In the outbox between the turns: this request's client has gone."""
+
+    request_id: str
+
+
+class _Drained(Exception):
+    """Ends the tasks of the last incarnation."""
+
+
+class Worker:
+    def __init__(
+        self,
+        engine: EngineThread,
+        register: Register,
+        hear_cancels: HearCancels,
+        metrics: WorkerMetrics,
+        drain_seconds: float,
+    ) -> None:
+        self._engine = engine
+        self._register = register
+        self._hear_cancels = hear_cancels
+        self._metrics = metrics
+        self._drain_seconds = drain_seconds
+        self._held: dict[str, HeldRequest] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._draining = asyncio.Event()
+        self._outbox: asyncio.Queue[Turn | _Cancelled] = asyncio.Queue()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def take_turn(self, turn: Turn) -> None:
+        """The engine made a step: its events go to the store next. The engine thread bounds how many can wait."""
+        self._outbox.put_nowait(turn)
+
+    def drain(self) -> None:
+        """Claim nothing more; run() returns when the held requests have ended or `drain_seconds` are over."""
+        self._draining.set()
+
+    async def run(self) -> None:
+        incarnation = await self._register(None)
+        while not await self._live(incarnation):
+            await self._forget_everything()
+            incarnation = await self._register(incarnation)
+        await self._hand_back(incarnation)
+
+    async def _live(self, incarnation: Incarnation) -> bool:
+        """One incarnation's life; True when it was drained, False when it was fenced."""
+        logger.info("serving as %s", incarnation.worker_id)
+        drained = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                claims = tasks.create_task(self._claim_requests(incarnation.requests))
+                tasks.create_task(self._emit_turns(incarnation.tokens))
+                tasks.create_task(self._hear_cancels(incarnation.worker_id, self._on_cancel_hint))
+                tasks.create_task(self._engine.wait_ended())
+                tasks.create_task(self._end_when_drained(claims))
+        except* Fenced as group:
+            reason = group.exceptions[0]
+            logger.warning("%s is fenced and drops %d requests: %s", incarnation.worker_id, len(self._held), reason)
+        except* _Drained:
+            drained = True
+        return drained
+
+    async def _claim_requests(self, requests: RequestStream) -> None:
+        while True:
+            num_seats = await self._engine.wait_for_seats()
+            if self._draining.is_set():
+                return
+            for claimed in await requests.claim(num_seats, block=True):
+                self._take(claimed)
+
+    def _take(self, claimed: ClaimedRequest) -> None:
+        self._held[claimed.request.request_id] = HeldRequest(claimed, len(claimed.journal_token_ids))
+        self._is_idle.clear()
+        self._engine.add_request(claimed.request, claimed.journal_token_ids)
+
+    async def _emit_turns(self, tokens: TokenPublisher) -> None:
+        while True:
+            item = await self._outbox.get()
+            if isinstance(item, Turn):
+                await self._emit(tokens, item)
+            else:
+                await self._finish_cancelled(tokens, [item.request_id])
+            self._outbox.task_done()
+
+    async def _emit(self, tokens: TokenPublisher, turn: Turn) -> None:
+        started_seconds = time.monotonic()
+        events = [event for event in turn.events if event.request_id in self._held]  # the rest was cancelled meanwhile
+        new_tokens = [event for event in events if isinstance(event, TokenEvent)]
+        try:
+            cancelled_ids = await tokens.emit(new_tokens)
+            for event in new_tokens:
+                self._held[event.request_id].num_output_tokens = event.index + len(event.token_ids)
+            ends = [end for end in events if not isinstance(end, TokenEvent) and end.request_id not in cancelled_ids]
+            await self._finish(tokens, ends)
+            await self._finish_cancelled(tokens, cancelled_ids)
+        finally:
+            self._engine.acknowledge()
+        if turn.step:
+            self._metrics.observe_step(turn.step, time.monotonic() - started_seconds)
+
+    async def _finish(self, tokens: TokenPublisher, ends: Sequence[FinishEvent | ErrorEvent]) -> None:
+        if not ends:
+            return
+        await tokens.finish(ends)
+        for end in ends:
+            del self._held[end.request_id]
+        if not self._held:
+            self._is_idle.set()
+
+    async def _finish_cancelled(self, tokens: TokenPublisher, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._engine.abort_request(request_id)
+        await self._finish(tokens, [self._cancelled_event(id_) for id_ in request_ids if id_ in self._held])
+
+    def _cancelled_event(self, request_id: str) -> FinishEvent:
+        held = self._held[request_id]
+        num_prompt_tokens = len(held.claimed.request.prompt_token_ids)
+        usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=held.num_output_tokens)
+        return FinishEvent(request_id, FinishReason.CANCELLED, usage)
+
+    def _on_cancel_hint(self, request_id: str) -> None:
+        if request_id in self._held:
+            self._engine.abort_request(request_id)  # at once; its end waits for its turn at the store
+            self._outbox.put_nowait(_Cancelled(request_id))
+
+    async def _end_when_drained(self, claims: asyncio.Task[None]) -> None:
+        await self._draining.wait()
+        logger.info("draining %d requests, at most %g s", len(self._held), self._drain_seconds)
+        try:
+            async with asyncio.timeout(self._drain_seconds):
+                await asyncio.shield(claims)  # a claim on its way still brings requests
+                await self._is_idle.wait()
+        except TimeoutError:
+            logger.info("time is over; %d requests go back to the queue", len(self._held))
+        await self._engine.drop_requests()
+        await self._outbox.join()  # what was computed until now is still stored
+        raise _Drained
+
+    async def _forget_everything(self) -> None:
+        await self._engine.drop_requests()
+        while not self._outbox.empty():
+            if isinstance(self._outbox.get_nowait(), Turn):
+                self._engine.acknowledge()
+        self._outbox = asyncio.Queue()  # nobody will join the old one
+        self._held.clear()
+        self._is_idle.set()
+
+    async def _hand_back(self, incarnation: Incarnation) -> None:
+        try:
+            await incarnation.requests.hand_back()
+        except Fenced:
+            logger.warning("%s was fenced while it drained: others have its requests", incarnation.worker_id)
+        self._held.clear()
