@@ -1,0 +1,413 @@
+"""Each script on a real server: what it does, and that a blind repeat changes nothing."""
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.messages import decode_event_batch, decode_terminal_event
+from shared.reaping import ReapSummary, list_worker_ids, reap_worker, reap_workers_with_prefix
+from shared.redis_client import RedisConnections
+from shared.redis_keys import GROUP, RESUMED, RedisKeys
+from shared.redis_scripts import AcceptStatus, Ending, Fenced, QueueEntry, ReapMode, RedisScripts
+
+pytestmark = pytest.mark.redis
+WORKER = "w0.aaaa"
+
+
+@pytest.fixture
+def redis(connections: RedisConnections) -> Redis:
+    return connections.commands
+
+
+async def accept(scripts: RedisScripts, request_id: str = "a", **options) -> AcceptStatus:
+    options = {"gateway_id": "g", "priority_class": "interactive", **options}
+    return await scripts.accept(request_id, b"body-" + request_id.encode(), **options)
+
+
+async def start(scripts: RedisScripts, *request_ids: str, worker_id: str = WORKER) -> list[QueueEntry]:
+    """Accepted, registered, taken and claimed."""
+    for request_id in request_ids:
+        await accept(scripts, request_id)
+    await scripts.register(worker_id)
+    return await continue_with(scripts, worker_id)
+
+
+async def continue_with(scripts: RedisScripts, worker_id: str) -> list[QueueEntry]:
+    entries = await scripts.take(worker_id, 100)
+    await scripts.claim(worker_id, [entry.request_id for entry in entries])
+    return entries
+
+
+async def state(redis: Redis, keys: RedisKeys, request_id: str = "a") -> dict[str, str]:
+    stored = await redis.hgetall(keys.request(request_id))
+    return {name.decode(): value.decode(errors="replace") for name, value in stored.items()}
+
+
+async def pending(redis: Redis, keys: RedisKeys) -> int:
+    return sum([(await redis.xpending(queue, GROUP))["pending"] for queue in keys.queues])
+
+
+async def queued(redis: Redis, keys: RedisKeys) -> int:
+    return sum([await redis.xlen(queue) for queue in keys.queues])
+
+
+class TestAccept:
+    async def test_stores_and_queues_once_however_often_it_is_repeated(self, scripts, redis, keys):
+        assert [await accept(scripts) for _ in range(3)] == [AcceptStatus.OK, AcceptStatus.DUP, AcceptStatus.DUP]
+        assert await redis.xlen(keys.queue("interactive")) == 1
+        stored = await state(redis, keys)
+        assert stored["body"] == "body-a"
+        assert stored["attempt"] == "1"
+        assert stored["state"] == "queued"
+
+    async def test_refuses_at_the_cap_and_stores_nothing(self, scripts, redis, keys):
+        assert await accept(scripts, "a", max_queued=1) is AcceptStatus.OK
+        assert await accept(scripts, "b", max_queued=1) is AcceptStatus.BUSY
+        assert await accept(scripts, "a", max_queued=1) is AcceptStatus.DUP  # a repeat is no new load
+        assert await accept(scripts, "b", max_queued=1, priority_class="batch") is AcceptStatus.OK
+        assert not await state(redis, keys, "c")
+
+    async def test_restores_a_journal_after_a_loss_of_the_store(self, scripts, redis, keys):
+        await redis.set(keys.journal("a"), b"left over")
+        await accept(scripts, "a", journal=b"12345")
+        assert await redis.get(keys.journal("a")) == b"12345"
+        assert (await state(redis, keys))["jl"] == "5"
+        await redis.set(keys.journal("b"), b"left over")
+        await accept(scripts, "b")
+        assert await redis.get(keys.journal("b")) is None
+
+    async def test_an_entry_that_came_before_the_group_is_delivered(self, scripts):
+        assert [entry.request_id for entry in await start(scripts, "a")] == ["a"]
+
+
+class TestRegister:
+    async def test_makes_the_worker_visible_before_its_first_read(self, scripts, redis, keys):
+        await scripts.register(WORKER)
+        await scripts.register(WORKER)
+        assert await list_worker_ids(redis, keys) == [WORKER]
+        assert await redis.get(keys.fence(WORKER)) == b"0"
+        assert await redis.ttl(keys.fence(WORKER)) == -1
+
+    async def test_a_repeat_does_not_turn_the_step_back(self, scripts, redis, keys):
+        await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [("a", b"x")], {})
+        await scripts.register(WORKER)
+        assert await redis.get(keys.fence(WORKER)) == b"1"
+
+
+class TestTake:
+    async def test_reads_classes_in_strict_order_up_to_the_count(self, scripts, redis, keys):
+        await accept(scripts, "slow", priority_class="batch")
+        await accept(scripts, "fast1")
+        await accept(scripts, "fast2")
+        await redis.xadd(keys.queue(RESUMED), {"r": "half", "a": "2", "s": "1"})
+        await scripts.register(WORKER)
+        first = await scripts.take(WORKER, 2)
+        assert [(entry.request_id, entry.solo) for entry in first] == [("half", True), ("fast1", False)]
+        assert [entry.request_id for entry in await scripts.take(WORKER, 5)] == ["fast2", "slow"]
+        assert await scripts.take(WORKER, 5) == []
+        assert await pending(redis, keys) == 4
+
+    async def test_a_fenced_worker_reads_nothing(self, scripts, redis, keys):
+        await accept(scripts)
+        await scripts.register("other.1")
+        with pytest.raises(Fenced):
+            await scripts.take(WORKER, 1)
+        assert await pending(redis, keys) == 0
+
+
+class TestClaim:
+    async def test_gives_body_and_journal_and_leaves_the_entry_pending(self, scripts, redis, keys):
+        await accept(scripts, journal=b"jjj")
+        await scripts.register(WORKER)
+        await scripts.take(WORKER, 1)
+        for _ in range(2):
+            (reply,) = await scripts.claim(WORKER, ["a"])
+            assert reply is not None
+            assert (reply.body, reply.journal, reply.gateway_id, reply.attempt) == (b"body-a", b"jjj", "g", 1)
+        assert (await state(redis, keys))["worker"] == WORKER
+        assert await pending(redis, keys) == 1
+
+    async def test_cancelled_finished_and_broken_requests_come_back_empty(self, scripts, redis, keys):
+        await start(scripts, "done", "running")
+        await redis.hset(keys.request("done"), "state", "done")
+        await redis.set(keys.request("wrong type"), "x")
+        await redis.hset(keys.request("no body"), "gateway", "g")
+        await redis.hset(keys.request("odd journal"), mapping={"body": "b", "gateway": "g"})
+        await redis.lpush(keys.journal("odd journal"), "x")
+        ids = ["done", "missing", "wrong type", "no body", "odd journal", "running"]
+        assert [reply is not None for reply in await scripts.claim(WORKER, ids)] == [False] * 5 + [True]
+
+    async def test_a_fenced_worker_gets_nothing(self, scripts):
+        await accept(scripts)
+        with pytest.raises(Fenced):
+            await scripts.claim(WORKER, ["a"])
+
+
+class TestEmit:
+    async def test_journals_then_publishes_once_per_step(self, scripts, redis, keys, connections):
+        await start(scripts, "a", "b")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.gateway_channel("g"))
+            await heard.get_message(timeout=1)
+            for _ in range(3):
+                assert await scripts.emit(WORKER, 1, [("a", b"A"), ("b", b"B")], {"g": b"blob1"}) == []
+            await scripts.emit(WORKER, 2, [("a", b"C")], {"g": b"blob2"})
+            assert [(await heard.get_message(timeout=1))["data"] for _ in range(2)] == [b"blob1", b"blob2"]
+        assert await redis.mget(keys.journal("a"), keys.journal("b")) == [b"AC", b"B"]
+
+    async def test_without_a_fence_nothing_is_written(self, scripts, redis, keys):
+        await start(scripts, "a")
+        await redis.delete(keys.fence(WORKER))
+        with pytest.raises(Fenced):
+            await scripts.emit(WORKER, 1, [("a", b"A")], {})
+        assert await redis.get(keys.journal("a")) is None
+
+    @pytest.mark.parametrize("step", [0, 2, 4, 5])
+    async def test_a_step_out_of_turn_is_refused(self, scripts, redis, keys, step):
+        await start(scripts, "a")
+        for applied in (1, 2, 3):
+            await scripts.emit(WORKER, applied, [("a", b"A")], {})
+        if step == 4:
+            assert await scripts.emit(WORKER, step, [("a", b"B")], {}) == []
+            return
+        with pytest.raises(Fenced, match="at step 3"):
+            await scripts.emit(WORKER, step, [("a", b"B")], {})
+        assert await redis.get(keys.journal("a")) == b"AAA"
+
+    async def test_cancelled_requests_are_told_again_on_a_repeat(self, scripts, redis, keys):
+        await start(scripts, "a", "b", "c")
+        await scripts.cancel("b", "interactive")
+        frames = [("a", b"A"), ("b", b"B"), ("c", b"C")]
+        assert await scripts.emit(WORKER, 1, frames, {}) == ["b"]
+        assert await scripts.emit(WORKER, 1, frames, {}) == ["b"]
+        assert await redis.mget(*(keys.journal(name) for name in "abc")) == [b"A", None, b"C"]
+
+    async def test_a_request_that_was_accepted_anew_is_no_longer_this_workers(self, scripts, redis, keys):
+        await start(scripts, "a")
+        await redis.delete(keys.request("a"))  # the store lost it, but not the fence
+        await accept(scripts, "a")
+        assert await scripts.emit(WORKER, 1, [("a", b"A")], {}) == ["a"]
+        assert await redis.get(keys.journal("a")) is None
+
+    async def test_a_journal_of_the_wrong_type_ends_its_own_request_only(self, scripts, redis, keys):
+        await start(scripts, "a", "b")
+        await redis.lpush(keys.journal("a"), "x")
+        assert await scripts.emit(WORKER, 1, [("a", b"A"), ("b", b"B")], {}) == ["a"]
+        assert await redis.get(keys.journal("b")) == b"B"
+
+
+class TestFinish:
+    async def test_acknowledges_stores_and_publishes_the_end_once(self, scripts, redis, keys, connections):
+        (entry,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [("a", b"A")], {})
+        ending = Ending("a", entry.queue, entry.entry_id, b"the end")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.gateway_channel("g"))
+            await heard.get_message(timeout=1)
+            assert [await scripts.finish(WORKER, [ending], {"g": b"blob"}) for _ in range(3)] == [1, 0, 0]
+            assert (await heard.get_message(timeout=1))["data"] == b"blob"
+            await connections.commands.publish(keys.gateway_channel("g"), b"after")
+            assert (await heard.get_message(timeout=1))["data"] == b"after"
+        stored = await state(redis, keys)
+        assert (stored["state"], stored["terminal"]) == ("done", "the end")
+        assert await redis.get(keys.journal("a")) == b"A"
+        assert 0 < await redis.ttl(keys.request("a")) <= 600
+        assert 0 < await redis.ttl(keys.journal("a")) <= 600
+        assert (await pending(redis, keys), await queued(redis, keys)) == (0, 0)
+
+    async def test_of_a_cancelled_request_only_acknowledges(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await scripts.cancel("a", "interactive")
+        await redis.set(keys.journal("a"), b"left over")
+        assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}) == 1
+        assert await redis.exists(keys.request("a"), keys.journal("a")) == 0
+        assert (await pending(redis, keys), await queued(redis, keys)) == (0, 0)
+
+    async def test_a_fenced_worker_ends_nothing(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await redis.delete(keys.fence(WORKER))
+        with pytest.raises(Fenced):
+            await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {})
+        assert await pending(redis, keys) == 1
+
+
+class TestCancel:
+    async def test_before_any_worker_it_leaves_nothing(self, scripts, redis, keys):
+        await scripts.register(WORKER)
+        await accept(scripts, "a")
+        await accept(scripts, "b")
+        assert [await scripts.cancel("a", "interactive") for _ in range(2)] == [True, False]
+        assert [entry.request_id for entry in await scripts.take(WORKER, 10)] == ["b"]
+        assert await redis.exists(keys.request("a")) == 0
+
+    async def test_works_before_there_is_a_group(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        assert await scripts.cancel("a", "interactive")
+        assert await queued(redis, keys) == 0
+
+    async def test_of_a_read_but_unclaimed_entry_keeps_it_pending_for_its_worker(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        await scripts.register(WORKER)
+        await scripts.take(WORKER, 1)
+        await scripts.cancel("a", "interactive")
+        assert (await pending(redis, keys), await queued(redis, keys)) == (1, 1)
+        assert await scripts.claim(WORKER, ["a"]) == [None]
+
+    async def test_hints_the_worker(self, scripts, keys, connections):
+        await start(scripts, "a")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.control_channel(WORKER))
+            await heard.get_message(timeout=1)
+            await scripts.cancel("a", "interactive")
+            assert (await heard.get_message(timeout=1))["data"] == b"a"
+
+    async def test_does_not_touch_an_entry_of_another_request_with_the_same_id(self, scripts, redis, keys):
+        entry_id = await redis.xadd(keys.queue("interactive"), {"r": "b", "a": "1", "s": "0"})
+        await redis.hset(keys.request("a"), mapping={"body": "x", "state": "queued", "entry": entry_id})
+        await scripts.cancel("a", "interactive")
+        assert await redis.xlen(keys.queue("interactive")) == 1
+
+    async def test_after_the_end_it_keeps_the_answer(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {})
+        assert await scripts.cancel("a", "interactive") is False
+        assert (await state(redis, keys))["terminal"] == "end"
+
+
+class TestReap:
+    async def test_requeues_first_in_line_and_fences_the_zombie(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [("a", b"A")], {})
+        await accept(scripts, "later")
+        assert await reap_worker(scripts, WORKER) == ReapSummary(requeued=1)
+        assert await reap_worker(scripts, WORKER) == ReapSummary()
+        assert await list_worker_ids(redis, keys) == []
+        for call in (
+            scripts.emit(WORKER, 2, [("a", b"Z")], {"g": b"z"}),
+            scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}),
+            scripts.claim(WORKER, ["a"]),
+            scripts.take(WORKER, 1),
+        ):
+            with pytest.raises(Fenced):
+                await call
+        await scripts.register("w1.bbbb")
+        assert [taken.request_id for taken in await continue_with(scripts, "w1.bbbb")] == ["a", "later"]
+        stored = await state(redis, keys)
+        assert (stored["attempt"], stored["strikes"], stored["jl"], stored["worker"]) == ("2", "0", "1", "w1.bbbb")
+
+    async def test_more_entries_than_one_batch(self, scripts, redis, keys):
+        ids = [f"r{number}" for number in range(90)]
+        await accept(scripts, "of another class", priority_class="batch")
+        await start(scripts, *ids)
+        assert await reap_worker(scripts, WORKER) == ReapSummary(requeued=91)
+        assert await redis.xlen(keys.queue(RESUMED)) == 91
+        assert await pending(redis, keys) == 0
+
+    async def test_what_was_read_but_never_started_counts_no_attempt(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        await scripts.register(WORKER)
+        await scripts.take(WORKER, 1)
+        await reap_worker(scripts, WORKER)
+        stored = await state(redis, keys)
+        assert (stored["attempt"], stored["strikes"]) == ("1", "0")
+
+    async def test_a_drain_counts_no_attempt(self, scripts, redis, keys):
+        await start(scripts, "a")
+        assert await reap_worker(scripts, WORKER, ReapMode.DRAIN) == ReapSummary(requeued=1)
+        stored = await state(redis, keys)
+        assert (stored["attempt"], stored["strikes"]) == ("1", "0")
+
+    async def test_cancelled_requests_are_dropped(self, scripts, redis, keys):
+        await start(scripts, "a", "b")
+        await scripts.cancel("a", "interactive")
+        assert await reap_worker(scripts, WORKER) == ReapSummary(requeued=1, dropped=1)
+        assert await queued(redis, keys) == 1
+
+    async def test_an_entry_deleted_by_somebody_is_cleared(self, scripts, redis, keys):
+        (entry,) = await start(scripts, "a")
+        await redis.xdel(entry.queue, entry.entry_id)
+        assert await reap_worker(scripts, WORKER) == ReapSummary(dropped=1)
+        assert await pending(redis, keys) == 0
+
+    async def test_three_crashes_in_prefill_two_strikes_then_alone_then_dead_letter(
+        self, scripts, redis, keys, connections
+    ):
+        await accept(scripts, "poison")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.gateway_channel("g"))
+            await heard.get_message(timeout=1)
+            solo, summaries = [], []
+            for life in range(3):
+                worker_id = f"w.{life}"
+                (entry,) = await start(scripts, worker_id=worker_id)
+                solo.append(entry.solo)
+                summaries.append(await reap_worker(scripts, worker_id))
+            (event,) = decode_event_batch((await heard.get_message(timeout=1))["data"]).events
+        assert solo == [False, False, True]
+        assert summaries == [ReapSummary(requeued=1)] * 2 + [ReapSummary(dead_letters=1)]
+        assert (event.request_id, event.code) == ("poison", "request_failed")
+        stored = await redis.hget(keys.request("poison"), "terminal")
+        assert decode_terminal_event(stored) == event
+        ((_, letter),) = await redis.xrange(keys.dead_letters)
+        assert (letter[b"r"], letter[b"attempts"], letter[b"strikes"]) == (b"poison", b"3", b"3")
+        assert b"body-poison" not in letter.values()
+        assert (await queued(redis, keys), await pending(redis, keys)) == (0, 0)
+
+    async def test_a_crash_at_a_later_token_gets_four_lives(self, scripts, redis, keys):
+        await accept(scripts, "poison")
+        lives = 0
+        while await queued(redis, keys):
+            worker_id = f"w.{lives}"
+            await start(scripts, worker_id=worker_id)
+            if lives == 0:
+                await scripts.emit(worker_id, 1, [("poison", b"fifty tokens")], {})
+            await reap_worker(scripts, worker_id)
+            lives += 1
+        assert lives == 4
+
+    async def test_progress_gives_no_strike_but_attempts_are_capped(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        lives = 0
+        while await queued(redis, keys):
+            worker_id = f"w.{lives}"
+            await start(scripts, worker_id=worker_id)
+            await scripts.emit(worker_id, 1, [("a", b"x")], {})
+            await reap_worker(scripts, worker_id)
+            lives += 1
+        assert lives == 10
+        assert (await state(redis, keys))["strikes"] == "0"
+
+    async def test_a_parent_reaps_all_lives_of_its_child_and_no_others(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        for worker_id in ("w1.aa", "w1.bb", "w10.cc"):
+            await scripts.register(worker_id)
+        await continue_with(scripts, "w1.bb")
+        reaped = await reap_workers_with_prefix(redis, keys, "w1")
+        assert reaped == {"w1.aa": ReapSummary(), "w1.bb": ReapSummary(requeued=1)}
+        assert await list_worker_ids(redis, keys) == ["w10.cc"]
+
+    async def test_an_empty_store_has_no_workers(self, redis, keys):
+        assert await list_worker_ids(redis, keys) == []
+        assert await reap_workers_with_prefix(redis, keys, "w1") == {}
+
+
+async def test_scripts_are_loaded_again_when_the_server_forgot_them(scripts, redis):
+    assert await accept(scripts, "a") is AcceptStatus.OK
+    await redis.script_flush()
+    assert await accept(scripts, "a") is AcceptStatus.DUP
+
+
+async def test_a_full_store_refuses_whole_scripts_and_still_drains(scripts, redis, keys):
+    (entry,) = await start(scripts, "a")
+    used = (await redis.info("memory"))["used_memory"]
+    await redis.config_set("maxmemory", used // 2)
+    try:
+        for refused in (accept(scripts, "b"), scripts.emit(WORKER, 1, [("a", b"A")], {"g": b"blob"})):
+            with pytest.raises(Exception, match="OOM|maxmemory"):
+                await refused
+        assert await redis.get(keys.fence(WORKER)) == b"0"  # the step was not taken, so it can be repeated
+        assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}) == 1
+    finally:
+        await redis.config_set("maxmemory", 0)
+    assert await redis.exists(keys.request("b"), keys.journal("a")) == 0
+    assert (await state(redis, keys))["state"] == "done"
