@@ -1,0 +1,292 @@
+"""Every kernel on a CUDA device against its float64 reference, then a few timings: `python3 -m bench.gpu_check --out DIR`.
+
+Prints a table with one line a case, writes DIR/gpu_check.json, and exits with 1 if a case failed, raised or did not fit the time
+limit. A case that raises is reported and the rest still runs. Knows torch, triton and kernels/ only. The cases are also the GPU
+tests of tests/kernels.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench
+
+from bench.kernel_cases import (
+    HEAD_SHAPES,
+    HIDDEN,
+    AttentionBatch,
+    Error,
+    attention_batch,
+    attention_tolerance,
+    exact_attention,
+    measure_error,
+    rounding_tolerance,
+)
+from kernels.kv_block_copy import copy_kv_blocks
+from kernels.kv_cache_store import store_kv, store_kv_reference
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# name: (cached tokens, new tokens) of each sequence
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "decode 1": [(1000, 1)],
+    "decode 1 long": [(20_000, 1)],
+    "decode 32 ragged": [(37 * i, 1) for i in range(32)],
+    "decode 256": [(100 + i, 1) for i in range(256)],
+    "prefill 1": [(0, 1500)],
+    "prefill ragged": [(0, 1), (0, 2), (0, 63), (0, 64), (0, 65), (300, 129), (17, 700)],
+    "mixed": [(513, 1), (0, 0), (1024, 511), (63, 1), (0, 33), (2047, 1), (5, 2), (4000, 1)],
+}
+LONG_PREFILL = [(0, 8192)]
+TIMED: dict[str, list[tuple[int, int]]] = {
+    **{f"decode {b} x {n}": [(n - 1, 1)] * b for b, n in ((1, 1024), (1, 8192), (16, 1024), (16, 8192))},
+    **{f"decode {b} x {n}": [(n - 1, 1)] * b for b, n in ((64, 1024), (64, 8192), (256, 1024))},
+    "prefill 1 x 8192": [(0, 8192)],
+    "prefill 8 x 1024": [(0, 1024)] * 8,
+    "mixed 64 x 1024 + 2048 new": [*[(1023, 1)] * 64, (0, 2048)],
+}
+
+Check = Callable[[torch.Generator], list[Error]]
+
+
+def poisoned(call: Callable[[], Any]) -> Any:
+    """Call with uninitialised memory filled with NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def attend(batch: AttentionBatch) -> Tensor:
+    return poisoned(lambda: paged_attention(**vars(batch)))
+
+
+def check_attention(shape: str, block_size: int, lengths: list[tuple[int, int]], dtype: torch.dtype) -> Check:
+    def check(generator: torch.Generator) -> list[Error]:
+        batch = attention_batch(HEAD_SHAPES[shape], block_size, lengths, dtype, generator)
+        output = attend(batch)
+        errors = [measure_error(output, exact_attention(batch), attention_tolerance(dtype))]
+        # Exactly the same bits on a second run: a moving result is a race.
+        return [*errors, same_bits(attend(batch), output)]
+
+    return check
+
+
+def check_neighbours(shape: str, dtype: torch.dtype) -> Check:
+    """A sequence alone has the bits that it has in a mixed batch."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        lengths = LENGTHS["mixed"]
+        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
+        together, starts = attend(batch), batch.query_start_loc.tolist()
+        errors = []
+        for sequence, (cached, new) in enumerate(lengths):
+            rows = slice(starts[sequence], starts[sequence + 1])
+            alone = dataclasses.replace(
+                batch,
+                query=batch.query[rows],
+                block_tables=batch.block_tables[sequence : sequence + 1],
+                query_start_loc=torch.tensor([0, new], dtype=torch.int32, device=generator.device),
+                seq_lens=batch.seq_lens[sequence : sequence + 1],
+                max_query_len=new,
+                max_seq_len=cached + new,
+            )
+            errors.append(same_bits(attend(alone), together[rows]))
+        return errors
+
+    return check
+
+
+def check_chunks(shape: str, dtype: torch.dtype) -> Check:
+    """A prompt in chunks (none of one token: those take the decode kernel) has the bits of the prompt in one piece."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        whole = attention_batch(HEAD_SHAPES[shape], 16, [(0, 700)], dtype, generator)
+        expected, start, errors = attend(whole), 0, []
+        for end in (33, 35, 300, 698, 700):
+            piece = dataclasses.replace(
+                whole,
+                query=whole.query[start:end],
+                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=generator.device),
+                seq_lens=torch.tensor([end], dtype=torch.int32, device=generator.device),
+                max_query_len=end - start,
+                max_seq_len=end,
+            )
+            errors.append(same_bits(attend(piece), expected[start:end]))
+            start = end
+        return errors
+
+    return check
+
+
+def same_bits(output: Tensor, expected: Tensor) -> Error:
+    return Error(0.0, 0.0, 0.0) if torch.equal(output, expected) else Error(float("inf"), float("inf"), 0.0)
+
+
+def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
+    """RMSNorm alone and with the addition, SiLU gate, rotary embedding; inputs are strided views."""
+    hidden, intermediate = HIDDEN[shape]
+    heads = HEAD_SHAPES[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=generator.device, generator=generator)
+
+        tolerance = rounding_tolerance(dtype)
+        x, residual, weight = random(num_tokens, 2 * hidden)[:, :hidden], random(num_tokens, hidden), random(hidden)
+        normed = poisoned(lambda: rms_norm(x, weight, 1e-5))
+        added, new_residual = poisoned(lambda: add_rms_norm(x, residual, weight, 1e-5))
+        gate_up = 3 * random(num_tokens, 2 * intermediate)
+        gated = poisoned(lambda: silu_and_mul(gate_up))
+        qkv = random(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        query, key, _ = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        positions = torch.randint(8192, (num_tokens,), device=generator.device, generator=generator)
+        angles = torch.rand(8192, heads.head_dim // 2, device=generator.device, generator=generator) * 6.28
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        rotated = poisoned(lambda: rotary_embedding(query, key, positions, table))
+        exact_rotated = rotary_embedding_reference(query.double(), key.double(), positions, table.double())
+        return [
+            measure_error(normed, rms_norm_reference(x.double(), weight.double(), 1e-5), tolerance),
+            measure_error(new_residual, x.double() + residual.double(), tolerance),
+            measure_error(added, rms_norm_reference(new_residual.double(), weight.double(), 1e-5), tolerance),
+            measure_error(gated, silu_and_mul_reference(gate_up.double()), tolerance),
+            *(measure_error(out, exact, tolerance) for out, exact in zip(rotated, exact_rotated, strict=True)),
+        ]
+
+    return check
+
+
+def check_cache_writes(shape: str, block_size: int, dtype: torch.dtype) -> Check:
+    """KV store and block copy move bytes: the whole pool must equal the reference's, bit for bit."""
+    heads = HEAD_SHAPES[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        random = {"dtype": dtype, "device": generator.device, "generator": generator}
+        num_blocks, num_tokens = 64, 300
+        pool = torch.randn(num_blocks, 3, 2, heads.num_kv_heads, block_size, heads.head_dim, **random)
+        expected = pool.clone()
+        qkv = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, **random)
+        key, value = qkv[:, heads.num_heads :].chunk(2, dim=1)
+        slots = torch.randperm(num_blocks * block_size, device=generator.device, generator=generator)[:num_tokens]
+        slots[::7] = -1
+        store_kv(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
+        store_kv_reference(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
+        stored = same_bits(pool, expected)
+        copies = torch.randperm(num_blocks, device=generator.device, generator=generator)[:20].view(10, 2)
+        copy_kv_blocks(pool, copies)
+        expected[copies[:, 1]] = expected[copies[:, 0]]
+        return [stored, same_bits(pool, expected)]
+
+    return check
+
+
+def all_checks() -> dict[str, Check]:
+    checks: dict[str, Check] = {}
+    for shape in HEAD_SHAPES:
+        for dtype in DTYPES:
+            name = f"{shape} {str(dtype).removeprefix('torch.')}"
+            for num_tokens in (1, 7, 1000):
+                checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
+            # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
+            for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
+                checks[f"cache writes {name} block {block_size}"] = check_cache_writes(shape, block_size, dtype)
+                for case, lengths in LENGTHS.items():
+                    checks[f"{case}, {name} block {block_size}"] = check_attention(shape, block_size, lengths, dtype)
+            checks[f"neighbours {name}"] = check_neighbours(shape, dtype)
+            checks[f"chunks {name}"] = check_chunks(shape, dtype)
+        checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
+    return checks
+
+
+def run_checks(time_limit_seconds: float) -> list[dict[str, Any]]:
+    started = time.monotonic()
+    return [run_check(name, check, started + time_limit_seconds) for name, check in all_checks().items()]
+
+
+def run_check(name: str, check: Check, deadline: float) -> dict[str, Any]:
+    started = time.monotonic()
+    if started > deadline:
+        return {"case": name, "passed": False, "note": "not run: time limit"}
+    result: dict[str, Any] = {"case": name}
+    try:
+        errors = check(torch.Generator(device="cuda").manual_seed(len(name)))
+        torch.cuda.synchronize()
+        result |= {"passed": all(error.passed for error in errors), "errors": [vars(error) for error in errors]}
+    except Exception as exception:  # one broken case must not hide the others; the table shows it as failed
+        last_line = (str(exception).strip().splitlines() or [""])[-1]
+        result |= {"passed": False, "note": f"{type(exception).__name__}: {last_line}"[:200]}
+        result["traceback"] = traceback.format_exc()
+    return result | {"seconds": time.monotonic() - started}
+
+
+def time_attention(name: str, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    """Median time, and what the floor's unit reaches: bytes of keys and values for decode, operations for prefill."""
+    shape = HEAD_SHAPES["llama-8b"]
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    batch = attention_batch(shape, 16, lengths, torch.bfloat16, generator)
+    seconds = do_bench(lambda: paged_attention(**vars(batch)), warmup=20, rep=80, return_mode="median") / 1e3
+    read_bytes = sum(cached + new for cached, new in lengths) * 2 * shape.num_kv_heads * shape.head_dim * 2
+    seen_keys = sum(new * cached + new * (new + 1) // 2 for cached, new in lengths)
+    return {
+        "case": name,
+        "microseconds": seconds * 1e6,
+        "read_ceiling_ratio": read_bytes / seconds / READ_CEILING_BYTES_PER_SECOND,
+        "teraflops_per_second": 4 * seen_keys * shape.num_heads * shape.head_dim / seconds / 1e12,
+    }
+
+
+def print_checks(results: list[dict[str, Any]]) -> None:
+    print(f"{'case':58s} {'norm':>9s} {'worst':>9s} {'tolerance':>9s} {'s':>5s}")
+    for result in results:
+        errors = result.get("errors") or [{}]
+        shown = max(errors, key=lambda error: error.get("norm_ratio", 0) - error.get("tolerance", 0))
+        numbers = " ".join(f"{shown.get(key, float('nan')):9.1e}" for key in ("norm_ratio", "worst_ratio", "tolerance"))
+        verdict = "ok" if result["passed"] else f"FAILED {result.get('note', '')}"
+        print(f"{result['case']:58s} {numbers} {result.get('seconds', 0):5.1f} {verdict}")
+
+
+def print_timings(timings: list[dict[str, Any]]) -> None:
+    print(f"\n{'attention, llama-8b bf16 block 16':40s} {'us':>9s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
+    for timing in timings:
+        print(
+            f"{timing['case']:40s} {timing['microseconds']:9.1f} {timing['read_ceiling_ratio']:16.2f} "
+            f"{timing['teraflops_per_second']:8.0f}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
+    parser.add_argument("--time-limit-seconds", type=float, default=110.0, help="checks beyond it count as failed")
+    parser.add_argument("--no-timings", action="store_true")
+    options = parser.parse_args(argv)
+    results = run_checks(options.time_limit_seconds)
+    timings = [] if options.no_timings else [time_attention(name, lengths) for name, lengths in TIMED.items()]
+    print_checks(results)
+    print_timings(timings)
+    failed = [result for result in results if not result["passed"]]
+    for result in failed[:3]:
+        print(f"\n{result['case']}\n{result.get('traceback', '')[-1500:]}")
+    print(f"\n{len(results) - len(failed)} of {len(results)} passed on {torch.cuda.get_device_name()}", end=", ")
+    print(f"torch {torch.__version__}, triton {triton.__version__}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gpu_check.json").write_text(json.dumps({"checks": results, "timings": timings}, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

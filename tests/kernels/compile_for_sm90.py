@@ -1,0 +1,141 @@
+"""Compiles every kernel for an H200 (sm_90) on a machine without a GPU and prints what ptxas says about it, as JSON.
+
+Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py`. The real launchers run, on tensors
+without memory, so that arguments, their alignment and the configuration are those of serving; only the last step, the launch,
+is left out. Does not judge: test_compile_sm90.py does.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.kv_block_copy import copy_kv_blocks_triton
+from kernels.kv_cache_store import store_kv_triton
+from kernels.paged_attention import paged_attention_triton
+from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from kernels.rotary_embedding import rotary_embedding_triton
+from kernels.silu_and_mul import silu_and_mul_triton
+
+TARGET = GPUTarget("cuda", 90, 32)
+# name: hidden, query heads, kv heads, head dim, intermediate, layers
+SHAPES = {"smollm2-135m": (576, 9, 3, 64, 1536, 30), "llama-8b": (4096, 32, 8, 128, 14336, 32)}
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[list[CompiledKernel]]:
+    """Within it a launch compiles for TARGET and appends the kernel to the list instead of running it."""
+    compiled: list[CompiledKernel] = []
+    run = JITFunction.run
+
+    def record(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: TARGET,
+        )
+    )
+    JITFunction.run = record
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], object]:
+    _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
+    num_tokens, num_sequences = 1024, 64
+    pool = torch.empty(4096, layers, 2, kv_heads, block_size, head_dim, dtype=dtype, device="meta")
+    qkv = torch.empty(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device="meta")
+    indices = torch.empty(num_sequences + 1, dtype=torch.int32, device="meta")
+    tables = torch.empty(num_sequences, 256, dtype=torch.int32, device="meta")
+    return lambda: paged_attention_triton(
+        qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], tables, indices, indices[1:], 512, 4096, head_dim**-0.5
+    )
+
+
+def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
+    hidden, heads, kv_heads, head_dim, intermediate, layers = SHAPES[shape]
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def launch() -> None:
+        x, qkv = empty(1024, hidden), empty(1024, heads + 2 * kv_heads, head_dim)
+        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        pool = empty(4096, layers, 2, kv_heads, 16, head_dim)
+        slots = empty(1024, dtype=torch.int64)
+        rms_norm_triton(x, empty(hidden), 1e-5)
+        add_rms_norm_triton(x, x, empty(hidden), 1e-5)
+        silu_and_mul_triton(empty(1024, 2 * intermediate))
+        rotary_embedding_triton(query, key, slots, empty(8192, head_dim, dtype=torch.float32))
+        store_kv_triton(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
+        copy_kv_blocks_triton(pool, empty(4, 2, dtype=torch.int64))
+
+    return launch
+
+
+def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
+    ptx = kernel.asm["ptx"]
+    return {
+        "case": case,
+        "kernel": kernel.metadata.name,
+        "registers": int(_search(r"Used (\d+) registers", report := _ptxas(ptx))),
+        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+        "shared_bytes": kernel.metadata.shared,
+        "num_warps": kernel.metadata.num_warps,
+        "async_copies_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*0x10", ptx)),
+        "async_copies_narrower": len(re.findall(r"cp\.async\.ca", ptx)),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+    }
+
+
+def _ptxas(ptx: str) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", source.name, "-o", "/dev/null"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def _search(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match is not None, f"{pattern} not in: {text}"
+    return match.group(1)
+
+
+def main() -> None:
+    cases = {
+        "attention llama-8b bf16 block 16": attention("llama-8b", torch.bfloat16, 16),
+        "attention smollm2-135m bf16 block 16": attention("smollm2-135m", torch.bfloat16, 16),
+        "attention llama-8b bf16 block 64": attention("llama-8b", torch.bfloat16, 64),
+        "attention llama-8b fp32 block 16": attention("llama-8b", torch.float32, 16),
+        "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
+        "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
+    }
+    with compile_only() as compiled:
+        for case, launch in cases.items():
+            launch()
+            for kernel in compiled:
+                json.dump(describe(case, kernel), sys.stdout)
+                print(flush=True)
+            compiled.clear()
+
+
+if __name__ == "__main__":
+    main()

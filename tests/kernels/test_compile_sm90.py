@@ -1,0 +1,70 @@
+"""What ptxas makes of the kernels for an H200, without one: no spills, the shared memory fits, loads are wide and pipelined."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# An SM has 228 KiB, of which 1 KiB a block is the system's.
+MAX_SHARED_BYTES = 227 * 1024
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    # A process of its own without TRITON_INTERPRET; an empty cache, so that today's source is what is compiled.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    command = [sys.executable, str(Path(__file__).parent / "compile_for_sm90.py")]
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
+    found = [report for report in reports if report["kernel"] == kernel and f"{shape} bf16" in report["case"]]
+    assert found, f"{kernel} was not compiled for {shape}"
+    return found
+
+
+def test_every_kernel_was_compiled(reports: list[Report]) -> None:
+    assert {report["kernel"] for report in reports} == {
+        "_decode_kernel",
+        "_merge_splits_kernel",
+        "_prefill_kernel",
+        "_rms_norm_kernel",
+        "_silu_and_mul_kernel",
+        "_rotary_embedding_kernel",
+        "_store_kv_kernel",
+        "_copy_kv_blocks_kernel",
+    }
+
+
+def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> None:
+    for report in reports:
+        assert report["spill_bytes"] == 0, report
+        assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
+
+
+@pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
+def test_decode_keeps_two_tiles_in_flight_with_wide_copies(reports: list[Report], shape: str, head_dim: int) -> None:
+    for report in of(reports, "_decode_kernel", shape):
+        assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
+        # Two tiles of 64 keys and 64 values in bf16; one tile less means that the loads were not pipelined (the block ids
+        # were loaded in the iteration that needs them).
+        assert report["shared_bytes"] >= 2 * 2 * 64 * head_dim * 2, report
+        # Three programs of 4 warps on an SM: 65536 registers, 228 KiB.
+        assert report["registers"] <= 168 and 3 * (report["shared_bytes"] + 1024) <= 228 * 1024, report
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
+def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str) -> None:
+    for report in of(reports, "_prefill_kernel", shape):
+        assert report["wgmma"] > 0 and report["mma"] == 0, report
+        assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report

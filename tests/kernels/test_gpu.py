@@ -1,0 +1,18 @@
+"""The checks of bench/gpu_check.py as tests, on a machine with a GPU: bf16, fp16 and fp32 over the serving shapes."""
+
+import pytest
+import torch
+
+from bench.gpu_check import Check, all_checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: `python3 -m bench.gpu_check` runs these on one"),
+]
+CHECKS = all_checks()
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_kernel_on_the_gpu_equals_the_float64_reference(check: Check) -> None:
+    for error in check(torch.Generator(device="cuda").manual_seed(0)):
+        assert error.passed, error
