@@ -1,3 +1,1 @@
 """The command line and the supervisor of the embedded default. Holds no serving logic."""
-
-VERSION = "0.1.0"

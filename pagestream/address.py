@@ -30,8 +30,8 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-async def answers_ready(host: str, port: int) -> bool:
-    """GET /ready says 200. Written by hand: the command line needs no HTTP library otherwise."""
+async def ready_status(host: str, port: int) -> int | None:
+    """The status of GET /ready, None if nobody answers. By hand: the command line needs no HTTP library otherwise."""
     reachable = base_url(host, port).removeprefix("http://").rsplit(":", 1)[0].strip("[]")
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -43,5 +43,8 @@ async def answers_ready(host: str, port: int) -> bool:
                 writer.close()
                 await writer.wait_closed()
     except (OSError, TimeoutError):
-        return False
-    return status_line.split()[1:2] == [b"200"]
+        return None
+    match status_line.split():
+        case [_version, status, *_reason] if status.isdigit():
+            return int(status)
+    return None

@@ -9,6 +9,7 @@ Holds the order only: lives are supervised.py and crew.py, the store embedded_st
 
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from pagestream import banner
-from pagestream.address import AddressInUse, answers_ready, base_url, require_free_port
+from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
 from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, worker_base_id
 from pagestream.child_process import ChildCommand
 from pagestream.crew import Crew
@@ -36,7 +37,9 @@ from shared.messages import WorkerHeartbeat, WorkerPhase
 
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
 READY_POLL_SECONDS = 0.1
+HTTP_OK = 200
 _GATEWAY_RANK, _WORKER_RANK = 0, 1
+_IS_INFO = re.compile(r"[\d:]+ INFO ")  # a line of shared/logs.py
 
 
 
@@ -150,6 +153,7 @@ class _AllInOne:
         commands = ChildCommands(self.settings, self.flags, self.config_path, source, url)
         gateway = SupervisedChild("gateway", lambda _life: commands.gateway(), self._on_line, self._after_gateway_death)
         self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
+        self.crew.watch(self._watch_gateway(gateway), name="watch over the gateway")
         await self.crew.while_all_live(self._prepare(link, source))
         for number in range(self.settings.workers):
             self.crew.start(self._worker(number, commands, link), stop_rank=_WORKER_RANK)
@@ -182,14 +186,23 @@ class _AllInOne:
     async def _after_gateway_death(self, _life: int, how: str) -> None:
         self.console.print(f"  gateway   died ({how})")
 
+    async def _watch_gateway(self, gateway: SupervisedChild) -> None:
+        """It is up when it answers, whatever it says: it is there to tell of the others' start."""
+        while True:
+            if not gateway.is_ready:
+                gateway.is_ready = await ready_status(self.settings.host, self.settings.port) is not None
+            await asyncio.sleep(READY_POLL_SECONDS)
+
     async def _until_ready(self) -> None:
         while not any(worker.is_ready for worker in self.workers.values()):
             await asyncio.sleep(READY_POLL_SECONDS)
-        while not await answers_ready(self.settings.host, self.settings.port):
+        while await ready_status(self.settings.host, self.settings.port) != HTTP_OK:
             await asyncio.sleep(READY_POLL_SECONDS)
 
     def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
-        worker = self.workers.get(heartbeat.worker_id.rpartition(".")[0])
+        # A worker that is still loading has no incarnation yet and beats under its base id.
+        base_id, _, _incarnation = heartbeat.worker_id.rpartition(".")
+        worker = self.workers.get(base_id) or self.workers.get(heartbeat.worker_id)
         if worker is None or worker.is_ready:
             return
         if heartbeat.phase is WorkerPhase.READY:
@@ -199,4 +212,8 @@ class _AllInOne:
             self.console.update(worker.name, heartbeat.phase, heartbeat.progress, heartbeat.detail)
 
     def _on_line(self, name: str, line: str) -> None:
-        self.console.print(f"{name} | {line}")
+        if not _IS_INFO.match(line) or self._is_ready(name):  # until then the phases tell the same
+            self.console.print(f"{name} | {line}")
+
+    def _is_ready(self, name: str) -> bool:
+        return any(child.is_ready for child in self.crew.children if child.name == name)

@@ -2,7 +2,7 @@
 
 import json
 
-from pagestream import VERSION
+from shared.version import VERSION
 
 _QUESTION = "What is the capital of France?"
 

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from pagestream import VERSION
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
 from shared.settings import SettingsError, build_parser, load_settings
+from shared.version import VERSION
 
 MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench"}
 CONFIGURED = ("serve", "gateway", "worker")

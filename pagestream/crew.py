@@ -16,6 +16,10 @@ class Crew:
         self._tasks: list[asyncio.Task[Any]] = []
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def children(self) -> list[SupervisedChild]:
+        return [child for _rank, child in self._children]
+
     def start(self, child: SupervisedChild, *, stop_rank: int) -> None:
         """Keep `child` alive from now on. Lower ranks are stopped first, equal ones at the same time."""
         self._children.append((stop_rank, child))

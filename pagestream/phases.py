@@ -56,7 +56,8 @@ class PhaseConsole:
         """The running phase of `who` is complete."""
         running = self._running.pop(who, None)
         if running is not None:
-            running.progress = 1.0
+            if running.progress < 1.0:  # the last report was of a moment before the end, and so was its detail
+                running.progress, running.detail = 1.0, ""
             self._write(self._line(who, running))
 
     def abandon(self, who: str) -> None:

@@ -1,13 +1,14 @@
 """Decides what follows the end of a child process: start it again after a delay, or give up. Pure; time is passed in.
 
 One death is an accident and is answered at once, since requests wait for it. Deaths in a row are answered ever later,
-and two kinds of them end the whole: too many within a window, and two starts in a row that ended alike before the
-child was ready (a wrong flag or too little memory does not heal by trying).
+and some end the whole: too many within a window, two starts in a row that ended alike before the child was ready, and a
+child that says itself that it cannot start (a wrong flag or too little memory does not heal by trying).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
+CANNOT_START = 2  # exit status of our programs for wrong settings, and for a model that does not fit the machine
 MAX_DEATHS = 5
 WINDOW_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.5
@@ -36,6 +37,8 @@ class RestartPolicy:
         count = len(self._deaths_at)
         if count >= MAX_DEATHS:
             return GiveUp(f"it died {count} times within {WINDOW_SECONDS:.0f} s")
+        if not was_ready and exit_status == CANNOT_START:
+            return GiveUp("it cannot start like this")
         if not was_ready and exit_status == self._last_failed_start:
             return GiveUp(f"it ended twice with {describe_exit(exit_status)} before it was ready")
         self._last_failed_start = None if was_ready else exit_status

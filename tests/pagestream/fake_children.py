@@ -39,12 +39,12 @@ def worker(options: argparse.Namespace) -> None:
     if options.fake_worker_exit is not None:
         sys.exit(int(options.fake_worker_exit))
     channel = RedisKeys(options.served_model_name).heartbeat_channel
-    worker_id = f"{options.worker_id}.0"
     client = redis.Redis.from_url(options.redis_url)
+    beats = [(options.worker_id, WorkerPhase.LOAD), (f"{options.worker_id}.0", WorkerPhase.READY)]
     while True:
         with contextlib.suppress(redis.ConnectionError):  # it outlives the store, as the real one does
-            client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.LOAD, progress=0.5)))
-            client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY)))
+            for worker_id, phase in beats:
+                client.publish(channel, encode(WorkerHeartbeat(worker_id=worker_id, phase=phase)))
         time.sleep(0.05)  # the rhythm of the beats, not a wait for anything
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pagestream.address import AddressInUse, answers_ready, base_url, require_free_port
+from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,23 @@ def test_an_address_that_is_not_ours_is_told() -> None:
         require_free_port("192.0.2.1", 80)
 
 
-@pytest.mark.parametrize(("status", "ready"), [(b"200 OK", True), (b"503 Service Unavailable", False)])
-async def test_answers_ready(status: bytes, ready: bool) -> None:
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [(b"HTTP/1.1 200 OK", 200), (b"HTTP/1.1 503 Service Unavailable", 503), (b"SSH-2.0-x", None), (b"", None)],
+)
+async def test_the_status_of_ready(line: bytes, status: int | None) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert await reader.readline() == b"GET /ready HTTP/1.1\r\n"
-        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+        writer.write(line + b"\r\nContent-Length: 0\r\n\r\n")
         writer.close()
         await writer.wait_closed()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        assert await answers_ready("0.0.0.0", server.sockets[0].getsockname()[1]) is ready
+        assert await ready_status("0.0.0.0", server.sockets[0].getsockname()[1]) == status
 
 
-async def test_nobody_there_is_not_ready() -> None:
+async def test_nobody_there_has_no_status() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    assert await answers_ready("127.0.0.1", port) is False
+    assert await ready_status("127.0.0.1", port) is None

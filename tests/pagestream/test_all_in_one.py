@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,6 +48,10 @@ class Serve:
     def child(self, mark: str) -> psutil.Process:
         (found,) = [child for child in self.children() if any(mark in word for word in child.cmdline())]
         return found
+
+    def answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -111,6 +116,19 @@ def test_a_killed_gateway_and_a_killed_store_are_replaced(serve: Callable[..., S
     one.read_until("store     started again")
     assert one.child("valkey-server") != store
     assert one.child("fake-engine_worker") == worker
+
+
+def test_a_gateway_that_is_killed_again_and_again_is_not_called_unable_to_start(serve: Callable[..., Serve]) -> None:
+    one = serve()
+    one.read_until("Ready after")
+    for _ in range(2):
+        one.child("fake-gateway").kill()
+        one.read_until("gateway   died (signal 9)")
+        one.read_until("fake gateway")
+        while not one.answers():
+            time.sleep(0.01)  # a listening socket announces itself to nobody
+        time.sleep(0.3)  # three looks of the supervisor, so that it has seen the gateway answer
+    assert one.process.poll() is None
 
 
 def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serve]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pagestream import VERSION, cli
+from pagestream import cli
+from shared.version import VERSION
 
 
 def test_help_imports_nothing_heavy() -> None:

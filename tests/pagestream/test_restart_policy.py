@@ -47,6 +47,11 @@ def test_a_good_life_between_two_bad_starts_counts() -> None:
     assert isinstance(policy.after_death(20.0, exit_status=1, was_ready=False), Restart)
 
 
+def test_a_child_that_says_that_it_cannot_start_is_believed() -> None:
+    assert RestartPolicy().after_death(0.0, exit_status=2, was_ready=False) == GiveUp("it cannot start like this")
+    assert RestartPolicy().after_death(0.0, exit_status=2, was_ready=True) == Restart(0.0)
+
+
 def test_an_exit_in_words() -> None:
     assert describe_exit(-9) == "signal 9"
     assert describe_exit(3) == "exit status 3"
