@@ -1,0 +1,114 @@
+"""An engine in the gateway's own process: answers by a script, or event by event as a test wishes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from gateway.inference_client import QueueStats, WorkerStatus
+from shared.messages import (
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    StreamEvent,
+    TokenEvent,
+    Usage,
+    WorkerHeartbeat,
+    WorkerPhase,
+)
+
+Script = Callable[[GenerationRequest], Iterable[StreamEvent]]
+
+
+def heartbeat(worker_id: str = "w.1", phase: WorkerPhase = WorkerPhase.READY, **fields: object) -> WorkerHeartbeat:
+    return WorkerHeartbeat(worker_id=worker_id, phase=phase, **fields)  # type: ignore[arg-type]
+
+
+def says(*token_groups: list[int], reason: FinishReason = FinishReason.STOP) -> Script:
+    """One TokenEvent a group, then the end."""
+
+    def script(request: GenerationRequest) -> Iterable[StreamEvent]:
+        index = 0
+        for group in token_groups:
+            yield TokenEvent(request.request_id, index, group)
+            index += len(group)
+        yield finish(request, index, reason)
+
+    return script
+
+
+def finish(request: GenerationRequest, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> FinishEvent:
+    usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
+    return FinishEvent(request.request_id, reason, usage)
+
+
+class FakeStream(AsyncIterator[StreamEvent]):
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._ended = False
+
+    def send(self, event: StreamEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def __anext__(self) -> StreamEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        self._ended = not isinstance(event, TokenEvent)
+        return event
+
+
+class FakeInferenceClient:
+    """Without a script a test gets each stream from `next_stream()` and sends its events itself."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script
+        self.requests: list[GenerationRequest] = []
+        self.cancelled: list[str] = []
+        self.workers = [heartbeat()]
+        self.submit_error: Exception | None = None
+        self.store_error: Exception | None = None
+        self._streams: dict[str, FakeStream] = {}
+        self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
+        self._cancellations: asyncio.Queue[str] = asyncio.Queue()
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def submit(self, request: GenerationRequest) -> FakeStream:
+        if self.submit_error is not None:
+            raise self.submit_error
+        self.requests.append(request)
+        stream = self._streams[request.request_id] = FakeStream(request)
+        if self.script is None:
+            self._new_streams.put_nowait(stream)
+        else:
+            for event in self.script(request):
+                stream.send(event)
+        return stream
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self._cancellations.put_nowait(request_id)
+        if request_id in self._streams:
+            self._streams[request_id].send(finish(self._streams[request_id].request, 0, FinishReason.CANCELLED))
+
+    async def next_stream(self) -> FakeStream:
+        return await self._new_streams.get()
+
+    async def next_cancellation(self) -> str:
+        return await self._cancellations.get()
+
+    @property
+    def fleet(self) -> list[WorkerStatus]:
+        return [WorkerStatus(beat, 0.1) for beat in self.workers]
+
+    async def queue_stats(self) -> QueueStats:
+        if self.store_error is not None:
+            raise self.store_error
+        return QueueStats(depth=5, pending=2, waiting=3, oldest_waiting_seconds=1.5)
+
+    async def write_probe(self) -> float:
+        if self.store_error is not None:
+            raise self.store_error
+        return 0.001

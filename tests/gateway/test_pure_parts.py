@@ -1,0 +1,115 @@
+"""Small pure files: admission, response bytes, seeds, settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
+from gateway.openai_response import ChatFormat, UsageCount, json_text
+from gateway.openai_schema import parse_chat, parse_completion
+from gateway.planning import ModelLimits, plan_choices
+from gateway.settings import GatewaySettings
+from shared.settings import SettingsError, load_settings
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"draining": True}, "draining"),
+        ({"model_loaded": False}, "starting"),
+        ({"ready_workers": 0, "was_ready": False}, "starting"),
+        ({"ready_workers": 0}, "no_worker"),
+        ({"open_requests": 9}, None),
+        ({"open_requests": 10}, "gateway_full"),
+    ],
+)
+def test_admission(changes: dict[str, int], reason: str | None) -> None:
+    usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True, "open_requests": 0}
+    decision = admit(Load(**{**usual, **changes}), Limits(max_open_requests=10))  # type: ignore[arg-type]
+    if reason is None:
+        assert decision == Admitted()
+    else:
+        assert isinstance(decision, Rejected) and decision.reason == reason
+        assert decision.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", 'a"\\', "\r\n\ndata: x", "\u2028\u2029\u0085\x0b\x0c\x1c", "é🎉", "\u0000", "</script>"]
+)
+def test_text_is_one_line_for_every_reader(text: str) -> None:
+    encoded = json_text(text)
+    assert json.loads(encoded) == text
+    assert len(encoded.decode().splitlines()) == 1
+
+
+@pytest.mark.parametrize("usage_in_chunks", [False, True])
+def test_a_chunk_from_the_template_is_the_encoded_object(usage_in_chunks: bool) -> None:
+    chunks = ChatFormat("1", 'a "model"', usage_in_chunks=usage_in_chunks)
+    data = json.loads(chunks.text(3, "x\n").removeprefix(b"data: "))
+    expected = json.loads(chunks.first(3).removeprefix(b"data: "))
+    expected["choices"][0]["delta"] = {"content": "x\n"}
+    assert data == expected and ("usage" in data) is usage_in_chunks
+    counted = json.loads(chunks.text(0, "x", UsageCount(1, 2, 1)).removeprefix(b"data: "))
+    assert counted["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 2,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_seeds() -> None:
+    def seeds(fields: str) -> list[int]:
+        request = parse_chat(
+            b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
+        )
+        return [choice.request.sampling.seed for choice in plan_choices(request, [[1]], LIMITS)]
+
+    assert seeds(',"seed":5') == seeds(',"seed":5')
+    assert seeds(',"seed":5')[0] == 5 and len(set(seeds(',"seed":5'))) == 3
+    assert seeds(',"seed":6')[1] != seeds(',"seed":5')[1]
+    assert seeds("") != seeds("")
+    assert all(0 <= seed < 2**63 for seed in [*seeds(""), *seeds(',"seed":-1')])
+
+
+def test_default_length_fits_into_what_is_left() -> None:
+    request = parse_completion(b'{"prompt":[1]}')
+    lengths = [plan_choices(request, [[1] * size], LIMITS)[0].request.sampling.max_tokens for size in (1, 84, 85, 99)]
+    assert lengths == [16, 16, 15, 1]
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    request = parse_completion(b'{"prompt":[1],"temperature":1e-300}')
+    assert plan_choices(request, [[1]], LIMITS)[0].request.sampling.is_greedy
+
+
+def test_settings() -> None:
+    settings = load_settings(
+        GatewaySettings, ["--model", "/m/name", "--max-model-len", "2k"], {}, prog="gateway"
+    ).settings
+    assert (settings.host, settings.port, settings.model_name, settings.max_model_len) == (
+        "127.0.0.1",
+        8000,
+        "name",
+        2000,
+    )
+    assert GatewaySettings(model=Path("/m/name"), served_model_name="other").model_name == "other"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "70000"],
+        ["--max-num-queued-reqs", "0"],
+        ["--max-model-len", "0"],
+        ["--write-stall-seconds", "0"],
+        ["--drain-seconds", "-1"],
+    ],
+)
+def test_settings_name_the_flag(flags: list[str]) -> None:
+    with pytest.raises(SettingsError, match=f"^{flags[0]}: expected "):
+        load_settings(GatewaySettings, ["--model", "/m", *flags], {})
