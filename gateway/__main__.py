@@ -45,8 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: GatewaySettings) -> int:
+    connections = connect(settings.redis_url)
     client = InferenceClient(
-        connect(settings.redis_url),
+        connections,
         RedisKeys(settings.model_name),
         secrets.token_hex(8),
         max_queued_requests=settings.max_num_queued_reqs,
@@ -73,6 +74,7 @@ async def serve(settings: GatewaySettings) -> int:
             logger.warning("streams were still open after %g s", settings.drain_seconds)
     finally:
         await runner.cleanup()
+        await connections.aclose()
     return 0
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
-from gateway.middlewares import errors_to_json, identify, measure, set_request_id
+from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.request_body import MAX_BODY_BYTES
 from gateway.routes import admin, chat, completions, models, tokenize
 from gateway.settings import GatewaySettings
@@ -35,7 +35,7 @@ def create_app(
         ],
     )
     app[STATE] = GatewayState(settings, client, metrics)
-    app.on_response_prepare.append(set_request_id)
+    app.on_response_prepare.append(set_headers)
     for group in (chat, completions, models, tokenize, admin):
         app.add_routes(group.routes())
     app.cleanup_ctx.append(_inference_client)

@@ -36,8 +36,9 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
         log_request_id.reset(token)
 
 
-async def set_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal on_response_prepare: headers of a stream leave before its handler returns."""
+    response.headers["Server"] = "pagestream"  # aiohttp would tell its own and Python's version
     if _REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[_REQUEST_ID]
 

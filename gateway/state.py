@@ -34,6 +34,7 @@ class GatewayState:
             settings.sse_keep_alive_seconds, settings.write_stall_seconds, metrics.write_stalls.inc
         )
         self.draining = False
+        self.model_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # the directory is there and cannot be served: nothing to wait for
         self.started_at_unix = int(time.time())
         self._started_at = time.monotonic()
@@ -64,6 +65,7 @@ class GatewayState:
             logger.error("the model cannot be served: %s", error)
             self.model_failed.set()
             return
+        self.model_loaded.set()
         logger.info("tokenizer ready")
 
     def readiness(self) -> Readiness:
