@@ -1,7 +1,7 @@
 """Random inputs for the kernels and the judgement of their outputs, shared by bench/gpu_check.py and tests/kernels.
 
-Everything that a kernel must not read is NaN: unused slots, block 0, blocks of nobody, other layers. Errors are measured against
-float64. Knows torch and kernels/ only.
+Everything that a kernel must not read is NaN: unused slots, block 0, blocks of nobody, other layers. Errors are
+measured against float64. Knows torch and kernels/ only.
 """
 
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
 
 @dataclass(frozen=True)
 class Error:
-    """norm_ratio: |out - exact| / |exact|. worst_ratio: the largest |out - exact| / (|exact| + row's rms) of an element."""
+    """norm_ratio: |out - exact| / |exact|. worst_ratio: an element's largest |out - exact| / (|exact| + row's rms)."""
 
     norm_ratio: float
     worst_ratio: float
@@ -103,8 +103,8 @@ class Error:
 
     @property
     def passed(self) -> bool:
-        # NaN compares false. A single element may use four times what the whole may: a value near zero in a row carries the
-        # rounding of its row's larger terms.
+        # NaN compares false. A single element may use four times what the whole may: a value near zero in a row
+        # carries the rounding of its row's larger terms.
         return self.norm_ratio <= self.tolerance and self.worst_ratio <= 4 * self.tolerance
 
 
@@ -119,12 +119,13 @@ def measure_error(output: Tensor, exact: Tensor, tolerance: float) -> Error:
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """For one rounding of an exact result: half a unit in the last place, at most eps / 2 of the value. Float32 results also
-    carry the float32 arithmetic before it: exp, rsqrt and sums of thousands of terms come to a few eps."""
+    """For one rounding of an exact result: half a unit in the last place, at most eps / 2 of the value. Float32
+    results also carry the float32 arithmetic before it: exp, rsqrt and sums of thousands of terms come to a few
+    eps."""
     return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.5 * torch.finfo(dtype).eps
 
 
 def attention_tolerance(dtype: torch.dtype) -> float:
-    """Softmax weights and output are rounded to the dtype, eps / 2 each. Float32 goes through tensor cores as three tf32
-    products, about 1e-6 of a score; scores of a few units move their exponentials by a few times that."""
+    """Softmax weights and output are rounded to the dtype, eps / 2 each. Float32 goes through tensor cores as three
+    tf32 products, about 1e-6 of a score; scores of a few units move their exponentials by a few times that."""
     return 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps

@@ -3,10 +3,12 @@
     rms_norm(x, weight, eps)               x [T, H], weight [H]                -> normed [T, H]
     add_rms_norm(x, residual, weight, eps) x, residual [T, H], weight [H]      -> (normed [T, H], new_residual [T, H])
 
-normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x + residual
-is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may be strided, the
-last dimension is contiguous. Inputs are not modified. Does not know what a layer is.
+normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x +
+residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may
+be strided, the last dimension is contiguous. Inputs are not modified. Does not know what a layer is.
 """
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton
@@ -28,18 +30,9 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @triton.jit
 def _rms_norm_kernel(
-    x,
-    residual,
-    weight,
-    normed,
-    new_residual,
-    x_row_stride,
-    residual_row_stride,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
+    x, residual, weight, normed, new_residual, x_row_stride, residual_row_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     # One program a row: the result of a row cannot depend on how many rows the batch has.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

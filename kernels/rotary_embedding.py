@@ -6,8 +6,11 @@
         positions      [T]             int32 or int64, each in [0, max_len)
         cos_sin_table  [max_len, D]    float32, contiguous: D / 2 cosines, then D / 2 sines
 
-Float32 inside, one rounding at the end, to the dtype of the input. Does not know how the table was made (base, scaling).
+Float32 inside, one rounding at the end, to the dtype of the input. Does not know how the table was made (base,
+scaling).
 """
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
 
 import torch
 import triton
@@ -29,18 +32,9 @@ def _rotate_reference(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate_heads(
-    source,
-    target,
-    token,
-    token_stride,
-    head_stride,
-    cos,
-    sin,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    HALF_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    source, target, token, token_stride, head_stride, cos, sin,
+    NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     heads = tl.arange(0, BLOCK_HEADS)[:, None]
     lanes = tl.arange(0, BLOCK_HALF)[None, :]
     inside = (heads < NUM_HEADS) & (lanes < HALF_DIM)
@@ -54,23 +48,11 @@ def _rotate_heads(
 
 @triton.jit
 def _rotary_embedding_kernel(
-    query,
-    key,
-    positions,
-    cos_sin_table,
-    rotated_query,
-    rotated_key,
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV_HEADS: tl.constexpr,
-    HALF_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    query, key, positions, cos_sin_table, rotated_query, rotated_key, query_token_stride, query_head_stride,
+    key_token_stride, key_head_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
+    HALF_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_HALF)
     angles = cos_sin_table + tl.load(positions + token).to(tl.int64) * (2 * HALF_DIM) + lanes

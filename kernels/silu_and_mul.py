@@ -2,7 +2,8 @@
 
     silu_and_mul(x)   x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
 
-Float32 inside, one rounding at the end, to the dtype of x. Rows may be strided, columns are contiguous. x is not modified.
+Float32 inside, one rounding at the end, to the dtype of x. Rows may be strided, columns are contiguous. x is not
+modified.
 """
 
 import torch

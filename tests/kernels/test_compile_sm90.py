@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernels for an H200, without one: no spills, the shared memory fits, loads are wide and pipelined."""
+"""What ptxas makes of the kernels for an H200, without one: no spills, shared memory fits, loads wide and pipelined."""
 
 import json
 import os
@@ -35,9 +35,9 @@ def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
 
 def test_every_kernel_was_compiled(reports: list[Report]) -> None:
     assert {report["kernel"] for report in reports} == {
-        "_decode_kernel",
-        "_merge_splits_kernel",
-        "_prefill_kernel",
+        "decode_kernel",
+        "merge_splits_kernel",
+        "prefill_kernel",
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",
         "_rotary_embedding_kernel",
@@ -54,10 +54,10 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
 
 @pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
 def test_decode_keeps_two_tiles_in_flight_with_wide_copies(reports: list[Report], shape: str, head_dim: int) -> None:
-    for report in of(reports, "_decode_kernel", shape):
+    for report in of(reports, "decode_kernel", shape):
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
-        # Two tiles of 64 keys and 64 values in bf16; one tile less means that the loads were not pipelined (the block ids
-        # were loaded in the iteration that needs them).
+        # Two tiles of 64 keys and 64 values in bf16; one tile less means that the loads were not pipelined (the block
+        # ids were loaded in the iteration that needs them).
         assert report["shared_bytes"] >= 2 * 2 * 64 * head_dim * 2, report
         # Three programs of 4 warps on an SM: 65536 registers, 228 KiB.
         assert report["registers"] <= 168 and 3 * (report["shared_bytes"] + 1024) <= 228 * 1024, report
@@ -65,6 +65,6 @@ def test_decode_keeps_two_tiles_in_flight_with_wide_copies(reports: list[Report]
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
 def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str) -> None:
-    for report in of(reports, "_prefill_kernel", shape):
+    for report in of(reports, "prefill_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report

@@ -7,7 +7,7 @@ from bench.gpu_check import Check, all_checks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: `python3 -m bench.gpu_check` runs these on one"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 CHECKS = all_checks()
 

@@ -1,0 +1,45 @@
+"""The Triton RMSNorm against float64, alone and with the addition of the residual."""
+
+import pytest
+import torch
+
+from bench.kernel_cases import measure_error, rounding_tolerance
+from kernels.rms_norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+
+CASES = pytest.mark.parametrize(
+    ("num_rows", "hidden", "dtype"),
+    [(1, 576, torch.float32), (5, 576, torch.float16), (3, 4096, torch.float16), (2, 100, torch.float32)],
+)
+
+
+def random(num_rows: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A strided view: the columns after the row belong to somebody else."""
+    rows = torch.randn(num_rows, hidden + 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    rows[:, hidden:] = torch.nan
+    return rows[:, :hidden]
+
+
+@CASES
+def test_equals_float64_but_for_one_rounding(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, hidden, dtype, 0), random(1, hidden, dtype, 1)[0]
+    error = measure_error(
+        rms_norm_triton(x, weight, 1e-5),
+        rms_norm_reference(x.double(), weight.double(), 1e-5),
+        rounding_tolerance(dtype),
+    )
+    assert error.passed, error
+
+
+@CASES
+def test_with_the_residual_it_is_exactly_addition_then_norm(num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual = random(num_rows, hidden, dtype, 0), random(num_rows, hidden, dtype, 2)
+    weight = random(1, hidden, dtype, 1)[0]
+    normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
+    assert torch.equal(new_residual, x + residual)
+    assert torch.equal(normed, rms_norm_triton(x + residual, weight, 1e-5))
+
+
+def test_eps_counts_in_rows_near_zero() -> None:
+    x, weight = torch.full((1, 64), 1e-3), torch.ones(64)
+    # mean(x^2) = 1e-6 against eps = 1e-6: x / sqrt(2e-6)
+    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6), torch.full((1, 64), 0.5**0.5), rtol=1e-6, atol=0)
