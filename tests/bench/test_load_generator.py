@@ -8,7 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from bench import load_generator
 from bench.load_generator import main
+from bench.workload import PlannedRequest, Workload
 
 Behaviour = Callable[[web.StreamResponse, dict[str, Any]], Awaitable[None]]
 
@@ -150,17 +152,24 @@ async def test_chat_measures_from_the_first_content_not_the_role(fake: tuple[Fak
     assert json.loads(report.read_text())["runs"][0]["events_per_token"] == 1.0
 
 
-async def test_concurrency_bounds_the_open_requests(fake: tuple[FakeServer, str]) -> None:
-    server, url = fake
-    everyone_is_there = asyncio.Barrier(3)
+@pytest.mark.parametrize("limit", [1, 3, 20])
+async def test_concurrency_bounds_the_open_requests(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    open_requests, seen = 0, []
 
-    async def together(response: web.StreamResponse, body: dict[str, Any]) -> None:
-        await everyone_is_there.wait()
-        await answer(response, body)
+    async def send(target: Any, request: PlannedRequest) -> PlannedRequest:
+        nonlocal open_requests
+        open_requests += 1
+        seen.append(open_requests)
+        await asyncio.sleep(0)
+        open_requests -= 1
+        return request
 
-    server.behave = together
-    assert await bench(url, "--num-requests", "9", "--concurrency", "3") == 0
-    assert server.most_open_requests == 3
+    monkeypatch.setattr(load_generator, "send", send)
+    workload = Workload(lengths=[(4, 6)] * 9, token_ids=range(100, 110), seed=1)
+    target: Any = None
+    results = await load_generator._run(target, workload, limit, float("inf"), "measured")
+    assert len(results) == len(seen) == 9
+    assert max(seen) == min(limit, 9)
 
 
 async def test_a_rate_sends_without_waiting_for_answers(fake: tuple[FakeServer, str]) -> None:
