@@ -1,0 +1,56 @@
+"""Our engine under the benchmark: a batch of requests from first to last token, without HTTP and without Redis."""
+
+import time
+from dataclasses import dataclass
+
+from engine_worker.engine import Engine
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from shared.messages import GenerationRequest, SamplingParams, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    seconds_to_first_tokens: float  # until every sequence has its first one: the prefill
+    seconds: float
+    outputs: list[list[int]]
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after each sequence's first, over the time when all decode."""
+        num_tokens = sum(len(output) - 1 for output in self.outputs)
+        return num_tokens / (self.seconds - self.seconds_to_first_tokens)
+
+    @property
+    def e2e_tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+def run_engine(runner: ModelRunner, prompts: list[list[int]], output_tokens: int) -> Run:
+    """Greedy, to exactly `output_tokens` each, all prompts sent at once, 4096 prompt tokens a step."""
+    config = SchedulerConfig(max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len)
+    engine = Engine(
+        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
+        runner,
+        eos_token_ids=(),
+        vocab_size=runner.model_config.vocab_size,
+        clock=time.perf_counter,
+    )
+    sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    without_tokens = set(outputs)
+    started = time.perf_counter()
+    first_tokens_at = started
+    for request_id, prompt in zip(outputs, prompts, strict=True):
+        engine.add_request(GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
+    while engine.has_work:
+        prefilling = bool(without_tokens)
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                outputs[event.request_id] += event.token_ids
+                without_tokens.discard(event.request_id)
+        if prefilling:
+            first_tokens_at = time.perf_counter()
+    ended = time.perf_counter()
+    return Run(first_tokens_at - started, ended - started, list(outputs.values()))

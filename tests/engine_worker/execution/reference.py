@@ -1,0 +1,95 @@
+"""transformers as the reference: tiny random Llama models, and how far each generated token is from its argmax.
+
+    write_model(directory, ...)                a model directory with random weights
+    Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine_worker.engine import Engine
+from engine_worker.execution.kv_cache import block_bytes
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.model.config import ModelConfig
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from shared.messages import GenerationRequest
+from tests.builders import run_to_end
+
+TINY = {
+    "vocab_size": 500,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # not hidden_size / heads
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    # Ten times the usual deviation: logits spread over +-10, so a wrong token is far from the argmax, not within 1e-3.
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(directory: Path, *, max_shard_size: str = "50GB", **changes: Any) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a norm weight that is not applied
+            parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+class Reference:
+    def __init__(self, directory: Path) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._shortfalls: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], num_last: int) -> torch.Tensor:
+        return self._model(torch.tensor([token_ids]), logits_to_keep=num_last).logits[0]
+
+    def shortfalls(self, prompt: list[int], output: list[int]) -> list[float]:
+        key = (tuple(prompt), tuple(output))
+        if key not in self._shortfalls:
+            logits = self.logits(prompt + output[:-1], len(output))
+            chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+            self._shortfalls[key] = (logits.amax(-1) - chosen).tolist()
+        return self._shortfalls[key]
+
+
+def make_runner(directory: Path, *, num_blocks: int, block_size: int = 16, dtype: str = "float32") -> ModelRunner:
+    """`num_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
+    config = ModelConfig.from_directory(directory)
+    bytes_per_block = block_bytes(config, block_size, getattr(torch, dtype))
+    settings = ExecutionSettings(
+        model=directory,
+        device="cpu",
+        dtype=dtype,
+        block_size=block_size,
+        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block,
+        max_model_len=min(num_blocks * block_size, config.max_position_embeddings),
+        max_num_seqs=2,  # what is warmed up; the scheduler has its own
+        max_num_batched_tokens=16,
+    )
+    return load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: int) -> tuple[dict[str, list[int]], int]:
+    """The outputs by request id, and how often a sequence was preempted."""
+    manager = KVCacheManager(runner.num_blocks, runner.block_size)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
+    vocab_size = runner.model_config.vocab_size
+    engine = Engine(scheduler, runner, eos_token_ids=(), vocab_size=vocab_size, clock=lambda: 0.0)
+    for request in requests:
+        engine.add_request(request)
+    transcript = run_to_end(engine)
+    return transcript.tokens, engine.stats().counters.preemptions["recompute"]
