@@ -72,7 +72,7 @@ def assess(
         detail=detail,
         elapsed_seconds=elapsed_seconds,
         ready_workers=num_ready,
-        workers=tuple(_as_object(status) for status in fleet if status.heartbeat.worker_id != SUPERVISOR_ID),
+        workers=tuple(_as_object(status) for status in alive if status.heartbeat.worker_id != SUPERVISOR_ID),
     )
 
 

@@ -24,7 +24,8 @@ END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 320  # more than the tokenizer knows, as in models with padded embeddings
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

@@ -94,7 +94,8 @@ def test_least_tokens_is_a_lower_bound(tiny_model: ServedModel) -> None:
 def test_templates_of_the_hub() -> None:
     template = ChatTemplate(
         "{{ bos_token }}{% for m in messages %}\n  {% generation %}{{ m | tojson }}{% endgeneration %}\n"
-        "  {% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}{{ strftime_now('%%') }}{{ tools is none }}",
+        "  {% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}"
+        "{{ strftime_now('%%') }}{{ tools is none }}",
         {"bos_token": "<s>"},
     )
     messages = [ChatMessage(role="user", content="<é>"), ChatMessage(role="assistant", content="x")]
