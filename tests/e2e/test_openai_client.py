@@ -1,0 +1,180 @@
+"""The official OpenAI client against gateway, store and worker as they are: SmolLM2 tells the capital of France."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.conftest import Valkey
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(240)]
+
+MODEL = "smollm2"
+PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
+START_SECONDS = 120.0  # 15 s on two idle cores; this is for a busy CI machine
+
+
+@dataclass(frozen=True)
+class Stack:
+    url: str
+    gateway: "subprocess.Popen[bytes]"
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    logs = tmp_path_factory.mktemp("stack")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
+    common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
+    common.append("--exit-with-parent")
+    commands = {
+        "gateway": ["-m", "gateway", "--port", str(port), "--drain-seconds", "20"],
+        "worker": [
+            "-m",
+            "engine_worker",
+            "--metrics-port",
+            "0",
+            "--kv-cache-memory-bytes",
+            "256M",
+            "--dtype",
+            "float32",
+        ],
+    }
+    processes = {}
+    for name, command in commands.items():
+        with (logs / name).open("wb") as log:
+            argv = [sys.executable, *command, *common]
+            processes[name] = subprocess.Popen(argv, stdout=log, stderr=log, env=environ)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}", logs)
+        yield Stack(f"http://127.0.0.1:{port}", processes["gateway"])
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(60)
+
+
+def wait_until_ready(url: str, logs: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    state = b""
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            with error:
+                state = error.read()
+        except OSError:
+            pass  # the gateway does not listen yet
+        time.sleep(0.1)  # polls other processes: there is nothing to wait on
+    pytest.fail(f"not ready: {state!r}\n" + "\n".join(path.read_text() for path in logs.iterdir()))
+
+
+def test_chat(stack: Stack) -> None:
+    with stack.client() as client:
+        answer = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30)
+        stream = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30, stream=True)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert streamed == answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_completions(stack: Stack) -> None:
+    with stack.client() as client:
+        options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+        answer = client.completions.create(prompt=["The capital of France is", "1 2 3 4"], **options)
+        stream = client.completions.create(prompt="1 2 3 4", stream=True, **options)
+        streamed = "".join(chunk.choices[0].text for chunk in stream)
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.choices[1].text == streamed == " 5 6 7"[: len(streamed)] or streamed.startswith(" 5 6 7")
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+
+
+async def test_async_streams_side_by_side(stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def ask() -> str:
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=PARIS, temperature=0, max_tokens=30, stream=True
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        answers = await asyncio.gather(*(ask() for _ in range(4)))
+    assert len(set(answers)) == 1 and "Paris" in answers[0]
+
+
+def test_seeded_choices_come_again(stack: Stack) -> None:
+    with stack.client() as client:
+
+        def sample() -> list[str]:
+            options: Any = {"model": MODEL, "messages": PARIS, "n": 2, "seed": 11, "temperature": 1.5, "max_tokens": 8}
+            return [choice.message.content or "" for choice in client.chat.completions.create(**options).choices]
+
+        first = sample()
+        assert first == sample() and first[0] != first[1]
+
+
+def test_stop_string(stack: Stack) -> None:
+    with stack.client() as client:
+        answer = client.completions.create(model=MODEL, prompt="1 2 3 4", temperature=0, max_tokens=30, stop=[" 7"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 5 6", "stop")
+
+
+def test_errors_and_models(stack: Stack) -> None:
+    with stack.client() as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.BadRequestError) as too_long:
+            client.completions.create(model=MODEL, prompt="word " * 9000)
+        assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "prompt")
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("nothing")
+
+
+def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
+    """Endless requests are dropped; were they still running, as many again would not be answered in turn."""
+    with stack.client() as client:
+        for _ in range(3):
+            stream = client.completions.create(
+                model=MODEL, prompt="Once", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            stream.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{stack.url}/ready", timeout=5) as answer:
+            if b'"running": 0, "waiting": 0' in answer.read():
+                return
+        time.sleep(0.1)  # heartbeats come once a second
+    pytest.fail("the engine still runs requests that nobody reads")
+
+
+def test_zz_drain(stack: Stack) -> None:
+    """Last in this file: SIGTERM lets the open stream end, then the gateway exits with 0."""
+    with stack.client() as client:
+        stream = client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = iter(stream)
+        next(chunks)
+        stack.gateway.send_signal(signal.SIGTERM)
+        rest = list(chunks)
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert stack.gateway.wait(30) == 0
