@@ -9,7 +9,8 @@ Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, p
     275 us.
   - Decode: bmm, softmax, bmm with the G query heads of a KV head as rows take 133 us for 16 sequences and 75 us for 8;
     scaled_dot_product_attention on the same tensors 310 us and 158 us, because it calls small GEMMs per head. Only
-    for the least work is it the faster one: 49 against 88 us for 1 sequence.
+    for the least work is it the faster one: 49 against 88 us for 1 sequence. bmm rounds bf16 scores before the
+    softmax; SmolLM2's logits are then off by 0.0603 instead of 0.0586 on average (deviation 3.2).
   - Prefill: scaled_dot_product_attention per sequence, which never writes the [T, ctx] scores; the G heads are a batch
     of stride 0 over K and V.
 

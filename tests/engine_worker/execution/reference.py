@@ -21,7 +21,7 @@ from shared.messages import GenerationRequest
 from tests.builders import run_to_end
 
 TINY = {
-    "vocab_size": 500,
+    "vocab_size": 1000,
     "hidden_size": 96,
     "intermediate_size": 96,
     "num_hidden_layers": 3,

@@ -14,9 +14,9 @@ from tests.builders import make_request
 from tests.engine_worker.execution.reference import Reference, generate, make_runner, write_model
 
 FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
-# bf16 has 8 bits: its rounding moves logits of 10-20 by about 0.1. Measured on the prompts below: the worst choice
-# lies 0.33 under transformers' fp32 argmax.
-BF16_MARGIN = 0.75
+# bf16 has 8 bits: it moves logits (deviation 3.2) by 0.06 on average. Measured on these prompts: the worst choice lies
+# 0.17 under the fp32 argmax with bmm attention, 0.20 with the fused one; other CPUs sum in another order.
+BF16_MARGIN = 0.5
 
 # Around every edge of blocks of 8, 16 and 32, of chunks of 64, and of the 64 keys that decode pads to.
 PROMPT_LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 511, 1500]

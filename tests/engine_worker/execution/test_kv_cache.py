@@ -1,0 +1,89 @@
+"""How many blocks fit, what the refusal says, and copies between blocks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution.kv_cache import KVCache, KVCacheTooSmall, check_capacity, num_blocks_that_fit
+from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
+from engine_worker.model.config import ModelConfig
+from engine_worker.scheduling.batch import BlockCopy
+
+MIB = 2**20
+CONFIG = ModelConfig(
+    vocab_size=10, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
+    max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True,
+    dtype="float32", eos_token_ids=(),
+)  # fmt: skip
+
+
+def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
+    return DeviceMemory(
+        device=torch.device(device), total_bytes=16_000 * MIB, free_bytes=free_mib * MIB, weights_bytes=257 * MIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "device", "num_bytes", "ratio", "max_blocks", "expected"),
+    [
+        (4000, "cpu", 100 * MIB, None, 10**6, 100),  # as told
+        (10, "cpu", 100 * MIB, None, 10, 100),  # as told, whatever is free
+        (4000, "cpu", None, None, 10**6, 1000),  # a quarter of what is free
+        (12_000, "cpu", None, None, 10**6, 2048),  # but 2 GiB at most
+        (12_000, "cpu", None, 0.5, 10**6, 6000),  # unless told
+        (1000, "cuda", None, None, 10**6, 900),
+        (4000, "cpu", None, None, 77, 77),  # more could never be used
+    ],
+)
+def test_size_of_the_pool(
+    free_mib: int, device: str, num_bytes: int | None, ratio: float | None, max_blocks: int, expected: int
+) -> None:
+    assert num_blocks_that_fit(memory(free_mib, device), MIB, num_bytes, ratio, max_blocks) == expected
+
+
+def test_one_sequence_and_the_padding_block_must_fit() -> None:
+    check_capacity(num_blocks=65, block_size=16, bytes_per_block=MIB, max_model_len=1024, memory=memory(4000))
+    with pytest.raises(KVCacheTooSmall):
+        check_capacity(num_blocks=64, block_size=16, bytes_per_block=MIB, max_model_len=1024, memory=memory(4000))
+
+
+def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
+    with pytest.raises(KVCacheTooSmall) as refusal:
+        check_capacity(num_blocks=101, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(4000))
+    text = str(refusal.value)
+    for part in ("8192 tokens", "16,000 MiB in all", "4,000 MiB free", "257 MiB of weights", "65,536 bytes a token"):
+        assert part in text
+    assert f"--kv-cache-memory-bytes {513 * MIB}" in text and "--max-model-len 1600" in text
+
+
+def test_the_advice_never_names_memory_that_is_not_there() -> None:
+    with pytest.raises(KVCacheTooSmall) as refusal:
+        check_capacity(num_blocks=101, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(500))
+    assert "--kv-cache-memory-bytes" not in str(refusal.value) and "--max-model-len 1600" in str(refusal.value)
+    with pytest.raises(KVCacheTooSmall, match="Nothing fits"):
+        check_capacity(num_blocks=0, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(500))
+
+
+def test_copies_move_all_layers_of_a_block() -> None:
+    cache = KVCache(CONFIG, num_blocks=4, block_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.pool.shape == (4, 2, 2, 1, 8, 4) and not cache.pool.any()
+    cache.pool[1], cache.pool[2] = 1.0, 2.0
+    cache.copy_blocks([BlockCopy(1, 3), BlockCopy(2, 1)])  # 1 is read before it is overwritten
+    assert [float(block.unique()) for block in cache.pool] == [0.0, 2.0, 2.0, 1.0]
+
+
+def test_a_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  8000 kB\nMemFree: 1 kB\nMemAvailable:  6000 kB\n")
+    assert _host_memory(meminfo, tmp_path) == (8000 * 1024, 6000 * 1024)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1024000\n")
+    assert _host_memory(meminfo, tmp_path) == (8000 * 1024, 6000 * 1024)
+    (tmp_path / "memory.max").write_text("3072000\n")
+    assert _host_memory(meminfo, tmp_path) == (3_072_000, 2_048_000)
+
+
+def test_unknown_memory_asks_for_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(MemoryUnknown, match="--kv-cache-memory-bytes"):
+        _host_memory(tmp_path / "absent", tmp_path)

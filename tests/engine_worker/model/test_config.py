@@ -1,0 +1,90 @@
+"""config.json -> ModelConfig, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_worker.model.config import ModelConfig, RopeScaling
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_json({**LLAMA, **changes}, generation or {})
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    config = parse(num_key_value_heads=None)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
+    assert config.rope_scaling is None and not config.tie_word_embeddings
+
+
+def test_rope_of_old_and_of_new_exporters() -> None:
+    scaling = RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
+    )
+    old = parse(rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
+    new = parse(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})
+    assert old == new
+    assert (new.rope_theta, new.rope_scaling) == (5e5, scaling)
+
+
+def test_generation_config_names_the_ends() -> None:
+    assert parse(eos_token_id=2).eos_token_ids == (2,)
+    assert parse({"eos_token_id": [5, 6]}, eos_token_id=2).eos_token_ids == (5, 6)
+    assert parse().eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"model_type": "qwen2"}, "qwen2"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "3 key/value heads"),
+        ({"head_dim": 15}, "15"),
+    ],
+)
+def test_what_the_network_does_not_have_is_refused_by_name(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        parse(**changes)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_directory_without_a_config_is_no_model(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_reads_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (9,)

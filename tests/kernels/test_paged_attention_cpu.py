@@ -1,0 +1,92 @@
+"""The CPU's paged attention against the kernel's reference: the same arguments must give the same result."""
+
+import pytest
+import torch
+
+import kernels.paged_attention_cpu as cpu
+from kernels.paged_attention import paged_attention_reference
+
+# (query_len, seq_len) of each sequence
+BATCHES = {
+    "one_decode": [(1, 5)],
+    "decode_at_block_edges": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 65)],
+    "many_decodes": [(1, 100 + 7 * index) for index in range(20)],
+    "lengths_far_apart": [(1, 3), (1, 900), (1, 5), (1, 880), (1, 4), (1, 870)],
+    "prefill": [(33, 33)],
+    "chunk_after_a_prefix": [(20, 50), (2, 400)],
+    "mixed_in_any_order": [(10, 40), (1, 30), (7, 7), (1, 200), (1, 1)],
+}
+
+
+def random_batch(
+    lengths: list[tuple[int, int]], *, block_size: int, num_kv_heads: int, group: int, dtype: torch.dtype
+) -> tuple[object, ...]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    head_dim, num_layers, layer = 16, 3, 1
+    max_blocks = max(-(-seq_len // block_size) for _, seq_len in lengths)
+    num_blocks = 1 + max_blocks * len(lengths)
+    pool = torch.randn(num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim, generator=generator).to(dtype)
+    pool[0] = 0
+    tables = (torch.randperm(num_blocks - 1, generator=generator) + 1).view(len(lengths), max_blocks).int()
+    query_lens = torch.tensor([query_len for query_len, _ in lengths])
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0))).int()
+    seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32)
+    query = torch.randn(int(starts[-1]), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    longest = int(query_lens.max()), int(seq_lens.max())
+    return query, pool[:, layer, 0], pool[:, layer, 1], tables, starts, seq_lens, *longest, head_dim**-0.5
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 4), (3, 3), (4, 1)])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_equals_the_reference(name: str, num_kv_heads: int, group: int, block_size: int) -> None:
+    arguments = random_batch(
+        BATCHES[name], block_size=block_size, num_kv_heads=num_kv_heads, group=group, dtype=torch.float32
+    )
+    torch.testing.assert_close(cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
+
+
+@pytest.mark.parametrize("max_fused_work", [0, 10**9], ids=["bmm", "fused"])
+def test_both_ways_of_decoding_equal_the_reference(max_fused_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_MAX_FUSED_WORK", max_fused_work)
+    arguments = random_batch(
+        BATCHES["decode_at_block_edges"], block_size=16, num_kv_heads=3, group=3, dtype=torch.float32
+    )
+    torch.testing.assert_close(cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
+
+
+def test_bf16_stays_within_its_rounding() -> None:
+    arguments = random_batch(BATCHES["many_decodes"], block_size=16, num_kv_heads=3, group=3, dtype=torch.bfloat16)
+    # Scores of up to 4 are rounded to 8 bits before the softmax: 2^-7 in each weight; outputs are at most 2.
+    torch.testing.assert_close(
+        cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments), atol=2**-6, rtol=2**-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([], []),
+        ([7], [(0, 1)]),
+        ([10, 12, 300], [(0, 3)]),  # padding of 578 tokens costs less than a second group
+        ([10, 12, 1000], [(0, 2), (2, 3)]),
+        ([100] * 30 + [2000], [(0, 30), (30, 31)]),
+        ([1000, 1100, 1200], [(0, 3)]),
+    ],
+)
+def test_lengths_far_apart_are_padded_apart(lengths: list[int], groups: list[tuple[int, int]]) -> None:
+    assert list(cpu._similar_lengths(lengths)) == groups
+
+
+def test_started_blocks_are_those_begun_and_not_filled() -> None:
+    tables = torch.tensor([[5, 0, 0], [6, 7, 0], [8, 9, 10]], dtype=torch.int32)
+    layout = cpu.CacheLayout(num_kv_heads=1, block_size=4, head_dim=2, rows_per_block=2, rows_to_value=1)
+    plan = cpu.PagedAttentionPlan(
+        layout,
+        tables,
+        query_start_loc=torch.tensor([0, 1, 2, 7]),
+        seq_lens=torch.tensor([3, 5, 9]),  # decode inside block 5; decode begins block 7; a chunk begins block 10
+        dtype=torch.float32,
+        buffer=cpu.GatherBuffer(),
+    )
+    assert plan.started_blocks() == [7, 10]
