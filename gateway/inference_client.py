@@ -43,6 +43,7 @@ from shared.redis_client import RedisConnections, got_no_reply
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import AcceptStatus, RedisScripts
 from shared.subscription import GAP, Message, Subscription
+from shared.tasks import cancel_and_wait
 
 __all__ = [
     "InferenceClient",
@@ -122,10 +123,7 @@ class InferenceClient:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await asyncio.shield(self._own(self._cancel_withdrawn()))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks)
         await self._subscription.aclose()
 
     async def submit(self, request: GenerationRequest, *, owner_key_hash: str = "") -> ResponseStream:

@@ -1,0 +1,453 @@
+"""A small world in which everything goes wrong, built from the product's own transport and a real server.
+
+Simulated are only the engine (it draws random tokens, so that two attempts never agree), the clients and the disasters:
+replies lost after the server applied the command, lost pub/sub messages, kills at any await, workers that sleep through
+their own reaping and then go on, repeated ACCEPTs, cancels, requests that crash their worker. `run_world` raises
+Violation if a client did not get exactly what the journal holds, or if anything stays behind in the store.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from redis.exceptions import ConnectionError
+
+from engine_worker.transport.claims import Claims
+from engine_worker.transport.reaper import Reaper
+from engine_worker.transport.request_stream import RequestStream
+from engine_worker.transport.token_publisher import TokenPublisher
+from gateway.inference_client import InferenceClient, ResponseStream, StoreUnavailable
+from shared.messages import (
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+    decode_event_batch,
+    decode_terminal_event,
+    encode,
+    journal_token_ids,
+)
+from shared.reaping import list_worker_ids, reap_worker
+from shared.redis_client import RedisConnections, connect
+from shared.redis_keys import GROUP, RedisKeys
+from shared.redis_scripts import Fenced, RedisScripts
+from shared.subscription import Message, Subscription
+from shared.tasks import cancel_and_wait
+
+LOST_REPLY_RATIO = 0.10
+LOST_MESSAGE_RATIO = 0.15
+SPEED = 20  # the product's time-outs of seconds pass in a twentieth
+CAPACITY = 4  # sequences of one worker
+POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
+
+
+class Violation(AssertionError):
+    """The protocol broke a promise."""
+
+
+class Crash(Exception):
+    """A simulated engine that a poisonous request has killed."""
+
+
+@dataclass
+class Faults:
+    """What differs from the product: nothing, or one mutant."""
+
+    lua: Mapping[str, str] | None = None
+    publishes_before_journal: bool = False
+    ignores_gaps: bool = False
+    never_rereads: bool = False
+
+
+@dataclass
+class Tally:
+    requests: int = 0
+    kills: int = 0
+    crashes: int = 0
+    fenced: int = 0
+    cancels: int = 0
+    lost_replies: int = 0
+    lost_messages: int = 0
+    journal_reads: int = 0
+    repeated_tokens: int = 0
+    dead_letters: int = 0
+    innocent_dead_letters: int = 0
+    last_progress: float = field(default_factory=time.monotonic)
+
+
+def fast_clock() -> float:
+    return time.monotonic() * SPEED
+
+
+async def fast_sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds / SPEED)
+
+
+class LossyScripts(RedisScripts):
+    """Applies every script, then sometimes loses its reply."""
+
+    def __init__(self, world: "World", connections: RedisConnections) -> None:
+        super().__init__(connections.commands, world.keys, world.faults.lua)
+        self._world = world
+
+    async def emit(self, worker_id: str, step: int, frames: Any, blobs: Mapping[str, bytes]) -> list[str]:
+        if self._world.faults.publishes_before_journal:
+            for gateway_id, blob in blobs.items():
+                await self.redis.publish(self.keys.gateway_channel(gateway_id), blob)
+            blobs = {}
+        return await super().emit(worker_id, step, frames, blobs)
+
+    async def _call(self, *arguments: Any) -> Any:
+        reply = await super()._call(*arguments)
+        self._world.maybe_lose_reply()
+        return reply
+
+
+class LossyReader:
+    def __init__(self, world: "World", redis: Any) -> None:
+        self._world = world
+        self._redis = redis
+
+    async def xreadgroup(self, *arguments: Any, **options: Any) -> Any:
+        reply = await self._redis.xreadgroup(*arguments, **options)
+        self._world.maybe_lose_reply()
+        return reply
+
+
+class LossyClient(InferenceClient):
+    def __init__(self, world: "World", gateway_id: str) -> None:
+        super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock)
+        self._scripts = LossyScripts(world, world.connections)
+        self._world = world
+
+    def _understand(self, message: Message) -> None:
+        if self._world.random.random() < LOST_MESSAGE_RATIO:
+            self._world.tally.lost_messages += 1
+        else:
+            super()._understand(message)
+
+
+class GapBlindStream(ResponseStream):
+    def _take(self, index: int, token_ids: Any) -> None:
+        super()._take(min(index, self.next_index), token_ids)
+
+
+class ForgetfulRequestStream(RequestStream):
+    async def _reread_own_pending(self) -> None:
+        return None
+
+
+class SimulatedWorker:
+    """One process: it lives through several incarnations until it is killed or crashes."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.worker_id = ""
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    async def run(self) -> None:
+        connections = connect(self.world.url)
+        try:
+            while True:
+                try:
+                    await self._live(connections)
+                except Fenced:
+                    self.world.tally.fenced += 1
+        finally:
+            await connections.aclose()
+
+    async def _live(self, connections: RedisConnections) -> None:
+        world = self.world
+        scripts = LossyScripts(world, connections)
+        self.worker_id = f"w.{world.random.getrandbits(64):x}"
+        await world.until_answered(lambda: scripts.register(self.worker_id))
+        claims = Claims()
+        reader = replace(connections, blocking=LossyReader(world, connections.blocking))
+        stream_class = ForgetfulRequestStream if world.faults.never_rereads else RequestStream
+        requests = stream_class(reader, scripts, self.worker_id, claims, clock=fast_clock)
+        tokens = TokenPublisher(scripts, self.worker_id, claims, sleep=fast_sleep)
+        running: dict[str, tuple[GenerationRequest, list[int]]] = {}
+        while True:
+            await self.awake.wait()
+            for claim in await requests.claim(CAPACITY - len(running), block=not running):
+                running[claim.request.request_id] = (claim.request, list(claim.journal_token_ids))
+            events = [event for request, output in running.values() for event in self._sample(request, output)]
+            await asyncio.sleep(world.random.random() * 0.003)
+            await self.awake.wait()  # a zombie wakes up here, with a step in its hands
+            cancelled = await tokens.emit(events)
+            endings = [_ending(*running[request_id], FinishReason.CANCELLED) for request_id in cancelled]
+            endings += [
+                _ending(request, output, FinishReason.LENGTH)
+                for request_id, (request, output) in running.items()
+                if len(output) >= request.sampling.max_tokens and request_id not in cancelled
+            ]
+            await tokens.finish(endings)
+            for ending in endings:
+                del running[ending.request_id]
+
+    def _sample(self, request: GenerationRequest, output: list[int]) -> list[TokenEvent]:
+        kind = request.prompt_token_ids[0]
+        if kind == POISON_AT_ONCE or (kind == POISON_LATER and len(output) == POISON_LATER_INDEX):
+            raise Crash
+        if len(output) >= request.sampling.max_tokens:
+            return []  # the attempt before died between its last token and FINISH
+        output.append(self.world.random.randrange(50_000))
+        return [TokenEvent(request.request_id, len(output) - 1, output[-1:])]
+
+
+def _ending(request: GenerationRequest, output: list[int], reason: FinishReason) -> FinishEvent:
+    usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(output))
+    return FinishEvent(request.request_id, reason, usage)
+
+
+class World:
+    def __init__(self, url: str, keys: RedisKeys, seed: int, faults: Faults) -> None:
+        self.url = url
+        self.keys = keys
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.tally = Tally()
+        self.connections = connect(url)
+        self.scripts = LossyScripts(self, self.connections)
+        self.gateways = [LossyClient(self, f"gateway{number}") for number in range(3)]
+        self.workers = [SimulatedWorker(self) for _ in range(4)]
+        self.worker_tasks: dict[int, asyncio.Task[None]] = {}
+        self.answers: dict[str, list[int]] = {}  # what clients got, of requests that were not cancelled
+        self.endings: dict[str, FinishEvent | ErrorEvent] = {}
+        self.poisons: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.published: list[TokenEvent] = []
+
+    def maybe_lose_reply(self) -> None:
+        if self.random.random() < LOST_REPLY_RATIO:
+            self.tally.lost_replies += 1
+            raise ConnectionError("the reply was lost")
+
+    async def until_answered(self, call: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return await call()
+            except ConnectionError:
+                await asyncio.sleep(0)
+
+    # -- disasters
+
+    async def keep_worker(self, slot: int) -> None:
+        """The supervisor of one worker: whenever it ends, its requests are requeued and a new one starts."""
+        while True:
+            self.workers[slot] = worker = SimulatedWorker(self)
+            self.worker_tasks[slot] = task = asyncio.create_task(worker.run())
+            try:
+                await asyncio.wait([task])
+            finally:
+                await cancel_and_wait([task])
+            if not task.cancelled() and not isinstance(task.exception(), Crash):
+                raise task.exception() or RuntimeError("a worker ended by itself")
+            self.tally.crashes += not task.cancelled()
+            await asyncio.sleep(self.random.random() * 0.02)
+            await self.until_answered(lambda worker=worker: reap_worker(self.scripts, worker.worker_id))
+
+    async def bring_disasters(self) -> None:
+        """Worker 0 lives for ever: only it shows whether entries of lost reads are found again."""
+        while True:
+            await asyncio.sleep(self.random.random() * 0.08)
+            slot = self.random.randrange(1, len(self.workers))
+            if self.random.random() < 0.5:
+                self.tally.kills += 1
+                await cancel_and_wait([self.worker_tasks[slot]])
+            else:
+                worker = self.workers[slot]
+                worker.awake.clear()
+                await asyncio.sleep(self.random.random() * 0.01)
+                await self.until_answered(lambda worker=worker: reap_worker(self.scripts, worker.worker_id))
+                await asyncio.sleep(self.random.random() * 0.03)
+                worker.awake.set()
+
+    async def reap_zombies(self) -> None:
+        """The reapers of the product, without their counting of heartbeats: who dies is decided above."""
+        reaper = Reaper(self.connections, self.keys)
+        while True:
+            await asyncio.sleep(0.1)
+            await reaper.tick(could_hear=False)
+
+    # -- clients
+
+    async def be_client(self, num_requests: int) -> None:
+        for _ in range(num_requests):
+            request, client = self._draw_request(), self.random.choice(self.gateways)
+            try:
+                stream = await client.submit(request)
+            except StoreUnavailable:
+                self.cancelled.add(request.request_id)  # three lost replies in a row: the client got its 503
+                continue
+            self.tally.requests += 1
+            await self._read(client, stream)
+            self.tally.repeated_tokens += stream.num_repeated_tokens
+
+    def _draw_request(self) -> GenerationRequest:
+        kind = self.random.choices([1, POISON_AT_ONCE, POISON_LATER], [0.97, 0.015, 0.015])[0]
+        request_id = f"{self.random.getrandbits(128):032x}"
+        if kind != 1:
+            self.poisons.add(request_id)
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=[kind, 2, 3],
+            sampling=SamplingParams(max_tokens=self.random.randint(4 if kind != 1 else 1, 25), seed=0),
+            priority_class=self.random.choice(["interactive", "batch"]),
+        )
+
+    async def _read(self, client: InferenceClient, stream: ResponseStream) -> None:
+        if self.faults.ignores_gaps:
+            stream.__class__ = GapBlindStream
+        request_id = stream.request_id
+        cancel_at = self.random.randrange(20) if self.random.random() < 0.1 else None
+        if cancel_at is None and self.random.random() < 0.1:
+            await self._accept_again(stream.request)
+        tokens: list[int] = []
+        terminal = None
+        async for event in stream:
+            self.tally.last_progress = time.monotonic()
+            _require(terminal is None, f"{request_id} got {event} after its end")
+            if isinstance(event, TokenEvent):
+                _require(event.index == len(tokens), f"{request_id} got index {event.index} at {len(tokens)}")
+                tokens += event.token_ids
+                if cancel_at is not None and len(tokens) >= cancel_at:
+                    self.tally.cancels += 1
+                    self.cancelled.add(request_id)
+                    await client.cancel(request_id)
+            else:
+                terminal = event
+        _require(terminal is not None, f"{request_id} has no end")
+        if request_id not in self.cancelled:
+            self.answers[request_id], self.endings[request_id] = tokens, terminal
+
+    async def _accept_again(self, request: GenerationRequest) -> None:
+        again = self.scripts.accept(
+            request.request_id, encode(request), gateway_id="gateway0", priority_class=request.priority_class
+        )
+        with suppress(ConnectionError):
+            await again
+
+    # -- promises
+
+    async def watch_progress(self, stall_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            _require(time.monotonic() - self.tally.last_progress < stall_seconds, "stalled: an answer does not go on")
+
+    async def listen_to_all(self) -> None:
+        """An auditor whose messages are not lost: what is published must be in the journal."""
+        connections = connect(self.url)
+        channels = [self.keys.gateway_channel(f"gateway{number}") for number in range(len(self.gateways))]
+        subscription = Subscription(connections.subscriber, channels)
+        try:
+            while True:
+                message = await subscription.get(1.0)
+                if isinstance(message, Message):
+                    events = decode_event_batch(message.data).events
+                    self.published += [event for event in events if isinstance(event, TokenEvent)]
+        finally:
+            await subscription.aclose()
+            await connections.aclose()
+
+    async def check_answers(self) -> None:
+        journals: dict[str, list[int]] = {}
+        for request_id, tokens in self.answers.items():
+            stored = await self.connections.commands.get(self.keys.journal(request_id))
+            journals[request_id] = journal_token_ids(stored or b"")
+            _require(tokens == journals[request_id], f"{request_id}: the client's stream is not the journal")
+            await self._check_end(request_id, len(tokens))
+        for event in self.published:
+            if (journal := journals.get(event.request_id)) is not None:
+                held = journal[event.index : event.index + len(event.token_ids)]
+                _require(held == event.token_ids, f"{event.request_id}: published tokens are not in the journal")
+
+    async def _check_end(self, request_id: str, num_tokens: int) -> None:
+        terminal = self.endings[request_id]
+        stored = await self.connections.commands.hgetall(self.keys.request(request_id))
+        _require(stored.get(b"state") == b"done", f"{request_id} ended but is not done")
+        _require(decode_terminal_event(stored[b"terminal"]) == terminal, f"{request_id}: another end is stored")
+        if isinstance(terminal, FinishEvent):
+            _require(terminal.usage.completion_tokens == num_tokens, f"{request_id}: usage is wrong")
+            _require(request_id not in self.poisons, f"{request_id} is poison and finished")
+            return
+        self.tally.dead_letters += 1
+        _require(int(stored[b"strikes"]) >= 3 or int(stored[b"attempt"]) >= 10, f"{request_id}: given up too early")
+        self.tally.innocent_dead_letters += request_id not in self.poisons
+
+    async def check_store_is_empty(self, timeout_seconds: float) -> None:
+        """Cancelled entries may need another claim or re-read to go."""
+        redis = self.connections.commands
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = {queue: await redis.xlen(queue) for queue in self.keys.queues}
+            pending = {queue: (await redis.xpending(queue, GROUP))["pending"] for queue in self.keys.queues}
+            names = await list_worker_ids(redis, self.keys)
+            unfenced = [name for name in names if not await redis.exists(self.keys.fence(name))]
+            if not any([*left.values(), *pending.values(), *unfenced]):
+                return
+            _require(time.monotonic() < deadline, f"left in the store: {left}, pending {pending}, zombies {unfenced}")
+            await asyncio.sleep(0.05)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)
+
+
+async def run_world(
+    url: str,
+    keys: RedisKeys,
+    *,
+    seed: int,
+    num_clients: int,
+    requests_per_client: int,
+    faults: Faults,
+    stall_seconds: float,
+) -> Tally:
+    world = World(url, keys, seed, faults)
+    for gateway in world.gateways:
+        await gateway.start()
+    background = [
+        asyncio.create_task(world.listen_to_all()),
+        asyncio.create_task(world.watch_progress(stall_seconds)),
+        asyncio.create_task(world.reap_zombies()),
+        *(asyncio.create_task(world.keep_worker(slot)) for slot in range(len(world.workers))),
+    ]
+    disasters = asyncio.create_task(_after_start(world))
+    clients = asyncio.gather(*(world.be_client(requests_per_client) for _ in range(num_clients)))
+    try:
+        await asyncio.wait([clients, disasters, *background], return_when=asyncio.FIRST_COMPLETED)
+        for task in (disasters, *background):
+            if task.done():
+                task.result()
+        await clients
+        disasters.cancel()
+        background[1].cancel()
+        for worker in world.workers:
+            worker.awake.set()
+        await world.check_answers()
+        await world.check_store_is_empty(stall_seconds)
+    finally:
+        world.tally.journal_reads = sum(gateway.num_journal_reads for gateway in world.gateways)
+        clients.cancel()
+        await asyncio.gather(clients, return_exceptions=True)
+        await cancel_and_wait([disasters, *background, *world.worker_tasks.values()])
+        for gateway in world.gateways:
+            await gateway.close()
+        await world.connections.aclose()
+    return world.tally
+
+
+async def _after_start(world: World) -> None:
+    while len(world.worker_tasks) < len(world.workers):
+        await asyncio.sleep(0)
+    await world.bring_disasters()

@@ -1,0 +1,112 @@
+"""The protocol keeps its promises in a world of faults, and the test would notice if it did not.
+
+Each mutant removes one rule; a world that does not catch it proves nothing about that rule. EMIT checks two things that
+each keep a zombie out, the fence and the request's `worker` field: the mutants of the fence therefore drop the second
+check too, and a variant shows that the fence alone is enough.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import load_sources
+from tests.conftest import Valkey
+from tests.integration.protocol_model import Faults, Tally, Violation, run_world
+
+pytestmark = pytest.mark.redis
+
+SEEDS = (20260101, 7, 424242)
+STALL_SECONDS = 20.0
+MUTANT_STALL_SECONDS = 3.0  # a mutant that loses work is caught by standing still
+
+OWNERSHIP = ("emit", "redis.pcall('HGET', r, 'worker') == worker", "redis.call('EXISTS', r) == 1")
+NO_FENCE_IN_EMIT = ("emit", "if not stored then\n  return {'FENCED'}\nend", "stored = stored or step - 1")
+NO_FENCE = ("redis.call('EXISTS', KEYS[1]) == 0", "false")
+
+
+def patched(*patches: tuple[str, str, str]) -> Mapping[str, str]:
+    sources = load_sources()
+    for name, old, new in patches:
+        assert old in sources[name], f"{name}.lua no longer holds {old!r}"
+        sources[name] = sources[name].replace(old, new)
+    return sources
+
+
+MUTANTS = {
+    "no step check in EMIT": (
+        Faults(lua=patched(("emit", "stored == step\n", "false\n"), ("emit", "stored ~= step - 1", "false"))),
+        "not the journal|not in the journal|unreadable|got index|stalled",
+    ),
+    "no fence check": (
+        Faults(lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish")))),
+        "journal|unreadable|given up|another end|stalled",
+    ),
+    "REAP leaves the fence": (
+        Faults(lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
+        "journal|unreadable|given up|another end|stalled|left in the store",
+    ),
+    "publish without journal": (
+        Faults(lua=patched(("emit", "type(redis.pcall('APPEND', j, ARGV[2 + i])) == 'number'", "true"))),
+        "not the journal|usage|stalled",
+    ),
+    "publish before journal": (Faults(publishes_before_journal=True), "journal|got index"),
+    "acknowledged when read": (
+        Faults(
+            lua=patched(
+                (
+                    "take",
+                    "if reply then\n",
+                    "if reply then\n for _, e in ipairs(reply[1][2]) do redis.call('XACK', KEYS[i], ARGV[2], e[1])"
+                    " end\n",
+                )
+            )
+        ),
+        "stalled",
+    ),
+    "no gap replay": (Faults(ignores_gaps=True), "not the journal"),
+    "own pending entries are not read again": (Faults(never_rereads=True), "stalled"),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # thousands of lost replies
+
+
+async def world(valkey: Valkey, keys: RedisKeys, seed: int, faults: Faults, stall_seconds: float) -> Tally:
+    print(f"seed {seed}")
+    tally = await run_world(
+        valkey.url,
+        keys,
+        seed=seed,
+        num_clients=24,
+        requests_per_client=16,
+        faults=faults,
+        stall_seconds=stall_seconds,
+    )
+    print(tally)
+    return tally
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_every_client_gets_exactly_the_journal(valkey, keys, seed):
+    tally = await world(valkey, keys, seed, Faults(), STALL_SECONDS)
+    # The faults did happen, or the test has shown nothing.
+    assert min(tally.kills, tally.crashes, tally.fenced, tally.cancels, tally.dead_letters) > 0
+    assert min(tally.lost_replies, tally.lost_messages, tally.journal_reads, tally.repeated_tokens) > 50
+    assert tally.innocent_dead_letters < tally.requests / 50
+
+
+async def test_the_fence_alone_keeps_zombies_out(valkey, keys):
+    await world(valkey, keys, 11, Faults(lua=patched(OWNERSHIP)), STALL_SECONDS)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+async def test_a_mutant_is_caught(valkey, keys, name):
+    faults, symptom = MUTANTS[name]
+    with pytest.raises(Violation, match=symptom) as caught:
+        for seed in range(3):  # zombies do not come in every world
+            await world(valkey, RedisKeys(f"{keys.model_name}-{seed}"), seed, faults, MUTANT_STALL_SECONDS)
+    print(f"{name}: {caught.value}")
