@@ -45,16 +45,15 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
     async def serve() -> None:
         await WorkerService(settings, _version()).run(load)
 
-    status = EXIT_OK
     try:
         asyncio.run(serve())
-    except* CannotStart as group:
-        logger.error("cannot start: %s", group.exceptions[0])
-        status = EXIT_CANNOT_START
-    except* Exception:
+    except CannotStart as error:
+        logger.error("cannot start: %s", error)
+        return EXIT_CANNOT_START
+    except Exception:
         logger.exception("the worker failed; its requests are taken over")
-        status = EXIT_FAILED
-    return status
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:

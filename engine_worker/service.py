@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +28,7 @@ from engine_worker.worker import Worker
 from shared.messages import WorkerPhase
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from shared.tasks import run_until_first_ends
 
 logger = logging.getLogger("worker")
 
@@ -71,12 +71,21 @@ class WorkerService:
         try:
             async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
                 logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)
-                async with self._background_tasks():
-                    loaded = await self._load(load)
-                    if loaded is not None:
-                        await self._serve(loaded)
+                heartbeats = HeartbeatPublisher(self._connections.commands, self._keys)
+                await run_until_first_ends(
+                    self._load_and_serve(load),
+                    heartbeats.run(),
+                    self._offer_heartbeats(heartbeats),
+                    Reaper(self._connections, self._keys).run(),
+                    StepWatchdog(self._engine, self._settings.step_timeout_seconds).run(),
+                )
         finally:
             await self._connections.aclose()
+
+    async def _load_and_serve(self, load: LoadEngine) -> None:
+        loaded = await self._load(load)
+        if loaded is not None:
+            await self._serve(loaded)
 
     async def _load(self, load: LoadEngine) -> LoadedEngine | None:
         """None if it was told to stop meanwhile: native code may still run in the thread then."""
@@ -112,19 +121,6 @@ class WorkerService:
 
     async def _hear_cancels(self, worker_id: str, on_cancel: Callable[[str], None]) -> None:
         await CancelHints(self._connections.subscriber, self._keys, on_cancel).run(worker_id)
-
-    @asynccontextmanager
-    async def _background_tasks(self) -> AsyncIterator[None]:
-        """The tasks that live as long as the process; if one fails, so does the body."""
-        heartbeats = HeartbeatPublisher(self._connections.commands, self._keys)
-        reaper = Reaper(self._connections, self._keys)
-        watchdog = StepWatchdog(self._engine, self._settings.step_timeout_seconds)
-        coroutines = (heartbeats.run(), self._offer_heartbeats(heartbeats), reaper.run(), watchdog.run())
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-            yield
-            for task in tasks:
-                task.cancel()
 
     async def _offer_heartbeats(self, heartbeats: HeartbeatPublisher) -> None:
         while True:

@@ -24,6 +24,7 @@ from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from shared.redis_scripts import Fenced
+from shared.tasks import run_until_first_ends
 
 logger = logging.getLogger("worker")
 
@@ -42,10 +43,6 @@ class _Cancelled:
     """In the outbox between the turns: this request's client has gone."""
 
     request_id: str
-
-
-class _Drained(Exception):
-    """Ends the tasks of the last incarnation."""
 
 
 class Worker:
@@ -90,28 +87,34 @@ class Worker:
     async def _live(self, incarnation: Incarnation) -> bool:
         """One incarnation's life; True when it was drained, False when it was fenced."""
         logger.info("serving as %s", incarnation.worker_id)
-        drained = False
         try:
-            async with asyncio.TaskGroup() as tasks:
-                claims = tasks.create_task(self._claim_requests(incarnation.requests))
-                tasks.create_task(self._emit_turns(incarnation.tokens))
-                tasks.create_task(self._hear_cancels(incarnation.worker_id, self._on_cancel_hint))
-                tasks.create_task(self._engine.wait_ended())
-                tasks.create_task(self._end_when_drained(claims))
-        except* Fenced as group:
-            reason = group.exceptions[0]
+            await run_until_first_ends(
+                self._engine.wait_ended(),
+                self._emit_turns(incarnation.tokens),
+                self._hear_cancels(incarnation.worker_id, self._on_cancel_hint),
+                self._claim_until_drained(incarnation.requests),
+                self._run_out_of_time(),
+            )
+        except Fenced as reason:
             logger.warning("%s is fenced and drops %d requests: %s", incarnation.worker_id, len(self._held), reason)
-        except* _Drained:
-            drained = True
-        return drained
+            return False
+        return True
 
-    async def _claim_requests(self, requests: RequestStream) -> None:
-        while True:
+    async def _claim_until_drained(self, requests: RequestStream) -> None:
+        while not self._draining.is_set():
             num_seats = await self._engine.wait_for_seats()
-            if self._draining.is_set():
-                return
-            for claimed in await requests.claim(num_seats, block=True):
-                self._take(claimed)
+            if not self._draining.is_set():
+                for claimed in await requests.claim(num_seats, block=True):
+                    self._take(claimed)
+        await self._is_idle.wait()
+
+    async def _run_out_of_time(self) -> None:
+        await self._draining.wait()
+        logger.info("draining %d requests, at most %g s", len(self._held), self._drain_seconds)
+        await asyncio.sleep(self._drain_seconds)
+        logger.info("time is over; %d requests go back to the queue", len(self._held))
+        await self._engine.drop_requests()
+        await self._outbox.join()  # what was computed until now is still stored
 
     def _take(self, claimed: ClaimedRequest) -> None:
         self._held[claimed.request.request_id] = HeldRequest(claimed, len(claimed.journal_token_ids))
@@ -167,19 +170,6 @@ class Worker:
         if request_id in self._held:
             self._engine.abort_request(request_id)  # at once; its end waits for its turn at the store
             self._outbox.put_nowait(_Cancelled(request_id))
-
-    async def _end_when_drained(self, claims: asyncio.Task[None]) -> None:
-        await self._draining.wait()
-        logger.info("draining %d requests, at most %g s", len(self._held), self._drain_seconds)
-        try:
-            async with asyncio.timeout(self._drain_seconds):
-                await asyncio.shield(claims)  # a claim on its way still brings requests
-                await self._is_idle.wait()
-        except TimeoutError:
-            logger.info("time is over; %d requests go back to the queue", len(self._held))
-        await self._engine.drop_requests()
-        await self._outbox.join()  # what was computed until now is still stored
-        raise _Drained
 
     async def _forget_everything(self) -> None:
         await self._engine.drop_requests()

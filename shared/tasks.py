@@ -23,7 +23,7 @@ async def cancel_and_wait(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 async def run_until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run all until one returns or raises, end the others for sure, and raise what it raised.
 
-    Of several that raised at once, the first in the order of the arguments counts. Unlike a TaskGroup, which cancels once.
+    Of several that raised at once, the first argument counts. A TaskGroup would cancel them once only.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

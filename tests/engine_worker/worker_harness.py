@@ -1,0 +1,134 @@
+"""A whole Worker on a fake model and a real store, stepped by the test.
+
+The store is asked directly, as a gateway's journal catch-up would: no message can be lost that matters here.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from engine_worker.engine import Engine
+from engine_worker.engine_thread import EngineThread
+from engine_worker.metrics import WorkerMetrics
+from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.status import WorkerStatus
+from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.incarnation import Incarnation, register
+from engine_worker.worker import Worker
+from shared.messages import FinishEvent, GenerationRequest, TerminalEvent, decode_terminal_event, encode
+from shared.messages import journal_token_ids as decode_token_ids
+from shared.redis_client import RedisConnections
+from shared.redis_keys import GROUP, RedisKeys
+from shared.redis_scripts import RedisScripts
+from shared.tasks import cancel_and_wait
+from tests.builders import FakeModelRunner, make_engine
+
+PATIENCE_SECONDS = 20.0
+FOREVER_STEPS = 1_000_000
+
+
+async def eventually(holds: Callable[[], Any]) -> None:
+    """Wait until it is so; a state of another thread or of the server has no event to wait for."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+class Gate:
+    """Lets a given number of engine steps pass, and notes which requests each of them computed."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.batches: list[set[str]] = []
+        self._permits = threading.Semaphore(num_steps)
+        self.failure: Exception | None = None
+
+    def allow(self, num_steps: int = 1) -> None:
+        self._permits.release(num_steps)
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self.batches.append({scheduled.sequence.request_id for scheduled in batch.sequences})
+        assert self._permits.acquire(timeout=PATIENCE_SECONDS), "the test never allowed this step"
+        if self.failure is not None:
+            raise self.failure
+
+
+class WorkerHarness:
+    def __init__(
+        self,
+        connections: RedisConnections,
+        keys: RedisKeys,
+        *,
+        num_steps: int = FOREVER_STEPS,
+        drain_seconds: float = PATIENCE_SECONDS,
+        **engine: Any,
+    ) -> None:
+        """To be made in the event loop. `num_steps`: how many pass before the test allows more."""
+        self.scripts = RedisScripts(connections.commands, keys)
+        self.keys = keys
+        self.gate = Gate(num_steps)
+        self.engine: Engine = make_engine(FakeModelRunner(before_step=self.gate), **engine)
+        self.thread = EngineThread()
+        self.incarnations: list[str] = []
+        self.hinted: list[str] = []
+        self._connections = connections
+        status = WorkerStatus("w", "0")
+        metrics = WorkerMetrics("w", "m", "0", status)
+        self.worker = Worker(self.thread, self._register, self._hear_cancels, metrics, drain_seconds)
+        self.running: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["WorkerHarness"]:
+        self.thread.start(self.engine, self.worker.take_turn)
+        self.running = asyncio.create_task(self.worker.run())
+        try:
+            yield self
+        finally:
+            self.gate.allow(FOREVER_STEPS)
+            await cancel_and_wait([self.running])
+            with suppress(Exception):
+                await self.thread.stop()
+
+    async def submit(self, request: GenerationRequest, journal: bytes = b"") -> str:
+        await self.scripts.accept(
+            request.request_id, encode(request), gateway_id="g", priority_class="interactive", journal=journal
+        )
+        return request.request_id
+
+    async def tokens(self, request_id: str) -> list[int]:
+        return decode_token_ids(await self.scripts.redis.get(self.keys.journal(request_id)) or b"")
+
+    async def end(self, request_id: str) -> TerminalEvent:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                stored = await self.scripts.redis.hget(self.keys.request(request_id), "terminal")
+                if stored:
+                    return decode_terminal_event(stored)
+                await asyncio.sleep(0.002)
+
+    async def finish(self, request_id: str) -> tuple[list[int], FinishEvent]:
+        end = await self.end(request_id)
+        assert isinstance(end, FinishEvent), end
+        return await self.tokens(request_id), end
+
+    async def num_unacknowledged(self) -> int:
+        """Entries in all queues, claimed or not."""
+        return sum([await self.scripts.redis.xlen(queue) for queue in self.keys.queues])
+
+    async def num_claimed(self) -> int:
+        """Entries that a worker holds."""
+        pending = [await self.scripts.redis.xpending(queue, GROUP) for queue in self.keys.queues]
+        return sum(reply["pending"] for reply in pending)
+
+    async def _register(self, previous: Incarnation | None) -> Incarnation:
+        incarnation = await register(self._connections, self.keys, "w", previous)
+        self.incarnations.append(incarnation.worker_id)
+        return incarnation
+
+    async def _hear_cancels(self, worker_id: str, on_cancel: Callable[[str], None]) -> None:
+        def hear(request_id: str) -> None:
+            on_cancel(request_id)
+            self.hinted.append(request_id)
+
+        await CancelHints(self._connections.subscriber, self.keys, hear).run(worker_id)
