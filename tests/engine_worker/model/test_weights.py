@@ -39,7 +39,7 @@ def test_every_weight_is_used_and_progress_is_reported(model_dir: Path) -> None:
     weights = source(model_dir, reports)
     Transformer(ModelConfig.from_directory(model_dir), weights, max_len=8)
     weights.check_all_used()
-    assert reports == sorted(reports) and len(reports) >= 8 and reports[-1] > 0.9
+    assert reports == sorted(reports) and len(reports) >= 5 and reports[-1] > 0.9
     assert weights.loaded_bytes == sum(tensor.nbytes for tensor in load_file(model_dir / "model.safetensors").values())
 
 

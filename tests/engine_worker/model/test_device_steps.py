@@ -1,0 +1,57 @@
+"""The two devices' operators compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution.input_builder import build_model_input
+from engine_worker.model.config import ModelConfig
+from engine_worker.model.cpu_step import CpuDevice
+from engine_worker.model.cuda_step import CudaDevice
+from engine_worker.model.transformer import Device, Transformer
+from engine_worker.model.weights import SafetensorsWeights
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from tests.builders import make_sequence
+from tests.engine_worker.execution.reference import write_model
+
+BLOCK_SIZE = 8
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    directory = write_model(tmp_path_factory.mktemp("tiny"))
+    weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
+    return Transformer(ModelConfig.from_directory(Path(directory)), weights, max_len=256)
+
+
+def logits_and_pool(model: Transformer, device_class: type) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Two steps: a prompt in part beside a whole one, then its rest beside a decode."""
+    config = model.config
+    pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    device: Device = device_class(config, model.rotary, pool)
+    long, short = make_sequence(30), make_sequence(9, output_token_ids=[5])
+    long.block_table, short.block_table = [3, 9, 1, 7], [4, 2]
+    steps = [
+        [ScheduledSequence(long, 0, 13, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
+        [ScheduledSequence(long, 13, 17, samples=True), ScheduledSequence(short, 9, 1, samples=True)],
+    ]
+    inputs = [build_model_input(ScheduledBatch(step), BLOCK_SIZE, CPU) for step in steps]
+    return [model.forward(model_input, device) for model_input in inputs], pool
+
+
+def test_both_devices_give_the_same_logits_and_the_same_cache(model: Transformer) -> None:
+    cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
+    cuda_logits, cuda_pool = logits_and_pool(model, CudaDevice)
+    assert [len(logits) for logits in cpu_logits] == [1, 2]
+    for on_cpu, on_cuda in zip(cpu_logits, cuda_logits, strict=True):
+        assert on_cpu.std() > 0.5
+        torch.testing.assert_close(on_cpu, on_cuda, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cpu_pool, cuda_pool, atol=1e-4, rtol=1e-4)
+
+
+def test_attach_chooses_by_the_pool(model: Transformer) -> None:
+    config = model.config
+    pool = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    assert isinstance(model.attach(pool), CpuDevice)
