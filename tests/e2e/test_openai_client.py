@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.conftest import Valkey
+from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(240)]
 
@@ -44,14 +45,14 @@ def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.
     common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
     common.append("--exit-with-parent")
     commands = {
-        "gateway": ["-m", "gateway", "--port", str(port), "--drain-seconds", "20"],
+        "gateway": ["-m", "gateway", "--port", str(port), "--drain-seconds", "60"],
         "worker": [
             "-m",
             "engine_worker",
             "--metrics-port",
             "0",
             "--kv-cache-memory-bytes",
-            "256M",
+            "512M",
             "--dtype",
             "float32",
         ],
@@ -62,7 +63,7 @@ def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.
             argv = [sys.executable, *command, *common]
             processes[name] = subprocess.Popen(argv, stdout=log, stderr=log, env=environ)
     try:
-        wait_until_ready(f"http://127.0.0.1:{port}", logs)
+        wait_until_ready(f"http://127.0.0.1:{port}", logs, list(processes.values()))
         yield Stack(f"http://127.0.0.1:{port}", processes["gateway"])
     finally:
         for process in processes.values():
@@ -71,10 +72,10 @@ def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.
             process.wait(60)
 
 
-def wait_until_ready(url: str, logs: Path) -> None:
+def wait_until_ready(url: str, logs: Path, processes: "list[subprocess.Popen[bytes]]") -> None:
     deadline = time.monotonic() + START_SECONDS
     state = b""
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and all(process.poll() is None for process in processes):
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=5):
                 return
@@ -166,15 +167,39 @@ def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
     pytest.fail("the engine still runs requests that nobody reads")
 
 
+def test_bad_requests_leave_a_stream_unchanged(stack: Stack) -> None:
+    cases = [case for case in [*MALFORMED, *NUMBERS, *OTHER_FIELDS] if "vocabulary" not in case.name]
+    assert len(cases) >= 60
+    options: Any = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40}
+    with stack.client() as client:
+        undisturbed = client.completions.create(**options).choices[0].text
+        chunks = iter(client.completions.create(stream=True, **options))
+        pieces = [next(chunks).choices[0].text]
+        for case in cases:
+            assert status_of(stack, case) == case.status, case.name
+        pieces += [chunk.choices[0].text for chunk in chunks]
+    assert "".join(pieces) == undisturbed
+
+
+def status_of(stack: Stack, case: Bad) -> int:
+    request = urllib.request.Request(stack.url + case.url, case.body, case.headers, method=case.method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
 def test_zz_drain(stack: Stack) -> None:
     """Last in this file: SIGTERM lets the open stream end, then the gateway exits with 0."""
     with stack.client() as client:
         stream = client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=100, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt="Once", max_tokens=20, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         chunks = iter(stream)
         next(chunks)
         stack.gateway.send_signal(signal.SIGTERM)
         rest = list(chunks)
     assert rest[-1].choices[0].finish_reason == "length"
-    assert stack.gateway.wait(30) == 0
+    assert stack.gateway.wait(60) == 0

@@ -1,6 +1,7 @@
 """Bad requests: the exact status, code and field of each; and a stream that runs beside all of them is unchanged."""
 
 import asyncio
+import gzip
 import io
 import json
 from dataclasses import dataclass, field
@@ -216,7 +217,14 @@ HTTP = [
     Bad("GET", 405, "method_not_allowed", says="POST", method="GET"),
     Bad("DELETE", 405, "method_not_allowed", says="POST", method="DELETE"),
     Bad("body too large", 413, "body_too_large", says=str(MAX_BODY_BYTES), body=b" " * (MAX_BODY_BYTES + 1)),
-    Bad("compressed", 415, "unsupported_media_type", headers={"Content-Encoding": "gzip"}, body=b"x"),
+    Bad(
+        "compressed",
+        415,
+        "unsupported_media_type",
+        says="Content-Encoding",
+        headers={"Content-Encoding": "gzip", "Content-Type": "application/json"},
+        body=gzip.compress(b"{}"),
+    ),
     Bad(
         "form",
         415,
