@@ -1,5 +1,6 @@
 """`pagestream serve` as a newcomer runs it: the demo model, a real answer, deaths in the middle of it, no orphans."""
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from shared.reaping import list_worker_ids
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper and his dog."}]
@@ -113,6 +118,19 @@ def serve(state: Path, demo_model_dir: Path) -> Iterator[Serve]:
     one.close()
 
 
+def worker_ids(state: Path) -> list[str]:
+    """Of all workers that the store of a `serve` knows."""
+
+    async def ask() -> list[str]:
+        connections = connect(f"unix://{state}/pagestream/store/valkey.sock")
+        try:
+            return await list_worker_ids(connections.commands, RedisKeys(MODEL))
+        finally:
+            await connections.aclose()
+
+    return asyncio.run(ask())
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     _ended, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
     return alive == []
@@ -177,6 +195,8 @@ def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves
     family = serve.family()
     stream = serve.chat(STORY, max_tokens=200)
     next(stream)
+    (first_worker,) = worker_ids(state)
+    first_fleet = first_worker.split("-")[0]
     serve.process.kill()
     assert gone(family)
     with pytest.raises((ConnectionError, json.JSONDecodeError, urllib.error.URLError, StopIteration)):
@@ -185,6 +205,8 @@ def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves
     again = Serve(state)
     try:
         again.wait_for_line("Ready after")
+        # Heartbeats would tell only after 15 s that the first fleet is dead; a fresh store's supervisor knows at once.
+        assert not any(worker_id.startswith(first_fleet) for worker_id in worker_ids(state))
         assert "Paris" in "".join(again.chat(PARIS))
     finally:
         again.close()

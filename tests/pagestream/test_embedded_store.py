@@ -1,5 +1,6 @@
 """The embedded Valkey: private, durable, attaches to a live one, never outlives us by accident."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -76,6 +77,13 @@ async def test_a_live_server_is_used_and_left_running(directory: Path) -> None:
     assert await first.is_alive()
     await first.stop()
     assert not await first.is_alive()
+
+
+async def test_of_two_that_begin_at_once_one_attaches(directory: Path) -> None:
+    stores = [EmbeddedStore.at(directory, MEMORY_BYTES) for _ in range(2)]
+    assert sorted(await asyncio.gather(*(store.start() for store in stores))) == [False, True]
+    for store in stores:
+        await store.stop()
 
 
 async def test_the_end_of_a_foreign_server_is_noticed(directory: Path) -> None:
