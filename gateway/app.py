@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.request_body import MAX_BODY_BYTES
 from gateway.routes import admin, chat, completions, models, tokenize
@@ -34,6 +34,7 @@ def create_app(
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
+    metrics.registry.register(DeliveryCollector(client))
     app[STATE] = GatewayState(settings, client, metrics)
     app.on_response_prepare.append(set_headers)
     for group in (chat, completions, models, tokenize, admin):

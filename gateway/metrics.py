@@ -3,6 +3,9 @@
 Steps, KV blocks and queue time within the engine are the worker's; names do not overlap.
 """
 
+from collections.abc import Iterator
+from typing import Protocol
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,6 +16,8 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 # vLLM's, cut at 160 s
 TTFT_BUCKETS_SECONDS = (
@@ -85,6 +90,30 @@ class GatewayMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"pagestream_{name}", documentation, buckets=buckets, registry=self.registry)
+
+
+class DeliveryCounts(Protocol):
+    """What an inference client counts by itself."""
+
+    num_journal_reads: int
+    num_bad_messages: int
+    num_restored_requests: int
+
+
+class DeliveryCollector(Collector):
+    """Reads the client's own counts at a scrape; nothing is done per token."""
+
+    def __init__(self, counts: DeliveryCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        counts = self._counts
+        for name, documentation, value in (
+            ("journal_reads", "Journals read: after a gap, a reconnect, or quiet", counts.num_journal_reads),
+            ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
+            ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
+        ):
+            yield CounterMetricFamily(f"pagestream_gateway_{name}", documentation, value=value)
 
 
 def _process_registry() -> CollectorRegistry:

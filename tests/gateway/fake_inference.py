@@ -62,6 +62,9 @@ class FakeInferenceClient:
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
+        self.num_journal_reads = 0
+        self.num_bad_messages = 0
+        self.num_restored_requests = 0
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
         self.workers = [heartbeat()]

@@ -153,6 +153,7 @@ async def test_metrics_of_an_answer(gateway: Gateway) -> None:
 
 
 async def test_scrape(gateway: Gateway) -> None:
+    gateway.engine.num_journal_reads = 4
     async with gateway.session.get("/metrics") as response:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=")
@@ -161,6 +162,9 @@ async def test_scrape(gateway: Gateway) -> None:
         'pagestream_queue_pending{stream="all"} 2.0',
         "pagestream_queue_oldest_age_seconds 1.5",
         "pagestream_redis_up 1.0",
+        "pagestream_gateway_journal_reads_total 4.0",
+        "pagestream_gateway_bad_messages_total 0.0",
+        "pagestream_gateway_restored_requests_total 0.0",
         "pagestream_gateway_ready_workers 1.0",
     ):
         assert f"\n{line}\n" in text

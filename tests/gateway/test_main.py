@@ -1,0 +1,86 @@
+"""The gateway as a process: it starts without store and model, and ends as it should."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+START_SECONDS = 30.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    processes = []
+
+    def start_gateway(*arguments: str) -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-m", "gateway", "--redis-url", f"unix://{tmp_path}/no-store", *arguments]
+        processes.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start_gateway
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except OSError:
+            assert time.monotonic() < deadline, "the gateway does not listen"
+            time.sleep(0.05)  # polls another process: there is nothing to wait on
+
+
+def test_listens_without_store_and_model_until_sigterm(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    process = start("--model", str(tmp_path / "later"), "--port", str(port))
+    assert get(port, "/livez")[0] == 200
+    status, body = get(port, "/ready")
+    assert (status, json.loads(body)["state"]) == (503, "starting")
+    status, body = get(port, "/readyz")
+    assert (status, json.loads(body)["store_write_seconds"]) == (503, None)
+    assert b"\npagestream_redis_up 0.0\n" in get(port, "/metrics")[1]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+def test_a_port_in_use(start: Start, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start("--model", str(tmp_path), "--port", str(port))
+        _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in errors
+
+
+def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> None:
+    process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
+    _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 1 and "--max-model-len: 1048576 is more than the model's own 256" in errors
+
+
+def test_a_wrong_flag(start: Start) -> None:
+    process = start("--model", "/m", "--port", "x")
+    _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 2 and "--port" in errors
