@@ -1,4 +1,4 @@
-"""The two devices' operators compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
+"""Both devices compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def logits_and_pool(model: Transformer, device_class: type) -> tuple[list[torch.
     config = model.config
     pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     device: Device = device_class(config, model.rotary, pool)
-    long, short = make_sequence(30), make_sequence(9, output_token_ids=[5])
+    long, short = make_sequence(30, "long"), make_sequence(9, "short", output_token_ids=[5])
     long.block_table, short.block_table = [3, 9, 1, 7], [4, 2]
     steps = [
         [ScheduledSequence(long, 0, 13, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
