@@ -1,0 +1,140 @@
+"""Gateways, workers and `pagestream serve` as real processes, and an HTTP client that reads their streams."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+MODEL = "smollm2"
+START_SECONDS = 90.0  # 5 s on two idle cores; this is for a busy CI machine
+STOP_SECONDS = 40.0
+
+
+class Fleet:
+    """The processes of one test, and their logs."""
+
+    def __init__(self, logs: Path) -> None:
+        self.port = free_port()  # for the gateway
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs = logs
+
+    def start(self, name: str, *argv: str, **environ: str) -> "subprocess.Popen[bytes]":
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("PAGESTREAM_")}
+        with (self._logs / name).open("ab") as log:
+            process = subprocess.Popen([sys.executable, *argv], stdout=log, stderr=log, env={**clean, **environ})
+        self.processes[name] = process
+        return process
+
+    def log(self, name: str) -> str:
+        return (self._logs / name).read_text(errors="replace")
+
+    def all_logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{self.log(path.name)[-4000:]}" for path in sorted(self._logs.iterdir()))
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+
+@contextmanager
+def running_fleet(logs: Path) -> Iterator[Fleet]:
+    logs.mkdir(exist_ok=True)
+    fleet = Fleet(logs)
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Answer:
+    """One stream as its client saw it. `arrival_seconds[i]` belongs to `pieces[i]`."""
+
+    pieces: list[str] = field(default_factory=list)
+    arrival_seconds: list[float] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    completion_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.finish_reasons)
+
+    def gaps_seconds(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.arrival_seconds, self.arrival_seconds[1:], strict=False)]
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            if choice["text"]:
+                self.pieces.append(choice["text"])
+                self.arrival_seconds.append(time.monotonic())
+            if choice["finish_reason"]:
+                self.finish_reasons.append(choice["finish_reason"])
+        if chunk.get("usage"):
+            self.completion_tokens = chunk["usage"]["completion_tokens"]
+
+
+class Api:
+    """The gateway at `url`, as streaming clients use it."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, model: str) -> None:
+        self.url = url
+        self.model = model
+        self._session = session
+
+    async def wait_until_ready(self, fleet: Fleet, num_workers: int = 1) -> None:
+        deadline, state = time.monotonic() + START_SECONDS, ""
+        while time.monotonic() < deadline and all(process.poll() is None for process in fleet.processes.values()):
+            try:
+                async with self._session.get(f"{self.url}/ready") as reply:
+                    state = await reply.text()
+                    workers = json.loads(state).get("workers", [])
+                    if reply.status == 200 and sum(worker["phase"] == "ready" for worker in workers) >= num_workers:
+                        return
+            except aiohttp.ClientConnectionError:
+                pass  # the gateway does not listen yet
+            await asyncio.sleep(0.1)  # polls other processes: there is nothing to wait on
+        raise AssertionError(f"not ready: {state}\n{fleet.all_logs()}")
+
+    async def complete(self, answer: Answer, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Answer:
+        """Greedy, streamed into `answer` while it comes."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **options}
+        async with self._session.post(f"{self.url}/v1/completions", json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            async for line in reply.content:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                    answer.add(json.loads(line[6:]))
+        return answer
+
+    async def complete_all(
+        self, prompts: Sequence[str | Sequence[int]], max_tokens: int, **options: Any
+    ) -> list[Answer]:
+        return await asyncio.gather(*(self.complete(Answer(), prompt, max_tokens, **options) for prompt in prompts))
+
+
+@asynccontextmanager
+async def connected(url: str, model: str = MODEL) -> AsyncIterator[Api]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+        yield Api(url, session, model)

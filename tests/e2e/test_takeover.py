@@ -1,0 +1,92 @@
+"""kill -9 of a worker in the middle of eight greedy streams: every client gets the text of the undisturbed run."""
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from shared.redis_keys import GROUP, RedisKeys
+from tests.conftest import Valkey
+from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected, running_fleet
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(240)]
+
+NUM_TOKENS = 64
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "Water boils at",
+    "The three primary colours are",
+    "In the year 1969,",
+    "def fibonacci(n):",
+    "The best thing about the mountains in winter is",
+    "My grandmother's recipe begins with",
+]
+
+
+async def test_a_second_worker_takes_over(valkey: Valkey, demo_model_dir: Path, tmp_path: Path) -> None:
+    with running_fleet(tmp_path / "logs") as fleet:
+        common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey.url]
+        fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
+        for name in ("worker-a", "worker-b"):
+            options = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory-bytes", "128M"]
+            options += ["--max-model-len", "1024", "--metrics-port", "0", "--worker-id", name]
+            fleet.start(name, "-m", "engine_worker", *common, *options)
+        async with connected(f"http://127.0.0.1:{fleet.port}") as api:
+            await api.wait_until_ready(fleet, num_workers=2)
+            await kill_in_the_middle(api, lambda: kill_the_busiest(fleet, valkey))
+
+
+async def test_the_supervisor_restarts_the_only_worker(demo_model_dir: Path, tmp_path: Path) -> None:
+    with running_fleet(tmp_path / "logs") as fleet:
+        options = ["--port", str(fleet.port), "--dtype", "float32", "--kv-cache-memory-bytes", "256M"]
+        options += ["--max-model-len", "1024", "--served-model-name", MODEL, "--model", str(demo_model_dir)]
+        # A short path: the store's unix socket lies in it.
+        serve = fleet.start("serve", "-m", "pagestream", "serve", *options, XDG_STATE_HOME=str(tmp_path))
+        async with connected(f"http://127.0.0.1:{fleet.port}") as api:
+            await api.wait_until_ready(fleet)
+            await kill_in_the_middle(api, lambda: kill_the_child(serve))
+        serve.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(serve.wait, START_SECONDS)
+
+
+async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
+    undisturbed = await api.complete_all(PROMPTS, NUM_TOKENS, ignore_eos=True)
+    answers = [Answer() for _ in PROMPTS]
+    streams = [
+        asyncio.create_task(api.complete(answer, prompt, NUM_TOKENS, ignore_eos=True))
+        for answer, prompt in zip(answers, PROMPTS, strict=True)
+    ]
+    while min(len(answer.pieces) for answer in answers) < NUM_TOKENS // 8:
+        await asyncio.sleep(0.01)
+    assert not any(answer.is_over for answer in answers)
+    kill()
+    await asyncio.gather(*streams)
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        assert answer.text == expected.text
+        assert answer.finish_reasons == ["length"]
+        assert answer.completion_tokens == NUM_TOKENS
+    longest = max(gap for answer in answers for gap in answer.gaps_seconds())
+    print(f"longest silence of a stream: {longest:.1f} s")
+
+
+def kill_the_busiest(fleet: Fleet, valkey: Valkey) -> None:
+    """Of the two workers, the one that holds more of the streams."""
+    with redis.Redis(unix_socket_path=valkey.socket_path) as client:
+        queue = RedisKeys(MODEL).queue("interactive")
+        held = {consumer["name"].decode(): consumer["pending"] for consumer in client.xinfo_consumers(queue, GROUP)}
+    assert sum(held.values()) == len(PROMPTS)
+    busiest = max(held, key=lambda worker_id: held[worker_id])
+    print(f"killing {busiest} of {held}")
+    fleet.processes[busiest.split(".")[0]].kill()
+
+
+def kill_the_child(serve: "subprocess.Popen[bytes]") -> None:
+    children = psutil.Process(serve.pid).children(recursive=True)
+    (worker,) = [child for child in children if "engine_worker" in child.cmdline()]
+    worker.kill()
