@@ -1,0 +1,60 @@
+"""A real worker process on a fake model: python scripted_worker.py [--script-...] WORKER ARGUMENTS.
+
+The tokens are hashes of the prefix, so who resumes a request must continue it exactly. Steps can be slow, hang, raise.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+from engine_worker.__main__ import run
+from engine_worker.metrics import EngineInfo
+from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.service import LoadedEngine, Report
+from engine_worker.settings import WorkerSettings
+from shared.logs import configure_logging
+from shared.settings import load_settings
+from tests.builders import FakeModelRunner, make_engine
+
+MAX_MODEL_LEN = 2048
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--script-step-seconds", type=float, default=0.0)
+    parser.add_argument("--script-hang-at-step", type=int, default=0)
+    parser.add_argument("--script-raise-at-step", type=int, default=0)
+    script, argv = parser.parse_known_args()
+    settings = load_settings(WorkerSettings, argv, os.environ, prog="pagestream worker").settings
+    configure_logging(settings.log_format)
+    num_steps = 0
+
+    def before_step(batch: ScheduledBatch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(script.script_step_seconds)  # the script's own pace, not a wait
+        if num_steps == script.script_hang_at_step:
+            time.sleep(3600)
+        if num_steps == script.script_raise_at_step:
+            raise RuntimeError("scripted failure of the device")
+
+    def load(report: Report) -> LoadedEngine:
+        report("load", 1.0, "scripted")
+        executor = FakeModelRunner(num_blocks=1025, before_step=before_step)
+        engine = make_engine(
+            executor, num_blocks=1025, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, max_num_batched_tokens=256
+        )
+        memory = {"kv": 0}
+        info = EngineInfo(
+            device="cpu", dtype="none", block_size_bytes=1, max_model_len=MAX_MODEL_LEN, memory_bytes=memory
+        )
+        return LoadedEngine(engine, info)
+
+    return run(settings, load)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

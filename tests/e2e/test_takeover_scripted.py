@@ -1,0 +1,156 @@
+"""Ends of a worker process on a fake model: hung, failed, told to stop, paused. No token is lost in any of them."""
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.inference_client import InferenceClient
+from shared.messages import FinishEvent, GenerationRequest, TokenEvent
+from shared.reaping import reap_workers_with_prefix
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.builders import expected_output, make_request
+from tests.conftest import Valkey
+from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis]
+
+SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with running_fleet(tmp_path / "logs") as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def start(fleet: Fleet, valkey: Valkey, keys: RedisKeys) -> Start:
+    """start("w0", *flags): a scripted worker of the test's model."""
+
+    def start(name: str, *flags: str) -> "subprocess.Popen[bytes]":
+        argv = ["--model", "/none", "--served-model-name", keys.model_name, "--redis-url", valkey.url]
+        argv += ["--metrics-port", "0", "--worker-id", name, *flags]
+        return fleet.start(name, SCRIPT, *argv, PYTHONPATH=".")
+
+    return start
+
+
+@pytest.fixture
+async def client(connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(connections, keys, "g0")
+    await client.start()
+    yield client
+    await client.close()
+
+
+class Reader:
+    """Submits one request and reads its stream; checks that each index comes once, in order."""
+
+    def __init__(self, client: InferenceClient, **sampling: Any) -> None:
+        self.request: GenerationRequest = make_request(20, ignore_eos=True, **sampling)
+        self.tokens: list[int] = []
+        self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client))
+
+    async def _read(self, client: InferenceClient) -> FinishEvent:
+        async for event in await client.submit(self.request):
+            if isinstance(event, TokenEvent):
+                assert event.index == len(self.tokens)
+                self.tokens += event.token_ids
+            else:
+                assert isinstance(event, FinishEvent), event
+                return event
+        raise AssertionError("the stream ended without a terminal event")
+
+    async def has(self, num_tokens: int) -> None:
+        async with asyncio.timeout(STOP_SECONDS):
+            while len(self.tokens) < num_tokens:
+                await asyncio.sleep(0.005)
+
+    async def check_complete(self) -> None:
+        end = await asyncio.wait_for(self.finished, STOP_SECONDS)
+        assert self.tokens == expected_output(self.request, max_num_tokens=2048)
+        assert end.usage.completion_tokens == len(self.tokens)
+
+
+async def exit_status(process: "subprocess.Popen[bytes]") -> int:
+    return await asyncio.to_thread(process.wait, STOP_SECONDS)
+
+
+async def test_a_hung_step_ends_the_process_and_dumps_the_stacks(
+    start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
+) -> None:
+    hung = start("w0", "--script-hang-at-step", "5", "--step-timeout-seconds", "2")
+    reader = Reader(client, max_tokens=30)
+    assert await exit_status(hung) == 86
+    assert "before_step" in fleet.log("w0")  # where it hangs
+    await reap_workers_with_prefix(connections.commands, keys, "w0")  # what the supervisor does
+    start("w1")
+    await reader.check_complete()
+
+
+async def test_an_exception_in_a_step_ends_the_process_with_its_stack(
+    start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
+) -> None:
+    failed = start("w0", "--script-raise-at-step", "9")
+    reader = Reader(client, max_tokens=30)
+    assert await exit_status(failed) == 1
+    assert "scripted failure of the device" in fleet.log("w0") and "Traceback" in fleet.log("w0")
+    await reap_workers_with_prefix(connections.commands, keys, "w0")
+    start("w1")
+    await reader.check_complete()
+
+
+async def test_sigterm_lets_running_requests_end(start: Start, client: InferenceClient) -> None:
+    worker = start("w0", "--script-step-seconds", "0.01")
+    reader = Reader(client, max_tokens=60)
+    await reader.has(5)
+    worker.terminate()
+    assert await exit_status(worker) == 0
+    await reader.check_complete()
+
+
+async def test_what_a_drain_has_no_time_for_is_taken_over_at_once(start: Start, client: InferenceClient) -> None:
+    leaving = start("w0", "--script-step-seconds", "0.02", "--drain-seconds", "0.1")
+    reader = Reader(client, max_tokens=400)
+    await reader.has(5)
+    start("w1")
+    leaving.terminate()
+    assert await exit_status(leaving) == 0
+    num_tokens = len(reader.tokens)
+    assert num_tokens < 400
+    async with asyncio.timeout(10):  # far below the 15 missed heartbeats of a death
+        await reader.check_complete()
+
+
+async def test_a_second_sigterm_ends_the_process_at_once(start: Start, client: InferenceClient, fleet: Fleet) -> None:
+    worker = start("w0", "--script-step-seconds", "0.02")
+    reader = Reader(client, max_tokens=1900)
+    await reader.has(5)
+    worker.terminate()
+    async with asyncio.timeout(STOP_SECONDS):
+        while "draining" not in fleet.log("w0"):
+            await asyncio.sleep(0.01)
+    worker.terminate()
+    assert await exit_status(worker) == 128 + signal.SIGTERM
+    reader.finished.cancel()
+
+
+async def test_a_worker_that_is_paused_for_long_is_reaped_and_returns(start: Start, client: InferenceClient) -> None:
+    """SIGSTOP is what a garbage collection, a swap storm or a moved machine looks like from outside."""
+    zombie = start("w0", "--script-step-seconds", "0.01")
+    reader = Reader(client, max_tokens=300)
+    await reader.has(10)
+    zombie.send_signal(signal.SIGSTOP)
+    start("w1")
+    await reader.check_complete()
+    zombie.send_signal(signal.SIGCONT)
+    late = Reader(client, max_tokens=20)
+    await late.check_complete()
+    assert zombie.poll() is None

@@ -1,0 +1,86 @@
+"""The engine's own thread: bounded steps ahead, calls between steps, and exact seats."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine_worker.engine_thread import MAX_STEPS_AHEAD, EngineThread, Turn
+from tests.builders import FakeModelRunner, make_engine, make_request
+from tests.engine_worker.worker_harness import FOREVER_STEPS, Gate, eventually
+
+
+@pytest.fixture
+async def gate() -> Gate:
+    return Gate(FOREVER_STEPS)
+
+
+@pytest.fixture
+async def thread(gate: Gate) -> AsyncIterator[EngineThread]:
+    thread = EngineThread()
+    yield thread
+    gate.allow(FOREVER_STEPS)
+    with contextlib.suppress(RuntimeError):
+        await thread.stop()
+
+
+async def test_steps_run_ahead_of_the_store_by_two_at_most(thread: EngineThread, gate: Gate) -> None:
+    turns: list[Turn] = []
+    thread.start(make_engine(FakeModelRunner(before_step=gate)), turns.append)
+    thread.add_request(make_request(3, max_tokens=50, ignore_eos=True), ())
+    await eventually(lambda: len(turns) == MAX_STEPS_AHEAD)
+    await thread.stats()  # it still answers, and takes no step of its own accord
+    await thread.stats()
+    assert thread.num_steps == MAX_STEPS_AHEAD == 2
+    thread.acknowledge()
+    await eventually(lambda: len(turns) == 3)
+    await thread.stats()
+    assert thread.num_steps == 3
+
+
+async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThread, gate: Gate) -> None:
+    thread.start(make_engine(FakeModelRunner(before_step=gate), max_num_seqs=4), lambda turn: thread.acknowledge())
+    assert await thread.wait_for_seats() == 4
+    for _ in range(3):
+        thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
+    assert await thread.wait_for_seats() == 1  # before the engine has seen any of them
+    thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
+    waiting = asyncio.create_task(thread.wait_for_seats())
+    await thread.stats()
+    assert not waiting.done()
+    await thread.drop_requests()
+    assert await asyncio.wait_for(waiting, 10) == 4
+
+
+async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineThread, gate: Gate) -> None:
+    turns: list[Turn] = []
+
+    def deliver(turn: Turn) -> None:
+        turns.append(turn)
+        thread.acknowledge()
+
+    thread.start(make_engine(FakeModelRunner(before_step=gate)), deliver)
+    thread.add_request(make_request(3, max_tokens=200, ignore_eos=True), ())
+    await eventually(lambda: len(turns) >= 3)
+    await thread.drop_requests()
+    num_turns = len(turns)
+    stats = await thread.stats()
+    assert (len(turns), stats.num_running, stats.kv_cache.num_active_blocks) == (num_turns, 0, 0)
+
+
+async def test_what_a_call_raises_is_its_callers_alone(thread: EngineThread, gate: Gate) -> None:
+    def fail() -> None:
+        raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        await thread.call(fail)
+    assert await thread.call(lambda: 7) == 7
+
+
+async def test_what_a_step_raises_ends_the_thread(thread: EngineThread, gate: Gate) -> None:
+    gate.failure = RuntimeError("device lost")
+    thread.start(make_engine(FakeModelRunner(before_step=gate)), lambda turn: None)
+    thread.add_request(make_request(3), ())
+    with pytest.raises(RuntimeError, match="device lost"):
+        await asyncio.wait_for(thread.wait_ended(), 10)

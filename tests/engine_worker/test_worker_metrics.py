@@ -1,0 +1,115 @@
+"""The exposition that Prometheus gets: parsed by its own library, block states add up, histograms count steps."""
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.status import WorkerStatus
+from shared.messages import WorkerPhase
+from tests.builders import make_engine, make_request
+
+BLOCK_BYTES = 1000
+EVERY_FAMILY = """
+    kv_blocks kv_capacity_blocks kv_block_size_tokens kv_block_size_bytes kv_usage_ratio kv_internal_waste_ratio
+    kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes preemptions requests
+    step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
+    worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
+"""
+
+
+@pytest.fixture
+def status() -> WorkerStatus:
+    return WorkerStatus("w0", "1.2.3")
+
+
+@pytest.fixture
+def metrics(status: WorkerStatus) -> WorkerMetrics:
+    return WorkerMetrics("w0", "tiny", "1.2.3", status)
+
+
+def scrape(metrics: WorkerMetrics) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+
+
+def values(metric: Metric, *labels: str) -> dict[tuple[str, ...], float]:
+    return {tuple(sample.labels[label] for label in labels): sample.value for sample in metric.samples}
+
+
+def value(metric: Metric) -> float:
+    (sample,) = metric.samples
+    return float(sample.value)
+
+
+def run_steps(status: WorkerStatus, metrics: WorkerMetrics, num_steps: int) -> None:
+    """Two requests of 6 and 9 prompt tokens in a pool of 64 blocks of 4."""
+    engine = make_engine()
+    memory = {"weights": 700, "kv": 65 * BLOCK_BYTES}
+    metrics.engine_is_ready(
+        EngineInfo(
+            device="gpu", dtype="float32", block_size_bytes=BLOCK_BYTES, max_model_len=256, memory_bytes=memory
+        )
+    )
+    for num_prompt in (6, 9):
+        engine.add_request(make_request(num_prompt, max_tokens=20, ignore_eos=True))
+    for _ in range(num_steps):
+        engine.step()
+        metrics.observe_step(engine.last_step, 0.002)
+    status.stats = engine.stats()
+
+
+def test_every_promised_family_is_there_and_nothing_else_of_ours(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+    run_steps(status, metrics, 3)
+    ours = {name.removeprefix("pagestream_") for name in scrape(metrics) if name.startswith("pagestream_")}
+    assert ours == set(EVERY_FAMILY.split())
+    assert b"_created" not in metrics.render()
+
+
+def test_block_states_add_up_to_the_capacity(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+    run_steps(status, metrics, 3)
+    families = scrape(metrics)
+    blocks = values(families["pagestream_kv_blocks"], "worker", "model", "device", "state")
+    assert blocks == {
+        ("w0", "tiny", "gpu", "active"): 5.0,  # 8 and 11 computed tokens in blocks of 4
+        ("w0", "tiny", "gpu", "cached"): 0.0,
+        ("w0", "tiny", "gpu", "free"): 59.0,
+    }
+    assert sum(blocks.values()) == value(families["pagestream_kv_capacity_blocks"]) == 64
+    assert value(families["pagestream_kv_usage_ratio"]) == 5 / 64
+    assert value(families["pagestream_kv_block_size_tokens"]) == 4
+    assert value(families["pagestream_kv_block_size_bytes"]) == BLOCK_BYTES
+    # Computed: 8 and 11 of 20 slots.
+    assert value(families["pagestream_kv_internal_waste_ratio"]) == pytest.approx(1 / 20)
+
+
+def test_counters_and_histograms_follow_the_steps(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+    run_steps(status, metrics, 3)
+    families = scrape(metrics)
+    assert value(families["pagestream_generation_tokens"]) == 6
+    assert values(families["pagestream_prompt_tokens"], "source") == {("computed",): 15.0}
+    states = {("running",): 2.0, ("waiting",): 0.0, ("swapped",): 0.0}
+    assert values(families["pagestream_requests"], "state") == states
+    assert values(families["pagestream_kv_swap_blocks"], "direction") == {("in",): 0.0, ("out",): 0.0}
+    assert values(families["pagestream_preemptions"], "mode", "reason").keys() == {
+        ("recompute", "kv_blocks"),
+        ("swap", "kv_blocks"),
+    }
+    sums = {sample.name: sample.value for sample in families["pagestream_step_batch_tokens"].samples}
+    assert sums["pagestream_step_batch_tokens_sum"] == 15 + 2 + 2
+    phases = {
+        sample.labels["phase"]: sample.value
+        for sample in families["pagestream_step_duration_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+    assert phases == dict.fromkeys(("schedule", "prepare", "forward", "sample", "apply", "publish"), 3.0)
+
+
+def test_before_the_engine_is_loaded_the_phase_is_told(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+    status.report(WorkerPhase.LOAD, 0.5)
+    families = scrape(metrics)
+    phases = values(families["pagestream_worker_start_phase"], "phase")
+    assert {phase for (phase,), is_in in phases.items() if is_in} == {"load"}
+    assert value(families["pagestream_worker_up"]) == 0
+    assert "pagestream_kv_blocks" not in families
+    status.report(WorkerPhase.READY, 1.0)
+    assert value(scrape(metrics)["pagestream_worker_up"]) == 1

@@ -1,0 +1,51 @@
+"""Options of the worker: what is refused, with the flag's name, and what depends on the device."""
+
+import pytest
+
+from engine_worker.settings import CPU_DEFAULTS, CUDA_DEFAULTS, WorkerSettings, physical_cores
+from shared.settings import SettingsError, load_settings
+
+
+def load(*argv: str) -> WorkerSettings:
+    return load_settings(WorkerSettings, ["--model", "/models/tiny", *argv], {}, prog="pagestream worker").settings
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--block-size", "12"], "--block-size"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--kv-cache-memory-ratio", "1.5"], "--kv-cache-memory-ratio"),
+        (["--kv-cache-memory-bytes", "1G", "--kv-cache-memory-ratio", "0.5"], "--kv-cache-memory-ratio"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
+        (["--drain-seconds", "nan"], "--drain-seconds"),
+        (["--metrics-port", "70000"], "--metrics-port"),
+        (["--step-timeout-seconds", "0"], "--step-timeout-seconds"),
+        (["--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(argv: list[str], flag: str) -> None:
+    with pytest.raises(SettingsError, match=flag):
+        load(*argv)
+
+
+def test_the_device_fills_in_what_was_left_open() -> None:
+    cpu, cuda = load().for_device("cpu"), load().for_device("cuda")
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (CPU_DEFAULTS.max_num_seqs, 512)
+    assert (cuda.max_num_seqs, cuda.max_num_batched_tokens) == (CUDA_DEFAULTS.max_num_seqs, 8192)
+    assert (cpu.max_prefill_tokens_with_decodes, cuda.max_prefill_tokens_with_decodes) == (256, None)
+    assert cpu.num_threads == physical_cores() >= 1
+    given = load("--max-num-seqs", "600", "--num-threads", "3").for_device("cpu")
+    assert (given.max_num_seqs, given.max_num_batched_tokens, given.num_threads) == (600, 600, 3)
+
+
+def test_a_budget_below_the_sequences_is_refused() -> None:
+    with pytest.raises(SettingsError, match="--max-num-batched-tokens: at least --max-num-seqs, 64; got 32"):
+        load("--max-num-seqs", "64", "--max-num-batched-tokens", "32").for_device("cpu")
+    assert load("--max-num-batched-tokens", "32").for_device("cpu").max_num_seqs == 32
+
+
+def test_the_models_name_is_its_directorys_unless_told() -> None:
+    assert load().model_name == "tiny"
+    assert load("--served-model-name", "smol").model_name == "smol"
