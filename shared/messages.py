@@ -20,6 +20,7 @@ PROTOCOL_VERSION = 1
 
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_JOURNAL_BYTES = 64 * 2**20  # about 21 bytes a token
+MAX_CUT_FRAME_TOKENS = 65_536  # a frame cut short may promise this many tokens more than there are bytes
 MAX_TOKENS_PER_ARRAY = 2**20  # the longest context any served model has; bounds what one frame can allocate
 
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -190,7 +191,7 @@ def decode_journal(data: bytes) -> list[JournalFrame]:
         raise FormatError(f"journal of {len(data)} bytes; at most {MAX_JOURNAL_BYTES} are read")
     frames = []
     try:
-        for item in _unpacker(data):
+        for item in _unpacker(data, min_array_limit=MAX_CUT_FRAME_TOKENS):
             frames.append(_checked(item, JournalFrame))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise FormatError(f"journal: {error}") from error
@@ -207,13 +208,13 @@ def journal_token_ids(data: bytes) -> list[int]:
     return token_ids
 
 
-def _unpacker(data: bytes) -> msgpack.Unpacker:
+def _unpacker(data: bytes, min_array_limit: int = 0) -> msgpack.Unpacker:
     # No array, map or string holds more items than there are bytes: a claim of 4 G items allocates nothing.
     unpacker = msgpack.Unpacker(
         max_buffer_size=max(len(data), 1),
         max_str_len=len(data),
         max_bin_len=len(data),
-        max_array_len=min(len(data), MAX_TOKENS_PER_ARRAY),
+        max_array_len=min(max(len(data), min_array_limit), MAX_TOKENS_PER_ARRAY),
         max_map_len=len(data),
         max_ext_len=0,
         strict_map_key=False,  # logit_bias is keyed by token id

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-CANCEL_AGAIN_SECONDS = 0.1
+CANCEL_AGAIN_SECONDS = 1.0  # long enough for a clean-up, which a second cancel would break off
 
 
 async def cancel_and_wait(tasks: Iterable["asyncio.Task[Any]"]) -> None:

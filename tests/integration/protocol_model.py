@@ -25,6 +25,7 @@ from shared.messages import (
     ErrorEvent,
     FinishEvent,
     FinishReason,
+    FormatError,
     GenerationRequest,
     SamplingParams,
     TokenEvent,
@@ -152,6 +153,7 @@ class SimulatedWorker:
         self.worker_id = ""
         self.awake = asyncio.Event()
         self.awake.set()
+        self.killed = asyncio.Event()
 
     async def run(self) -> None:
         connections = connect(self.world.url)
@@ -245,10 +247,11 @@ class World:
         while True:
             self.workers[slot] = worker = SimulatedWorker(self)
             self.worker_tasks[slot] = task = asyncio.create_task(worker.run())
+            killed = asyncio.create_task(worker.killed.wait())
             try:
-                await asyncio.wait([task])
+                await asyncio.wait([task, killed], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await cancel_and_wait([task])
+                await cancel_and_wait([task, killed])
             if not task.cancelled() and not isinstance(task.exception(), Crash):
                 raise task.exception() or RuntimeError("a worker ended by itself")
             self.tally.crashes += not task.cancelled()
@@ -262,7 +265,7 @@ class World:
             slot = self.random.randrange(1, len(self.workers))
             if self.random.random() < 0.5:
                 self.tally.kills += 1
-                await cancel_and_wait([self.worker_tasks[slot]])
+                self.workers[slot].killed.set()
             else:
                 worker = self.workers[slot]
                 worker.awake.clear()
@@ -362,13 +365,19 @@ class World:
         journals: dict[str, list[int]] = {}
         for request_id, tokens in self.answers.items():
             stored = await self.connections.commands.get(self.keys.journal(request_id))
-            journals[request_id] = journal_token_ids(stored or b"")
+            journals[request_id] = self._decoded_journal(request_id, stored or b"")
             _require(tokens == journals[request_id], f"{request_id}: the client's stream is not the journal")
             await self._check_end(request_id, len(tokens))
         for event in self.published:
             if (journal := journals.get(event.request_id)) is not None:
                 held = journal[event.index : event.index + len(event.token_ids)]
                 _require(held == event.token_ids, f"{event.request_id}: published tokens are not in the journal")
+
+    def _decoded_journal(self, request_id: str, stored: bytes) -> list[int]:
+        try:
+            return journal_token_ids(stored)
+        except FormatError as error:
+            raise Violation(f"{request_id}: the journal is unreadable: {error}") from error
 
     async def _check_end(self, request_id: str, num_tokens: int) -> None:
         terminal = self.endings[request_id]
@@ -440,7 +449,8 @@ async def run_world(
         world.tally.journal_reads = sum(gateway.num_journal_reads for gateway in world.gateways)
         clients.cancel()
         await asyncio.gather(clients, return_exceptions=True)
-        await cancel_and_wait([disasters, *background, *world.worker_tasks.values()])
+        await cancel_and_wait([disasters, *background])
+        await asyncio.wait(world.worker_tasks.values())  # their clean-up must not be broken off by a second cancel
         for gateway in world.gateways:
             await gateway.close()
         await world.connections.aclose()

@@ -403,7 +403,7 @@ async def test_a_full_store_refuses_whole_scripts_and_still_drains(scripts, redi
     await redis.config_set("maxmemory", used // 2)
     try:
         for refused in (accept(scripts, "b"), scripts.emit(WORKER, 1, [("a", b"A")], {"g": b"blob"})):
-            with pytest.raises(Exception, match="OOM|maxmemory"):
+            with pytest.raises(Exception, match=r"OOM|maxmemory"):
                 await refused
         assert await redis.get(keys.fence(WORKER)) == b"0"  # the step was not taken, so it can be repeated
         assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}) == 1

@@ -1,0 +1,30 @@
+"""Key names are a contract between processes of different versions: change them knowingly."""
+
+import pytest
+
+from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
+
+
+def test_names():
+    keys = RedisKeys("org/model")
+    assert keys.queue("interactive") == "{org/model}:q:interactive"
+    assert keys.queues == ("{org/model}:q:resumed", "{org/model}:q:interactive", "{org/model}:q:batch")
+    assert keys.request("7f") == "{org/model}:r:7f"
+    assert keys.journal("7f") == "{org/model}:j:7f"
+    assert keys.fence("w0.1") == "{org/model}:w:w0.1"
+    assert keys.dead_letters == "{org/model}:dlq"
+    assert keys.gateway_channel("g") == "{org/model}:gw:g"
+    assert keys.control_channel("w0.1") == "{org/model}:ctl:w0.1"
+    assert keys.heartbeat_channel == "{org/model}:hb"
+
+
+@pytest.mark.parametrize("name", ["", "a{b", "a}b"])
+def test_a_name_that_would_break_the_hash_tag_is_refused(name):
+    with pytest.raises(ValueError, match="served model name"):
+        RedisKeys(name)
+
+
+def test_an_unknown_class_is_refused():
+    with pytest.raises(ValueError, match="interactive, batch"):
+        RedisKeys("m").queue("urgent")
+    assert RESUMED not in PRIORITY_CLASSES  # nobody can ask for it
