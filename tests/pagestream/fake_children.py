@@ -1,11 +1,13 @@
 """A gateway and a worker that only seem to be ones, and `pagestream serve` run with them: python fake_children.py ARGS.
 
-The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once.
+The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once, `--fake-worker-stays yes`
+lets it ignore SIGTERM.
 """
 
 import argparse
 import contextlib
 import http.server
+import signal
 import sys
 import time
 
@@ -39,6 +41,8 @@ def worker(options: argparse.Namespace) -> None:
     if options.fake_worker_exit is not None:
         sys.exit(int(options.fake_worker_exit))
     channel = RedisKeys(options.served_model_name).heartbeat_channel
+    if options.fake_worker_stays:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     client = redis.Redis.from_url(options.redis_url)
     beats = [(options.worker_id, WorkerPhase.LOAD), (f"{options.worker_id}.0", WorkerPhase.READY)]
     while True:
@@ -54,7 +58,7 @@ def main() -> int:
         child_commands._python = fake_command
         return cli.main(sys.argv[1:])
     parser = argparse.ArgumentParser()
-    for name in ("host", "port", "worker_id", "served_model_name", "redis_url", "fake_worker_exit"):
+    for name in ("host", "port", "worker_id", "served_model_name", "redis_url", "fake_worker_exit", "fake_worker_stays"):
         parser.add_argument("--" + name.replace("_", "-"))
     options, _others = parser.parse_known_args(sys.argv[2:])
     programs[sys.argv[1]](options)

@@ -93,6 +93,17 @@ def test_phases_then_the_banner_then_an_orderly_stop(serve: Callable[..., Serve]
     assert gone(children)
 
 
+def test_a_second_signal_waits_for_nobody(serve: Callable[..., Serve]) -> None:
+    one = serve("--fake-worker-stays", "yes")
+    one.read_until("Ready after")
+    children = one.children()
+    one.process.send_signal(signal.SIGINT)
+    one.read_until("stopping the gateway, then the workers")
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.wait(STOP_SECONDS) == 0  # the drain time alone is 30 s
+    assert gone(children)
+
+
 def test_a_killed_worker_is_replaced_under_a_new_id(serve: Callable[..., Serve]) -> None:
     one = serve()
     one.read_until("Ready after")

@@ -9,7 +9,7 @@ from pagestream.directories import cache_directory, state_directory
 
 @pytest.mark.parametrize(
     ("cache_home", "expected"),
-    [("/big/cache", "/big/cache/pagestream"), ("", "/home/me/.cache/pagestream"), ("rel", "/home/me/.cache/pagestream")],
+    [("/big", "/big/pagestream"), ("", "/home/me/.cache/pagestream"), ("rel", "/home/me/.cache/pagestream")],
 )
 def test_the_variable_counts_only_as_an_absolute_path(
     monkeypatch: pytest.MonkeyPatch, cache_home: str, expected: str
