@@ -1,7 +1,7 @@
 """A gateway and a worker that only seem to be ones, and `pagestream serve` run with them: python fake_children.py ARGS.
 
-The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once, `--fake-worker-stays yes`
-lets it ignore SIGTERM.
+The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets the worker end with status N at once,
+`--fake-worker-stays yes` lets it ignore SIGTERM.
 """
 
 import argparse
@@ -58,8 +58,10 @@ def main() -> int:
         child_commands._python = fake_command
         return cli.main(sys.argv[1:])
     parser = argparse.ArgumentParser()
-    for name in ("host", "port", "worker_id", "served_model_name", "redis_url", "fake_worker_exit", "fake_worker_stays"):
-        parser.add_argument("--" + name.replace("_", "-"))
+    for name in ("host", "port", "worker-id", "served-model-name", "redis-url"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--fake-worker-exit")
+    parser.add_argument("--fake-worker-stays")
     options, _others = parser.parse_known_args(sys.argv[2:])
     programs[sys.argv[1]](options)
     return 0
