@@ -450,7 +450,7 @@ async def run_world(
         clients.cancel()
         await asyncio.gather(clients, return_exceptions=True)
         await cancel_and_wait([disasters, *background])
-        await asyncio.wait(world.worker_tasks.values())  # their clean-up must not be broken off by a second cancel
+        await cancel_and_wait(world.worker_tasks.values())
         for gateway in world.gateways:
             await gateway.close()
         await world.connections.aclose()
