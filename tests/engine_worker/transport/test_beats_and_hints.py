@@ -1,0 +1,85 @@
+"""Heartbeats, cancel hints, and the beginning of an incarnation."""
+
+import asyncio
+
+import pytest
+
+from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.heartbeat import HeartbeatPublisher
+from engine_worker.transport.incarnation import register
+from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat
+from shared.reaping import list_worker_ids, reap_worker
+from shared.redis_client import connect
+from shared.redis_scripts import Fenced
+from shared.tasks import cancel_and_wait
+from tests.engine_worker.transport.rig import WORKER
+
+pytestmark = pytest.mark.redis
+
+
+def heartbeat(step: int) -> WorkerHeartbeat:
+    return WorkerHeartbeat(worker_id=WORKER, phase=WorkerPhase.READY, step=step)
+
+
+async def test_only_what_the_engine_loop_offered_is_published_and_only_the_newest(rig, heard):
+    publisher = HeartbeatPublisher(rig.redis, rig.keys)
+    async with heard(rig.keys.heartbeat_channel) as channel:
+        await publisher.beat()  # nothing was offered
+        publisher.offer(heartbeat(1))
+        publisher.offer(heartbeat(2))
+        await publisher.beat()
+        await publisher.beat()  # a hung engine loop: silence
+        publisher.offer(heartbeat(3))
+        await publisher.beat()
+        assert [decode_heartbeat(await channel.next()).step for _ in range(2)] == [2, 3]
+
+
+async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
+    away = connect(f"unix://{tmp_path}/no-server")
+    try:
+        publisher = HeartbeatPublisher(away.commands, keys)
+        publisher.offer(heartbeat(1))
+        await publisher.beat()
+        assert publisher.num_failures == 1
+    finally:
+        await away.aclose()
+
+
+async def test_hints_reach_the_worker_they_are_for(rig, connections):
+    hints: asyncio.Queue[str] = asyncio.Queue()
+    task = asyncio.create_task(CancelHints(connections.subscriber, rig.keys, hints.put_nowait).run(WORKER))
+    try:
+        channel = rig.keys.control_channel(WORKER)
+        while not (await rig.redis.pubsub_numsub(channel))[0][1]:
+            await asyncio.sleep(0)
+        await rig.redis.publish(rig.keys.control_channel("w1.other"), b"b")
+        await rig.redis.publish(channel, b"\xff")
+        await rig.accept("a")
+        await rig.claim()
+        await rig.scripts.cancel("a", "interactive")
+        assert [await hints.get(), await hints.get()] == ["\ufffd", "a"]
+    finally:
+        await cancel_and_wait([task])
+
+
+async def test_an_incarnation_never_takes_an_old_id_and_leaves_nothing_behind(rig, connections):
+    first = await register(connections, rig.keys, "w7")
+    await rig.accept("a")
+    assert len(await first.requests.claim(1)) == 1
+    second = await register(connections, rig.keys, "w7", previous=first)
+    assert second.worker_id.startswith("w7.")
+    assert second.worker_id != first.worker_id
+    with pytest.raises(Fenced):
+        await first.requests.claim(1)
+    (claimed,) = await second.requests.claim(1)
+    assert (claimed.request.request_id, claimed.attempt) == ("a", 1)
+    assert await list_worker_ids(rig.redis, rig.keys) == sorted([WORKER, second.worker_id])
+
+
+async def test_registering_again_after_the_store_lost_everything(rig, connections):
+    first = await register(connections, rig.keys, "w7")
+    await rig.redis.flushall()
+    second = await register(connections, rig.keys, "w7", previous=first)
+    await rig.accept("a")
+    assert len(await second.requests.claim(1)) == 1
+    await reap_worker(rig.scripts, second.worker_id)

@@ -1,0 +1,121 @@
+"""Who counts as dead, and what becomes of it."""
+
+import asyncio
+
+import pytest
+
+from engine_worker.transport.heartbeat import HeartbeatPublisher
+from engine_worker.transport.reaper import MissedTicks, Reaper
+from shared.messages import WorkerHeartbeat, WorkerPhase, encode
+from shared.reaping import list_worker_ids
+from shared.redis_client import connect
+from shared.redis_keys import GROUP
+from shared.tasks import cancel_and_wait
+from tests.engine_worker.transport.rig import WORKER
+
+
+def beat(worker_id: str = WORKER) -> bytes:
+    return encode(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
+
+
+class TestMissedTicks:
+    def test_dead_after_the_limit_of_silent_ticks(self):
+        missed = MissedTicks(3)
+        assert [missed.tick(["a"]) for _ in range(4)] == [[], [], [], ["a"]]
+
+    def test_a_beat_starts_the_count_anew(self):
+        missed = MissedTicks(2)
+        for _ in range(10):
+            missed.heard("a")
+            assert missed.tick(["a"]) == []
+            assert missed.tick(["a"]) == []
+        assert missed.tick(["a"]) == ["a"]
+
+    def test_each_worker_has_its_own_count_and_the_gone_are_forgotten(self):
+        missed = MissedTicks(2)
+        missed.tick(["a"])
+        missed.tick(["a", "b"])
+        assert missed.tick(["a", "b"]) == ["a"]
+        assert missed.tick(["b"]) == ["b"]
+        assert missed.tick(["a"]) == []
+
+    def test_after_a_hole_in_hearing_all_counts_start_anew(self):
+        missed = MissedTicks(2)
+        missed.tick(["a"])
+        missed.tick(["a"])
+        missed.forget_all()
+        assert missed.tick(["a"]) == []
+
+
+@pytest.mark.redis
+class TestReaper:
+    @pytest.fixture
+    def reaper(self, connections, keys):
+        return Reaper(connections, keys, missed_ticks_until_dead=3)
+
+    async def test_reaps_a_worker_that_fell_silent_and_not_one_that_beats(self, reaper, rig):
+        await rig.scripts.register("w1.alive")
+        await rig.accept("a")
+        await rig.claim()
+        for _ in range(4):
+            reaper.hear(beat("w1.alive"))
+            await reaper.tick(could_hear=True)
+        assert reaper.num_reaped == 1
+        assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
+        assert await rig.stored("a", "attempt") == [b"2"]
+
+    async def test_reaps_a_consumer_without_a_fence_at_once(self, reaper, rig):
+        await rig.accept("a")
+        await rig.redis.xreadgroup(GROUP, "zombie.1", {rig.keys.queue("interactive"): ">"})
+        await reaper.tick(could_hear=False)
+        assert await list_worker_ids(rig.redis, rig.keys) == [WORKER]
+        assert await rig.claim() == ["a"]
+
+    async def test_a_tick_in_which_it_could_not_hear_does_not_count(self, reaper, rig):
+        for _ in range(50):
+            await reaper.tick(could_hear=False)
+        assert reaper.num_reaped == 0
+
+    async def test_a_bad_heartbeat_is_counted_and_keeps_nobody_alive(self, reaper, rig):
+        for _ in range(4):
+            reaper.hear(b"\xc1")
+            await reaper.tick(could_hear=True)
+        assert (reaper.num_bad_heartbeats, reaper.num_reaped) == (4, 1)
+
+    async def test_a_tick_without_the_store_ends_nothing(self, keys, tmp_path):
+        away = connect(f"unix://{tmp_path}/no-server")
+        try:
+            await Reaper(away, keys).tick(could_hear=True)
+        finally:
+            await away.aclose()
+
+    async def test_runs_on_its_own_and_tells_the_living_from_the_dead(self, connections, rig):
+        await rig.scripts.register("w1.alive")
+        publisher = HeartbeatPublisher(rig.redis, rig.keys)
+        reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=10, tick_seconds=0.02)
+        task = asyncio.create_task(reaper.run())
+        try:
+            while not reaper.num_reaped:
+                publisher.offer(WorkerHeartbeat(worker_id="w1.alive", phase=WorkerPhase.READY))
+                await publisher.beat()
+                await asyncio.sleep(0.005)
+        finally:
+            await cancel_and_wait([task])
+        assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
+
+    async def test_an_observer_that_slept_counts_one_tick(self, connections, rig):
+        """Its clock jumps by a minute in the middle of a tick, as after SIGSTOP: nobody is dead by that."""
+        jump = 0.0
+
+        def clock() -> float:
+            return asyncio.get_running_loop().time() + jump
+
+        reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=20, tick_seconds=0.2, clock=clock)
+        task = asyncio.create_task(reaper.run())
+        try:
+            await asyncio.sleep(0.1)
+            jump = 60.0
+            await asyncio.sleep(0.3)
+            assert reaper.num_reaped == 0
+        finally:
+            await cancel_and_wait([task])

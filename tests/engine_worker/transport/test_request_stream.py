@@ -1,0 +1,181 @@
+"""Claiming on a real server: order, lost replies, suspects that run alone, entries that cannot run."""
+
+import asyncio
+
+import pytest
+from redis.exceptions import ResponseError
+
+from engine_worker.transport.request_stream import REREAD_SECONDS
+from shared.messages import FinishEvent, FinishReason, JournalFrame, Usage, decode_terminal_event, encode
+from shared.reaping import reap_worker
+from shared.redis_client import connect
+from shared.redis_keys import GROUP, RESUMED
+from shared.redis_scripts import Fenced
+from tests.engine_worker.transport.rig import WORKER, Rig, make_request
+
+pytestmark = pytest.mark.redis
+
+
+def finished(request_id: str) -> FinishEvent:
+    return FinishEvent(request_id, FinishReason.STOP, Usage(prompt_tokens=3, completion_tokens=0))
+
+
+async def entries_left(rig: Rig) -> tuple[int, int]:
+    queued = sum([await rig.redis.xlen(queue) for queue in rig.keys.queues])
+    pending = sum([(await rig.redis.xpending(queue, GROUP))["pending"] for queue in rig.keys.queues])
+    return queued, pending
+
+
+async def requeue_as_suspect(rig: Rig, request_id: str) -> None:
+    await rig.accept(request_id)
+    for life in range(2):
+        worker_id = f"victim.{life}"
+        await rig.scripts.register(worker_id)
+        entries = await rig.scripts.take(worker_id, 1)
+        await rig.scripts.claim(worker_id, [entry.request_id for entry in entries])
+        await reap_worker(rig.scripts, worker_id)
+
+
+async def test_claims_up_to_the_number_in_strict_order(rig):
+    await rig.accept("batch", priority_class="batch")
+    await rig.accept("a", "b", "c")
+    assert await rig.claim(2) == ["a", "b"]
+    assert await rig.claim(0) == []
+    assert await rig.claim(9) == ["c", "batch"]
+    assert await rig.claim(9) == []
+
+
+async def test_gives_the_journal_of_earlier_attempts(rig):
+    await rig.accept("a", journal=encode(JournalFrame(0, [7, 8])) + encode(JournalFrame(2, [9])))
+    (claimed,) = await rig.requests.claim(1)
+    assert claimed.request == make_request("a")
+    assert (claimed.journal_token_ids, claimed.gateway_id, claimed.attempt) == ([7, 8, 9], "g", 1)
+    assert rig.claims.get("a") == claimed
+
+
+async def test_a_blocking_claim_wakes_up_for_a_new_request(rig):
+    waiting = asyncio.create_task(rig.requests.claim(4, block=True))
+    while not (await rig.redis.info("clients"))["blocked_clients"]:
+        await asyncio.sleep(0)
+    await rig.accept("a")
+    assert [claimed.request.request_id for claimed in await waiting] == ["a"]
+
+
+async def test_a_lost_reply_of_a_read_is_found_in_the_own_pending_entries(rig):
+    await rig.accept("a", "b")
+    assert await rig.claim(1) == ["a"]
+    rig.scripts.fail("take", "lose")
+    assert await rig.claim() == []
+    assert await rig.claim() == ["b"]  # and not "a" again
+    assert rig.requests.num_read_failures == 1
+
+
+async def test_a_lost_reply_of_claim_is_asked_for_again(rig):
+    await rig.accept("a")
+    rig.scripts.fail("claim", "lose")
+    assert await rig.claim() == []
+    assert await rig.claim() == ["a"]
+    assert await rig.claim() == []
+
+
+async def test_an_entry_delivered_to_a_read_that_was_given_up_is_found_in_time(rig):
+    await rig.accept("a")
+    await rig.redis.xreadgroup(GROUP, WORKER, {rig.keys.queue("interactive"): ">"})
+    assert await rig.claim() == []
+    rig.clock.now += REREAD_SECONDS
+    assert await rig.claim() == ["a"]
+
+
+async def test_cancelled_entries_are_acknowledged_here(rig):
+    await rig.accept("a", "b")
+    await rig.redis.delete(rig.keys.request("a"))
+    assert await rig.claim() == ["b"]
+    assert await entries_left(rig) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "broken"),
+    [("body", b"\xc1"), ("body", encode(make_request("another"))), ("journal", encode(JournalFrame(5, [1])))],
+    ids=["not a message", "another request", "journal with a hole"],
+)
+async def test_an_unreadable_request_ends_alone_with_an_error(rig, heard, field, broken):
+    await rig.accept("bad", "good")
+    if field == "body":
+        await rig.redis.hset(rig.keys.request("bad"), "body", broken)
+    else:
+        await rig.redis.set(rig.keys.journal("bad"), broken)
+    async with heard(rig.keys.gateway_channel("g")) as channel:
+        assert await rig.claim() == ["good"]
+        assert b"unreadable" in await channel.next()
+    state, terminal = await rig.stored("bad", "state", "terminal")
+    assert state == b"done"
+    assert decode_terminal_event(terminal).code == "request_failed"
+    assert await entries_left(rig) == (1, 1)
+
+
+async def test_a_suspect_waits_until_nothing_else_runs_and_then_runs_alone(rig):
+    await rig.accept("a")
+    assert await rig.claim() == ["a"]
+    await requeue_as_suspect(rig, "suspect")
+    await rig.accept("later")
+    assert await rig.claim() == []  # "a" still runs, and nothing new joins it
+    await rig.tokens.finish([finished("a")])
+    assert await rig.claim() == ["suspect"]
+    assert await rig.claim() == []
+    await rig.tokens.finish([finished("suspect")])
+    assert await rig.claim() == ["later"]
+
+
+async def test_a_blocking_claim_beside_a_suspect_waits_for_its_end(rig):
+    await requeue_as_suspect(rig, "suspect")
+    assert await rig.claim() == ["suspect"]
+    await rig.accept("later")
+    waiting = asyncio.create_task(rig.requests.claim(1, block=True))
+    await asyncio.sleep(0)
+    await rig.tokens.finish([finished("suspect")])
+    assert await waiting == []
+    assert await rig.claim() == ["later"]
+
+
+async def test_a_suspect_that_waits_in_a_dying_worker_gets_no_strike(rig):
+    await rig.accept("a")
+    await rig.claim()
+    await requeue_as_suspect(rig, "suspect")
+    await rig.claim()
+    await reap_worker(rig.scripts, WORKER)
+    assert await rig.stored("suspect", "strikes", "state") == [b"2", b"queued"]
+
+
+async def test_fenced_when_the_fence_or_the_store_is_gone(rig):
+    await rig.redis.delete(rig.keys.fence(WORKER))
+    with pytest.raises(Fenced):
+        await rig.requests.claim(1)
+    await rig.redis.flushall()
+    with pytest.raises(Fenced):
+        await rig.requests.claim(1)
+    await rig.scripts.register(WORKER)
+    await rig.redis.delete(*rig.keys.queues)
+    with pytest.raises(Fenced, match="lost its queues"):
+        await rig.requests.claim(1)
+
+
+async def test_nothing_while_the_store_is_away_and_errors_of_ours_are_raised(rig, tmp_path):
+    away = connect(f"unix://{tmp_path}/no-server")
+    try:
+        rig_away = Rig(away, rig.keys)
+        assert await rig_away.requests.claim(1) == []
+        assert rig_away.requests.num_read_failures == 1
+    finally:
+        await away.aclose()
+    await rig.redis.set(rig.keys.queue(RESUMED), "not a stream")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await rig.requests.claim(1)
+
+
+async def test_handing_back_requeues_without_counting_an_attempt(rig):
+    await rig.accept("a", "b")
+    await rig.claim(1)
+    assert (await rig.requests.hand_back()).requeued == 1
+    assert await rig.stored("a", "attempt", "strikes", "state") == [b"1", b"0", b"queued"]
+    with pytest.raises(Fenced):
+        await rig.requests.claim(1)
