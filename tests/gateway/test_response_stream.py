@@ -1,0 +1,152 @@
+"""A response stream gives each index once, in order, and one end, whatever it is offered."""
+
+import asyncio
+import random
+
+import pytest
+
+from gateway.fleet import Fleet
+from gateway.response_stream import ResponseStream, cancelled_event
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+    WorkerHeartbeat,
+    WorkerPhase,
+)
+
+REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
+ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")
+
+
+def token(index: int, *token_ids: int) -> TokenEvent:
+    return TokenEvent("a", index, list(token_ids))
+
+
+def finish(completion_tokens: int) -> FinishEvent:
+    return FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=2, completion_tokens=completion_tokens))
+
+
+async def everything(stream: ResponseStream) -> list[object]:
+    async with asyncio.timeout(5):
+        return [event async for event in stream]
+
+
+async def test_joins_what_came_since_the_last_read():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(token(1, 6, 7))
+    assert await anext(stream) == token(0, 5, 6, 7)
+    stream.offer(token(3, 8))
+    stream.offer(finish(4))
+    assert await everything(stream) == [token(3, 8), finish(4)]
+    assert await everything(stream) == []
+
+
+async def test_repeats_and_overlaps_are_dropped():
+    stream = ResponseStream(REQUEST)
+    for event in (token(0, 5, 6), token(0, 5, 6), token(1, 6, 7), token(0, 5), finish(3)):
+        stream.offer(event)
+    assert await everything(stream) == [token(0, 5, 6, 7), finish(3)]
+    assert stream.num_repeated_tokens == 4
+
+
+async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(token(2, 7))
+    assert stream.is_behind
+    assert stream.token_ids == [5]
+    stream.offer_journal([5, 6, 7], None)
+    assert not stream.is_behind
+    assert stream.token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
+async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(end)
+    assert stream.is_behind
+    assert not stream.has_ended
+    stream.offer_journal([5, 6, 7], end)
+    assert await everything(stream) == [token(0, 5, 6, 7), end]
+
+
+async def test_nothing_counts_after_the_end():
+    stream = ResponseStream(REQUEST)
+    stream.offer(finish(0))
+    stream.offer(token(0, 5))
+    stream.offer(ERROR)
+    stream.offer_journal([5], ERROR)
+    assert await everything(stream) == [finish(0)]
+
+
+async def test_an_old_or_shorter_journal_takes_nothing_back():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5, 6))
+    stream.offer_journal([5], None)
+    assert stream.token_ids == [5, 6]
+
+
+async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
+    stream = ResponseStream(REQUEST)
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.offer(token(0, 5))
+    assert await waiting == token(0, 5)
+
+
+async def test_a_withdrawn_stream_ends_with_what_it_had():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.end(cancelled_event(stream))
+    tokens, end = await everything(stream)
+    assert tokens == token(0, 5)
+    assert (end.reason, end.usage.completion_tokens) == (FinishReason.CANCELLED, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_mess_of_frames_gives_the_journal(seed):
+    """Frames lost, repeated, shuffled and split anew; now and then a part of the journal is read."""
+    rng = random.Random(seed)
+    journal = [rng.randrange(50_000) for _ in range(60)]
+    frames = [token(start, *journal[start : start + rng.randint(1, 5)]) for start in range(60) for _ in range(2)]
+    rng.shuffle(frames)
+    stream = ResponseStream(REQUEST)
+    for frame in sorted(frames, key=lambda frame: frame.index + rng.randint(-8, 8)):
+        if rng.random() < 0.8:
+            stream.offer(frame)
+        if rng.random() < 0.1:
+            stream.offer_journal(journal[: rng.randrange(61)], None)
+        assert stream.token_ids == journal[: stream.next_index]
+    stream.offer_journal(journal, finish(60))
+    *tokens, end = await everything(stream)
+    assert [event.token_ids for event in tokens] == [journal]
+    assert end == finish(60)
+
+
+def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
+    now = 0.0
+    fleet = Fleet(lambda: now)
+    for worker_id in ("w1.b", "supervisor", "w0.a"):
+        fleet.heard(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
+    now = 59.0
+    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
+    assert [(status.heartbeat.worker_id, status.seconds_since_seen) for status in fleet.snapshot()] == [
+        ("supervisor", 59.0),
+        ("w0.a", 0.0),
+        ("w1.b", 59.0),
+    ]
+    now = 61.0
+    assert [status.heartbeat.step for status in fleet.snapshot()] == [5]
