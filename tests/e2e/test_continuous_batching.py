@@ -1,0 +1,98 @@
+"""32 streams of mixed length share one worker: newcomers join the running batch, and nobody waits for a long prompt."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import Valkey
+from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, free_port, running_fleet
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(180)]
+
+NUM_STREAMS = 32
+LONG_PROMPT_TOKENS = 1500
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    valkey_server: Valkey, demo_model_dir: Path, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    with running_fleet(tmp_path_factory.mktemp("fleet") / "logs") as fleet:
+        common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
+        fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
+        # One thread: two that wait for each other at every operator crawl when a third process wants a core.
+        options = ["--metrics-port", str(metrics_port), "--num-threads", "1"]
+        options += ["--kv-cache-memory-bytes", "512M", "--max-model-len", "2048"]
+        fleet.start("worker", "-m", "engine_worker", *common, *options)
+        yield fleet
+
+
+@pytest.fixture
+async def api(fleet: Fleet) -> AsyncIterator[Api]:
+    async with connected(f"http://127.0.0.1:{fleet.port}") as api:
+        await api.wait_until_ready(fleet)
+        yield api
+
+
+def prompt(num_tokens: int, first: int = 1000) -> list[int]:
+    return [first + (7 * position) % 5000 for position in range(num_tokens)]
+
+
+async def worker_metrics(port: int) -> dict[str, float]:
+    """Sums over all labels, by sample name."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as reply:
+        text = await reply.text()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+async def test_32_streams_of_mixed_length_all_finish(api: Api, metrics_port: int) -> None:
+    before = await worker_metrics(metrics_port)
+    lengths = [(5 + 11 * number, 8 + number) for number in range(NUM_STREAMS)]  # prompts of 5..346, outputs of 8..39
+    streams = [
+        api.complete(Answer(), prompt(num_prompt, first=1000 + num_prompt), num_output, ignore_eos=True)
+        for num_prompt, num_output in lengths
+    ]
+    answers = await asyncio.gather(*streams)
+    assert [answer.completion_tokens for answer in answers] == [num_output for _, num_output in lengths]
+    assert all(answer.finish_reasons == ["length"] for answer in answers)
+    after = await worker_metrics(metrics_port)
+    num_tokens = sum(num_output for _, num_output in lengths)
+    assert after["pagestream_generation_tokens_total"] - before["pagestream_generation_tokens_total"] == num_tokens
+    num_steps = after["pagestream_step_batch_tokens_count"] - before["pagestream_step_batch_tokens_count"]
+    # One after another they would take a step a token; together about the longest output and the prompts' chunks.
+    assert num_steps < num_tokens / 4
+    print(f"{num_tokens} tokens of {NUM_STREAMS} streams in {num_steps:.0f} steps")
+
+
+async def test_streams_go_on_during_a_long_prefill(api: Api) -> None:
+    running = [Answer() for _ in range(4)]
+    tasks = [
+        asyncio.create_task(api.complete(answer, prompt(20, first=2000 + 100 * number), 160, ignore_eos=True))
+        for number, answer in enumerate(running)
+    ]
+    while min(len(answer.pieces) for answer in running) < 10:
+        await asyncio.sleep(0.005)
+    first_piece = [len(answer.pieces) for answer in running]
+    newcomer = await api.complete(Answer(), prompt(LONG_PROMPT_TOKENS), 1, ignore_eos=True)
+    during = [answer.pieces[start:] for answer, start in zip(running, first_piece, strict=True)]
+    assert newcomer.completion_tokens == 1
+    # The prefill takes six steps (256 tokens each beside decodes), and each of them decodes every running stream too.
+    assert min(len(pieces) for pieces in during) >= LONG_PROMPT_TOKENS // 256
+    assert not any(answer.is_over for answer in running)
+    await asyncio.gather(*tasks)
+    gaps = [gap for answer in running for gap in answer.gaps_seconds()]
+    print(f"prefill of {LONG_PROMPT_TOKENS} tokens: longest gap {max(gaps):.3f} s, median {median(gaps):.3f} s")
