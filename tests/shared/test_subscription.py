@@ -1,0 +1,80 @@
+"""A subscription outlives its connection and says when it may have missed something."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared.redis_client import connect, got_no_reply, is_transient
+from shared.subscription import GAP, Message, Subscription
+
+
+async def next_of(subscription: Subscription) -> Any:
+    async with asyncio.timeout(10):
+        while (item := await subscription.get(1.0)) is None:
+            pass
+    return item
+
+
+@pytest.mark.redis
+class TestOnAServer:
+    @pytest.fixture
+    async def subscription(self, connections):
+        subscription = Subscription(connections.subscriber, ["a", "b"], ping_seconds=0.02)
+        yield subscription
+        await subscription.aclose()
+
+    async def test_begins_with_one_gap_then_messages_in_order(self, subscription, connections):
+        assert await next_of(subscription) is GAP
+        for channel, data in (("a", b"1"), ("b", b"\xff"), ("c", b"2"), ("a", b"")):
+            await connections.commands.publish(channel, data)
+        assert [await next_of(subscription) for _ in range(3)] == [
+            Message("a", b"1"),
+            Message("b", b"\xff"),
+            Message("a", b""),
+        ]
+
+    async def test_a_cut_connection_is_a_gap_and_goes_on(self, subscription, connections):
+        for _ in range(3):
+            assert await next_of(subscription) is GAP
+            await connections.commands.client_kill_filter(_type="pubsub")
+        assert await next_of(subscription) is GAP
+        await connections.commands.publish("a", b"1")
+        assert await next_of(subscription) == Message("a", b"1")
+
+    async def test_answers_to_its_pings_count_as_heard(self, subscription):
+        assert await next_of(subscription) is GAP
+        num_heard = subscription.num_heard
+        async with asyncio.timeout(10):
+            while subscription.num_heard < num_heard + 3:
+                assert await subscription.get(1.0) is None
+
+    async def test_a_silent_connection_is_replaced(self, subscription, connections):
+        assert await next_of(subscription) is GAP
+        await connections.commands.client_pause(300, all=True)  # milliseconds: pings stay unanswered
+        assert await next_of(subscription) is GAP
+
+
+async def test_a_store_that_is_away_is_only_silence(tmp_path):
+    away = connect(f"unix://{tmp_path}/no-server")
+    subscription = Subscription(away.subscriber, ["a"])
+    try:
+        assert [await subscription.get(0.01) for _ in range(3)] == [None] * 3
+        assert subscription.num_heard == 0
+    finally:
+        await subscription.aclose()
+        await away.aclose()
+
+
+@pytest.mark.redis
+async def test_nothing_is_repeated_by_the_client_library(connections, keys):
+    """A cut in the middle of a blocking read is an error for its caller to judge, and not a second read."""
+    await connections.commands.xgroup_create("stream", "group", id="0", mkstream=True)
+    read = asyncio.create_task(connections.blocking.xreadgroup("group", "me", {"stream": ">"}, block=5000))
+    while not (await connections.commands.info("clients"))["blocked_clients"]:
+        await asyncio.sleep(0)
+    await connections.commands.client_kill_filter(_type="normal", skipme=True)
+    with pytest.raises(Exception) as caught:
+        await read
+    assert got_no_reply(caught.value)
+    assert is_transient(caught.value)
