@@ -13,6 +13,10 @@ from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
 
 
+class PortUnavailable(Exception):
+    """Somebody else listens there, or the address is not this machine's."""
+
+
 class HealthServer:
     def __init__(self, status: WorkerStatus, metrics: WorkerMetrics, refresh: Callable[[], Awaitable[None]]) -> None:
         """`refresh` brings status.stats up to date before a scrape is answered."""
@@ -34,7 +38,10 @@ class HealthServer:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                raise PortUnavailable(f"--metrics-host {host} --metrics-port {port}: {error.strerror}") from error
             yield runner.addresses[0][1]
         finally:
             await runner.cleanup()

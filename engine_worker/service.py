@@ -15,7 +15,7 @@ from functools import partial
 
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
-from engine_worker.health import HealthServer
+from engine_worker.health import HealthServer, PortUnavailable
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
@@ -79,6 +79,8 @@ class WorkerService:
                     Reaper(self._connections, self._keys).run(),
                     StepWatchdog(self._engine, self._settings.step_timeout_seconds).run(),
                 )
+        except PortUnavailable as error:
+            raise CannotStart(str(error)) from error
         finally:
             await self._connections.aclose()
 

@@ -168,7 +168,6 @@ class Worker:
 
     def _on_cancel_hint(self, request_id: str) -> None:
         if request_id in self._held:
-            self._engine.abort_request(request_id)  # at once; its end waits for its turn at the store
             self._outbox.put_nowait(_Cancelled(request_id))
 
     async def _forget_everything(self) -> None:

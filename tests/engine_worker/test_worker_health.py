@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from engine_worker.health import HealthServer
+from engine_worker.health import HealthServer, PortUnavailable
 from engine_worker.metrics import WorkerMetrics
 from engine_worker.status import WorkerStatus
 
@@ -52,3 +52,10 @@ async def test_a_scrape_asks_for_fresh_figures(health: Health) -> None:
         assert reply.content_type == "text/plain"
         assert "pagestream_worker_up" in await reply.text()
     assert health.num_refreshed == 1
+
+
+async def test_a_port_that_is_taken_is_named(health: Health) -> None:
+    port = int(health.url.rsplit(":", 1)[1])
+    with pytest.raises(PortUnavailable, match=f"--metrics-port {port}"):
+        async with Health().server.listen("127.0.0.1", port):
+            pass
