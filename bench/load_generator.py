@@ -110,7 +110,11 @@ async def _target(options: argparse.Namespace) -> AsyncIterator[Target]:
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     async with session.get(f"{url}/v1/models", raise_for_status=True) as response:
-        return str((await response.json())["data"][0]["id"])
+        models = await response.json()
+    try:
+        return str(models["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise WorkloadError(f"{url}/v1/models names no model: {str(models)[:200]}") from error
 
 
 async def _server_version(target: Target) -> Any:

@@ -63,6 +63,7 @@ class FakeServer:
         self.behave: Behaviour = answer
         self.status = 200
         self.bodies: list[dict[str, Any]] = []
+        self.models: Any = {"data": [{"id": "fake-model"}]}
         self.open_requests = 0
         self.most_open_requests = 0
 
@@ -81,7 +82,7 @@ class FakeServer:
 
     def app(self) -> web.Application:
         async def models(request: web.Request) -> web.Response:
-            return web.json_response({"data": [{"id": "fake-model"}]})
+            return web.json_response(self.models)
 
         async def version(request: web.Request) -> web.Response:
             return web.json_response({"version": "9.9"})
@@ -221,6 +222,15 @@ async def test_stop_at_eos_accepts_any_length(fake: tuple[FakeServer, str]) -> N
 async def test_no_server_is_an_error_of_its_own(unused_tcp_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert await bench(f"http://127.0.0.1:{unused_tcp_port}") == 2
     assert "bench: Cannot connect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {}, []])
+async def test_a_server_without_a_model_is_named(
+    fake: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str], models: Any
+) -> None:
+    fake[0].models = models
+    assert await bench(fake[1]) == 2
+    assert "/v1/models names no model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
