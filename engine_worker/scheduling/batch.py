@@ -1,7 +1,7 @@
 """What the scheduler decides and what the executor answers: the seam between thinking and doing.
 
 `schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it
-out in this order: copies, forward pass, sampling. Nothing here knows of tensors.
+out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing here knows of tensors.
 """
 
 from dataclasses import dataclass, field
@@ -21,6 +21,8 @@ class ScheduledSequence:
 
 @dataclass(slots=True, frozen=True)
 class BlockCopy:
+    """All layers of one block: on the device for copy-on-write; from device to host, or back, for swaps."""
+
     source_block_id: int
     target_block_id: int
 
@@ -30,6 +32,8 @@ class ScheduledBatch:
     sequences: list[ScheduledSequence]
     block_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
+    swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id
 
     @property
     def num_tokens(self) -> int:

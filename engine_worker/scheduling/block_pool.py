@@ -4,6 +4,7 @@
     free     ref_count == 0     in the free list
     active   ref_count >= 1     in ref_count block tables; more than one: shared, and not written to
     cached   ref_count == 0     kept for its content until the free list is empty (none before prefix caching)
+    held     ref_count == 0     freed while a copy of this step still reads it; free after release_held()
 
 free + active + cached == num_usable_blocks. Every operation costs O(1) a block. The pool knows nothing of sequences,
 nor of what is in a block. A wrong call (double free, more than is free) is an error of ours and fails an assertion.
@@ -30,6 +31,7 @@ class BlockPool:
         # A stack: the block freed last is the one whose lines are still in the caches. Lowest ids go out first.
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
         self._num_references = 0
+        self._held: set[int] = set()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -79,11 +81,22 @@ class BlockPool:
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             self._num_references -= 1
-            if block.ref_count == 0:
+            if block.ref_count == 0 and block_id not in self._held:
                 self._free_block_ids.append(block_id)
+
+    def hold(self, block_id: int) -> None:
+        """Nobody gets this active block before release_held(), even if its last reference goes: a copy reads it."""
+        assert self._blocks[block_id].ref_count > 0, f"block {block_id} is not active"
+        self._held.add(block_id)
+
+    def release_held(self) -> None:
+        """The step is planned: what it overwrites, it overwrites after its copies have read."""
+        self._free_block_ids += [block_id for block_id in self._held if self._blocks[block_id].ref_count == 0]
+        self._held.clear()
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless `block_tables`, all there are, explain every reference and each block's state."""
+        assert not self._held, f"{self._held} are still held"
         references = Counter(block_id for block_table in block_tables for block_id in block_table)
         assert references[PADDING_BLOCK_ID] == 0, "the padding block is in a block table"
         assert self._num_references == references.total(), f"{self._num_references} != {references.total()} references"

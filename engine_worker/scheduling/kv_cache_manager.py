@@ -1,12 +1,14 @@
 """The block tables of sequences: which blocks hold their KV, and whether more of it fits.
 
 A sequence gets the blocks for all its tokens when it is admitted, and one more each time its output crosses a block's
-edge; so a half-computed prompt never waits for memory. The manager decides nothing: the scheduler says who is admitted
-and who yields.
+edge; so a half-computed prompt never waits for memory. A forked sequence shares all blocks of its parent, the partly
+filled last one too; a shared block is copied before somebody writes to it (copy-on-write, the paper's section 4.4). The
+manager decides nothing: the scheduler says who is admitted and who yields.
 """
 
 from collections.abc import Collection
 
+from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.stats import KVCacheStats
@@ -19,6 +21,7 @@ class KVCacheManager:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
+        self._block_copies: list[BlockCopy] = []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -34,16 +37,46 @@ class KVCacheManager:
         return self._pool.num_usable_blocks * self.block_size
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that `sequence` needs, beyond those it has, to compute all its tokens."""
-        return -(-sequence.num_tokens // self.block_size) - len(sequence.block_table)
+        """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
+        return -(-sequence.num_tokens // self.block_size) - len(sequence.block_table) + len(self._to_replace(sequence))
 
     def can_allocate(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """Whether all missing blocks are free, and `headroom_blocks` would be left."""
         return self.num_missing_blocks(sequence) + headroom_blocks <= self._pool.num_free_blocks
 
     def allocate(self, sequence: Sequence) -> None:
-        """Complete the block table; the caller has asked can_allocate."""
+        """Complete the block table and make its end writable; the caller has asked can_allocate."""
+        self.prepare_write(sequence)
         sequence.block_table += self._pool.allocate(self.num_missing_blocks(sequence))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child`, whose tokens begin with the computed ones of `parent`, shares all its blocks. O(1) a block."""
+        assert not child.block_table, f"{child.request_id} has blocks"
+        assert child.num_tokens >= parent.num_computed_tokens, f"{child.request_id} lacks computed tokens"
+        used = -(-parent.num_computed_tokens // self.block_size)
+        child.block_table = parent.block_table[:used]
+        child.num_computed_tokens = parent.num_computed_tokens
+        self._pool.share(child.block_table)
+
+    def prepare_write(self, sequence: Sequence) -> None:
+        """Replace the shared blocks that the next step of `sequence` writes to; what is computed in them is copied."""
+        for index in self._to_replace(sequence):
+            source = sequence.block_table[index]
+            (target,) = self._pool.allocate(1)
+            if index * self.block_size < sequence.num_computed_tokens:
+                self._pool.hold(source)
+                self._block_copies.append(BlockCopy(source, target))
+            self._pool.free([source])
+            sequence.block_table[index] = target
+
+    def take_block_copies(self) -> list[BlockCopy]:
+        """The copies planned since the last call, for one batch: to be done before it writes anything, in any order.
+
+        Until this call their sources are held: blocks that were freed meanwhile can be given out again after it.
+        """
+        copies, self._block_copies = self._block_copies, []
+        self._pool.release_held()
+        return copies
 
     def free(self, sequence: Sequence) -> None:
         """Give up the whole block table. Last block first, so that a table handed out again has its blocks in order."""
@@ -70,3 +103,9 @@ class KVCacheManager:
         for sequence in sequences:
             num_slots = len(sequence.block_table) * self.block_size
             assert sequence.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
+
+    def _to_replace(self, sequence: Sequence) -> list[int]:
+        """Indices of shared blocks in the part of the table that is not computed yet."""
+        table = sequence.block_table
+        first = sequence.num_computed_tokens // self.block_size
+        return [index for index in range(first, len(table)) if self._pool.is_shared(table[index])]

@@ -115,7 +115,7 @@ class Scheduler:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
             scheduled.append(_schedule(sequence, num_new_tokens))
             budget -= num_new_tokens
-        return ScheduledBatch(scheduled, preempted=preempted)
+        return ScheduledBatch(scheduled, self._kv_cache.take_block_copies(), preempted)
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
         """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""

@@ -49,6 +49,32 @@ def test_a_double_free_is_noticed() -> None:
         pool.free(table)
 
 
+def test_a_held_block_is_free_only_after_the_release() -> None:
+    pool = BlockPool(num_blocks=4)
+    pool.allocate(3)
+    pool.hold(2)
+    pool.free([1, 2])
+    assert (pool.num_free_blocks, pool.allocate(1)) == (1, [1])
+    with pytest.raises(AssertionError, match="still held"):
+        pool.check_integrity([[1], [3]])
+    pool.release_held()
+    pool.check_integrity([[1], [3]])
+    assert pool.allocate(1) == [2]
+
+
+def test_a_held_block_that_is_still_in_use_is_not_freed_by_the_release() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = pool.allocate(2)
+    pool.hold(1)
+    pool.release_held()
+    pool.check_integrity([table])
+
+
+def test_a_free_block_cannot_be_held() -> None:
+    with pytest.raises(AssertionError, match="not active"):
+        BlockPool(num_blocks=4).hold(1)
+
+
 def test_sharing_a_free_block_is_noticed() -> None:
     with pytest.raises(AssertionError, match="not active"):
         BlockPool(num_blocks=4).share([1])

@@ -2,7 +2,9 @@
 
 import pytest
 
+from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
 
@@ -60,13 +62,75 @@ def test_stats_of_two_sequences() -> None:
     assert stats.sharing_ratio == 0.0
 
 
+def forked(kv_cache: KVCacheManager, parent: Sequence, *output_token_ids: int) -> Sequence:
+    child = make_sequence(parent.prompt_token_ids, output_token_ids=[*parent.output_token_ids, *output_token_ids])
+    kv_cache.fork(parent, child)
+    return child
+
+
+def computed(kv_cache: KVCacheManager, num_tokens: int) -> Sequence:
+    sequence = make_sequence(num_tokens)
+    kv_cache.allocate(sequence)
+    sequence.num_computed_tokens = num_tokens
+    return sequence
+
+
+def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    parent = computed(kv_cache, 6)
+    first, second = forked(kv_cache, parent, 11), forked(kv_cache, parent, 12)
+    kv_cache.free(parent)
+    assert first.block_table == second.block_table == [1, 2]
+    assert (first.num_computed_tokens, kv_cache.num_missing_blocks(first)) == (6, 1)
+    kv_cache.allocate(first)
+    kv_cache.allocate(second)  # alone in its block now: no copy
+    assert (first.block_table, second.block_table) == ([1, 3], [1, 2])
+    assert kv_cache.take_block_copies() == [BlockCopy(2, 3)]
+    assert kv_cache.take_block_copies() == []
+    kv_cache.check_integrity([first, second])
+
+
+def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    parent = computed(kv_cache, 8)
+    children = [forked(kv_cache, parent, token_id) for token_id in (11, 12)]
+    for child in children:
+        assert kv_cache.num_missing_blocks(child) == 1
+        kv_cache.allocate(child)
+    assert [child.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
+    assert kv_cache.take_block_copies() == []
+    kv_cache.check_integrity([parent, *children])
+
+
+def test_the_source_of_a_copy_is_not_given_out_in_the_same_schedule() -> None:
+    kv_cache = KVCacheManager(num_blocks=6, block_size=4)
+    parent = computed(kv_cache, 6)
+    child = forked(kv_cache, parent, 11)
+    kv_cache.allocate(child)
+    kv_cache.free(parent)  # preempted after the copy was planned: block 2 is free, but will be read
+    other = make_sequence(8)
+    kv_cache.allocate(other)
+    assert other.block_table == [4, 5]
+    assert not kv_cache.can_allocate(make_sequence(1))
+    assert kv_cache.take_block_copies() == [BlockCopy(2, 3)]
+    assert kv_cache.can_allocate(make_sequence(4))
+    kv_cache.check_integrity([child, other])
+
+
+def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None:
+    kv_cache = KVCacheManager(num_blocks=9, block_size=4)
+    parent = computed(kv_cache, 6)
+    child = make_sequence(parent.prompt_token_ids)
+    kv_cache.fork(parent, child)
+    parent.num_computed_tokens = child.num_computed_tokens = 4
+    kv_cache.allocate(child)
+    assert (child.block_table, kv_cache.take_block_copies()) == ([1, 3], [])
+
+
 def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
-    parent = make_sequence(8)
-    kv_cache.allocate(parent)
-    kv_cache._pool.share(parent.block_table)
-    fork = make_sequence(8)
-    fork.block_table = list(parent.block_table)
+    parent = computed(kv_cache, 8)
+    fork = forked(kv_cache, parent)
     kv_cache.check_integrity([parent, fork])
     assert kv_cache.stats([parent, fork]).sharing_ratio == 0.5
 
