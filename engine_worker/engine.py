@@ -24,6 +24,7 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    StoredChoice,
     StreamEvent,
     TokenEvent,
     Usage,
@@ -84,12 +85,12 @@ class Engine:
         """What the last step did, for the step histograms: unlike stats(), it costs nothing."""
         return self._recorder.last_step
 
-    def add_request(self, request: GenerationRequest, resumed_token_ids: Iterable[int] = ()) -> None:
-        """Queue a request; one that was begun elsewhere continues after the output tokens of its journal."""
+    def add_request(self, request: GenerationRequest, stored: Iterable[StoredChoice] = ()) -> None:
+        """Queue a request; one that was begun elsewhere continues after the choices of its journal."""
         if request.request_id in self._request_ids:
             raise DuplicateRequest(request.request_id)
         self._request_ids.add(request.request_id)
-        output_token_ids = list(resumed_token_ids)
+        output_token_ids = [token_id for choice in stored for token_id in choice.token_ids]
         try:
             check_request(request, output_token_ids, self._limits)
         except RequestRefused as refusal:

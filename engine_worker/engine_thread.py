@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.stats import EngineStats, StepStats
-from shared.messages import GenerationRequest, StreamEvent
+from shared.messages import GenerationRequest, StoredChoice, StreamEvent
 
 MAX_STEPS_AHEAD = 2  # one on its way to the store, one waiting behind it: hides a round trip as long as a step
 
@@ -67,10 +67,10 @@ class EngineThread:
         self._deliver = deliver
         self._calls.put(partial(setattr, self, "_engine", engine))
 
-    def add_request(self, request: GenerationRequest, resumed_token_ids: Sequence[int]) -> None:
+    def add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
         """Takes part in the next step."""
         self._num_requested += 1
-        self._calls.put(partial(self._add_request, request, resumed_token_ids))
+        self._calls.put(partial(self._add_request, request, stored))
 
     def abort_request(self, request_id: str) -> None:
         """Takes no part in the next step, which finds its blocks free."""
@@ -152,8 +152,8 @@ class EngineThread:
         assert self._engine is not None, "the engine has not been started"
         return self._engine
 
-    def _add_request(self, request: GenerationRequest, resumed_token_ids: Sequence[int]) -> None:
-        self._running_engine().add_request(request, resumed_token_ids)
+    def _add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
+        self._running_engine().add_request(request, stored)
         self._num_added += 1
 
     def _acknowledge(self) -> None:

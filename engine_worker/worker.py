@@ -35,7 +35,7 @@ HearCancels = Callable[[str, Callable[[str], None]], Coroutine[None, None, None]
 @dataclass(slots=True)
 class HeldRequest:
     claimed: ClaimedRequest
-    num_output_tokens: int  # emitted, those of earlier attempts included
+    num_output_tokens: int  # emitted, of all choices, those of earlier attempts included
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,11 @@ class Worker:
         await self._outbox.join()  # what was computed until now is still stored
 
     def _take(self, claimed: ClaimedRequest) -> None:
-        self._held[claimed.request.request_id] = HeldRequest(claimed, len(claimed.journal_token_ids))
+        self._held[claimed.request.request_id] = HeldRequest(
+            claimed, sum(len(choice.token_ids) for choice in claimed.stored)
+        )
         self._is_idle.clear()
-        self._engine.add_request(claimed.request, claimed.journal_token_ids)
+        self._engine.add_request(claimed.request, claimed.stored)
 
     async def _emit_turns(self, tokens: TokenPublisher) -> None:
         while True:
@@ -137,7 +139,7 @@ class Worker:
         try:
             cancelled_ids = await tokens.emit(new_tokens)
             for event in new_tokens:
-                self._held[event.request_id].num_output_tokens = event.index + len(event.token_ids)
+                self._held[event.request_id].num_output_tokens += len(event.token_ids)
             ends = [end for end in events if not isinstance(end, TokenEvent) and end.request_id not in cancelled_ids]
             await self._finish(tokens, ends)
             await self._finish_cancelled(tokens, cancelled_ids)

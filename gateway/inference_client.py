@@ -31,13 +31,13 @@ from shared.messages import (
     ErrorEvent,
     FormatError,
     GenerationRequest,
-    JournalFrame,
+    StoredChoice,
     StreamEvent,
     decode_event_batch,
     decode_heartbeat,
     decode_terminal_event,
     encode,
-    journal_token_ids,
+    journal_choices,
 )
 from shared.redis_client import RedisConnections, got_no_reply
 from shared.redis_keys import RedisKeys
@@ -315,7 +315,7 @@ class InferenceClient:
 
     def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
         try:
-            stream.offer_journal(*_stored_answer(stream.request_id, stored, journal))
+            stream.offer_journal(*_stored_answer(stream.request, stored, journal))
         except FormatError as error:
             logger.error("request %s cannot be read back: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
@@ -326,13 +326,12 @@ class InferenceClient:
         """The store lost the request: accept it anew, whatever the queue's cap, behind the tokens already sent."""
         if self._streams.get(stream.request_id) is not stream:
             return  # cancelled or ended meanwhile
-        token_ids = stream.token_ids
         await self._scripts.accept(
             stream.request_id,
             encode(stream.request),
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,
-            journal=encode(JournalFrame(0, token_ids)) if token_ids else b"",
+            journal=b"".join(map(encode, stream.frames)),
         )
         self.num_restored_requests += 1
         logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
@@ -340,14 +339,14 @@ class InferenceClient:
             self._withdraw(stream.request)
 
 
-def _stored_answer(request_id: str, stored: Any, journal: Any) -> tuple[list[int], Any]:
+def _stored_answer(request: GenerationRequest, stored: Any, journal: Any) -> tuple[list[StoredChoice], Any]:
     for reply in (stored, journal):
         if isinstance(reply, Exception):
             raise FormatError(str(reply)) from reply
-    token_ids = journal_token_ids(journal or b"")
+    choices = journal_choices(journal or b"", request.sampling.n)
     if stored[0] != b"done":
-        return token_ids, None
+        return choices, None
     terminal = decode_terminal_event(stored[1] or b"")
-    if terminal.request_id != request_id:
+    if terminal.request_id != request.request_id:
         raise FormatError(f"the stored end is that of {terminal.request_id}")
-    return token_ids, terminal
+    return choices, terminal

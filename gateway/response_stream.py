@@ -1,12 +1,13 @@
-"""The events of one request, put in order: each token index once, then exactly one terminal event.
+"""The events of one request, put in order: each token index of each choice once, then exactly one terminal event.
 
 Pure bookkeeping between the client's tasks, which offer what they hear or read from the journal, and one reader. It
-keeps every token it has: 4 bytes each, at most max_tokens of them, so a slow reader costs nothing more and a store that
-lost its memory can be given the answer's beginning back. Knows no Redis and no text.
+keeps every token it has: 4 bytes each, at most max_tokens of them a choice, so a slow reader costs nothing more and a
+store that lost its memory can be given the answer's beginning back. Knows no Redis and no text.
 """
 
 import asyncio
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from shared.messages import (
@@ -14,11 +15,38 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    JournalFrame,
+    StoredChoice,
     StreamEvent,
     TerminalEvent,
     TokenEvent,
     Usage,
 )
+
+
+class _ChoiceTokens:
+    """The tokens of one choice, and how many of them its reader has."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tokens = array("i")
+        self.finish_reason: FinishReason | None = None
+        self.is_queued = False  # something of it waits for the reader
+        self._num_read = 0
+
+    def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
+        """Tokens that follow those it has; whether there is anything new to read."""
+        self.tokens.extend(token_ids)
+        if finish_reason is not None and self.finish_reason is None:
+            self.finish_reason = finish_reason
+            return True
+        return bool(token_ids)
+
+    def read(self, request_id: str) -> TokenEvent:
+        """All that came since the last read."""
+        start, self._num_read = self._num_read, len(self.tokens)
+        self.is_queued = False
+        return TokenEvent(request_id, start, self.tokens[start:].tolist(), self.index, self.finish_reason)
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
@@ -28,8 +56,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.last_heard = 0.0  # monotonic seconds; kept by the client
         self.num_repeated_tokens = 0
-        self._tokens = array("i")
-        self._num_read = 0
+        self._choices = [_ChoiceTokens(index) for index in range(request.sampling.n)]
+        self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
         self._is_exhausted = False
         self._wakeup = asyncio.Event()
@@ -39,13 +67,17 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         return self.request.request_id
 
     @property
-    def token_ids(self) -> list[int]:
-        """All tokens so far."""
-        return self._tokens.tolist()
+    def frames(self) -> list[JournalFrame]:
+        """All there is so far, as a journal has it."""
+        return [
+            JournalFrame(0, choice.tokens.tolist(), None, choice.index, choice.finish_reason)
+            for choice in self._choices
+            if choice.tokens or choice.finish_reason
+        ]
 
     @property
-    def next_index(self) -> int:
-        return len(self._tokens)
+    def num_tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self._choices)
 
     @property
     def has_ended(self) -> bool:
@@ -56,18 +88,19 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self.has_ended:
             return
         if isinstance(event, TokenEvent):
-            self._take(event.index, event.token_ids)
+            self._take(event.choice, event.index, event.token_ids, event.finish_reason)
         elif self._is_complete(event):
             self.end(event)
         else:
             self.is_behind = True
 
-    def offer_journal(self, token_ids: Sequence[int], terminal: TerminalEvent | None) -> None:
+    def offer_journal(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> None:
         """The journal from its beginning, and the stored end; the end must have been read before the journal."""
         if self.has_ended:
             return
         self.is_behind = False
-        self._take(0, token_ids)
+        for index, choice in enumerate(choices):
+            self._take(index, 0, choice.token_ids, choice.finish_reason)
         if terminal is not None:
             self.end(terminal)
 
@@ -76,36 +109,40 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self._wakeup.set()
 
     async def __anext__(self) -> StreamEvent:
-        """Tokens that came since the last read are joined in one TokenEvent."""
-        while self._num_read == len(self._tokens) and self._terminal is None:
+        """Tokens of a choice that came since the last read are joined in one TokenEvent."""
+        while not self._unread and self._terminal is None:
             self._wakeup.clear()
             await self._wakeup.wait()
-        if self._num_read < len(self._tokens):
-            index, self._num_read = self._num_read, len(self._tokens)
-            return TokenEvent(self.request_id, index, self._tokens[index:].tolist())
+        if self._unread:
+            return self._unread.popleft().read(self.request_id)
         if self._is_exhausted or self._terminal is None:
             raise StopAsyncIteration
         self._is_exhausted = True
         return self._terminal
 
-    def _take(self, index: int, token_ids: Sequence[int]) -> None:
-        if index > self.next_index:
+    def _take(self, index: int, start: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> None:
+        if index >= len(self._choices):
+            return  # not of this request's choices
+        choice = self._choices[index]
+        if start > len(choice.tokens):
             self.is_behind = True
             return
-        num_known = min(self.next_index - index, len(token_ids))
+        num_known = min(len(choice.tokens) - start, len(token_ids))
         self.num_repeated_tokens += num_known
-        if num_known < len(token_ids):
-            self._tokens.extend(token_ids[num_known:])
+        if choice.take(token_ids[num_known:], finish_reason):
+            if not choice.is_queued:
+                choice.is_queued = True
+                self._unread.append(choice)
             self._wakeup.set()
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
         """An error does not tell how many tokens came before it, so the journal is asked."""
         if self.is_behind or isinstance(terminal, ErrorEvent):
             return False
-        return terminal.usage.completion_tokens == self.next_index
+        return terminal.usage.completion_tokens == self.num_tokens
 
 
 def cancelled_event(stream: ResponseStream) -> FinishEvent:
     """The end as the reader sees it when this gateway withdraws the request."""
-    usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.next_index)
+    usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.num_tokens)
     return FinishEvent(stream.request_id, FinishReason.CANCELLED, usage)

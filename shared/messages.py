@@ -11,12 +11,12 @@ else.
 """
 
 from enum import StrEnum
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgpack
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: one request has n choices; events and frames name theirs
 
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_JOURNAL_BYTES = 64 * 2**20  # about 21 bytes a token
@@ -47,11 +47,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How the tokens of one request are chosen. Defaults are neutral: they change nothing.
 
     `seed` is always set by the gateway (drawn there when the client names none), so that a resumed or preempted request
-    samples the same tokens: the randomness of output index i depends on (seed, i) alone.
+    samples the same tokens: the randomness of output index i depends on (seed, i) alone. It is that of choice 0; the
+    others have one derived of it (shared/choice_seeds.py).
+
+    Beam search keeps `beam_width` continuations and answers the `n` best; the request is greedy then.
     """
 
     max_tokens: int
     seed: int
+    n: int = 1  # choices of the answer, each with `max_tokens` of its own
+    use_beam_search: bool = False
+    beam_width: int = 0  # only with use_beam_search
+    length_penalty: float = 1.0  # of beam search: a score is the sum of log-probabilities / length ** length_penalty
+    early_stopping: bool | Literal["never"] = False  # of beam search, as in `transformers`
     min_tokens: int = 0
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
@@ -68,9 +76,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def num_sequences(self) -> int:
+        """The most continuations of the prompt that are computed at one time."""
+        return self.beam_width if self.use_beam_search else self.n
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice of one prompt. `request_id` is drawn by the gateway (128 random bits), never chosen by a client."""
+    """All choices of one prompt. `request_id` is drawn by the gateway (128 random bits), never chosen by a client."""
 
     request_id: str
     prompt_token_ids: list[TokenId]
@@ -81,20 +94,30 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a whole request: the prompt once, the tokens of all choices that were sent."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
-    """Tokens [index, index + len(token_ids)) of the output; `index` lets the gateway see gaps and repeats."""
+    """Tokens [index, index + len(token_ids)) of one choice; `index` lets the gateway see gaps and repeats.
+
+    `finish_reason` is the end of a choice of several: nothing of it follows. A request of one choice ends with its
+    FinishEvent alone. An event without tokens or reason only says that the search goes on.
+    """
 
     request_id: str
     index: Index
     token_ids: list[TokenId]
+    choice: Index = 0
+    finish_reason: FinishReason | None = None
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
+    """The end of a request, and of each choice that has not had its own; once, after all tokens."""
+
     request_id: str
     reason: FinishReason
     usage: Usage
@@ -111,11 +134,20 @@ StreamEvent: TypeAlias = TokenEvent | TerminalEvent
 
 
 class JournalFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [index, index + len(token_ids)); `extras` is kept for log-probabilities and grammar state."""
+    """A TokenEvent without its request id; `extras` is kept for log-probabilities and grammar state."""
 
     index: Index
     token_ids: list[TokenId]
     extras: dict[str, Any] | None = None
+    choice: Index = 0
+    finish_reason: FinishReason | None = None
+
+
+class StoredChoice(msgspec.Struct):
+    """One choice as far as the journal has it."""
+
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None  # only of a choice of several
 
 
 class _TerminalEnvelope(msgspec.Struct, frozen=True, array_like=True):
@@ -198,14 +230,18 @@ def decode_journal(data: bytes) -> list[JournalFrame]:
     return frames
 
 
-def journal_token_ids(data: bytes) -> list[int]:
-    """All tokens of a journal, in order. EMIT alone writes journals, so a hole or an overlap is a format error."""
-    token_ids: list[int] = []
+def journal_choices(data: bytes, num_choices: int) -> list[StoredChoice]:
+    """The choices of a journal, by index. EMIT alone writes journals, so a hole or an overlap is a format error."""
+    choices = [StoredChoice() for _ in range(num_choices)]
     for frame in decode_journal(data):
-        if frame.index != len(token_ids):
-            raise FormatError(f"journal: a frame at index {frame.index}, expected {len(token_ids)}")
-        token_ids += frame.token_ids
-    return token_ids
+        if frame.choice >= num_choices:
+            raise FormatError(f"journal: a frame of choice {frame.choice}, of {num_choices}")
+        choice = choices[frame.choice]
+        if frame.index != len(choice.token_ids) or (choice.finish_reason and frame.token_ids):
+            raise FormatError(f"journal: a frame at index {frame.index}, expected {len(choice.token_ids)}")
+        choice.token_ids += frame.token_ids
+        choice.finish_reason = frame.finish_reason or choice.finish_reason
+    return choices
 
 
 def _unpacker(data: bytes, min_array_limit: int = 0) -> msgpack.Unpacker:

@@ -141,7 +141,7 @@ class RedisScripts:
     async def emit(
         self, worker_id: str, step: int, frames: Sequence[tuple[str, bytes]], blobs: Mapping[str, bytes]
     ) -> list[str]:
-        """`frames` are (request id, journal frame); `blobs` by gateway id. Returns the ids of cancelled requests."""
+        """`frames`: (request id, its journal frames), each id once; `blobs` by gateway id. Returns cancelled ids."""
         request_ids = [request_id for request_id, _ in frames]
         arguments = [worker_id, step, *(frame for _, frame in frames), *self._channels(blobs)]
         reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments)

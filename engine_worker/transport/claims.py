@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shared.messages import GenerationRequest
+from shared.messages import GenerationRequest, StoredChoice
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
     request: GenerationRequest
-    journal_token_ids: list[int]  # tokens of earlier attempts: the engine continues behind them
+    stored: list[StoredChoice]  # the choices as earlier attempts left them: the engine continues behind them
     gateway_id: str
     attempt: int
     queue: str

@@ -27,7 +27,7 @@ from shared.messages import (
     FormatError,
     decode_request,
     encode,
-    journal_token_ids,
+    journal_choices,
 )
 from shared.reaping import ReapSummary, reap_worker
 from shared.redis_client import BLOCK_MILLISECONDS, RedisConnections, is_missing_group, is_transient
@@ -183,7 +183,7 @@ def _claimed(entry: QueueEntry, reply: ClaimReply) -> ClaimedRequest:
         raise FormatError(f"the body is that of {request.request_id}")
     return ClaimedRequest(
         request=request,
-        journal_token_ids=journal_token_ids(reply.journal),
+        stored=journal_choices(reply.journal, request.sampling.n),
         gateway_id=reply.gateway_id,
         attempt=reply.attempt,
         queue=entry.queue,

@@ -54,16 +54,16 @@ class TokenPublisher:
         Counts its own steps. Events of requests that are not claimed (any more) are left out.
         """
         async with self._in_order:
-            frames = [
-                (event.request_id, encode(JournalFrame(event.index, event.token_ids)))
-                for event in events
-                if self._claims.get(event.request_id)
-            ]
+            frames: dict[str, bytes] = {}  # those of all choices of a request are appended as one
+            for event in events:
+                if self._claims.get(event.request_id):
+                    frames[event.request_id] = frames.get(event.request_id, b"") + _frame(event)
             if not frames:
                 return []
             step = self._step + 1
             blobs = self._blobs(step, events)
-            cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, frames, blobs))
+            pairs = list(frames.items())
+            cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, pairs, blobs))
             self._step = step
             return cancelled
 
@@ -122,3 +122,7 @@ class TokenPublisher:
             self.num_retries += 1
             await self._sleep(backoff_seconds)
             backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+
+
+def _frame(event: TokenEvent) -> bytes:
+    return encode(JournalFrame(event.index, event.token_ids, None, event.choice, event.finish_reason))

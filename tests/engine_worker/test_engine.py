@@ -8,7 +8,7 @@ import pytest
 
 from engine_worker.engine import DuplicateRequest
 from engine_worker.scheduling.batch import ScheduledBatch
-from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, StoredChoice, TokenEvent, Usage
 from tests.builders import (
     EOS_TOKEN_ID,
     FakeModelRunner,
@@ -125,7 +125,7 @@ def test_a_refused_request_ends_alone(
     engine = make_engine(num_blocks=33, block_size=4)  # 128 slots
     engine.add_request(bystander := make_request(6, "b"))
     engine.step()
-    engine.add_request(make_request(prompt, "bad", **sampling), resumed)
+    engine.add_request(make_request(prompt, "bad", **sampling), [StoredChoice(resumed)])
     engine.check_integrity()
     events = engine.step()
     assert [type(event) for event in events if event.request_id == "bad"] == [ErrorEvent]
@@ -216,7 +216,7 @@ def test_a_resumed_request_continues_at_the_next_index() -> None:
     request = make_request(5, "a", max_tokens=6, ignore_eos=True)
     tokens = expected_output(request)
     engine = make_engine()
-    engine.add_request(request, tokens[:4])
+    engine.add_request(request, [StoredChoice(tokens[:4])])
     assert [engine.step(), engine.step()] == [
         [TokenEvent("a", 4, [tokens[4]])],
         [TokenEvent("a", 5, [tokens[5]]), FinishEvent("a", LENGTH, Usage(prompt_tokens=5, completion_tokens=6))],
@@ -239,7 +239,7 @@ def test_a_journal_that_is_complete_finishes_without_a_step(
         raise AssertionError("nothing is left to compute")
 
     engine = make_engine(FakeModelRunner(before_step=never), max_model_len=32)
-    engine.add_request(make_request(5, "a", **sampling), journal)
+    engine.add_request(make_request(5, "a", **sampling), [StoredChoice(journal)])
     assert engine.has_work
     assert engine.step() == [FinishEvent("a", reason, Usage(prompt_tokens=5, completion_tokens=len(journal)))]
     assert not engine.has_work

@@ -17,8 +17,14 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.worker import Worker
-from shared.messages import FinishEvent, GenerationRequest, TerminalEvent, decode_terminal_event, encode
-from shared.messages import journal_token_ids as decode_token_ids
+from shared.messages import (
+    FinishEvent,
+    GenerationRequest,
+    TerminalEvent,
+    decode_terminal_event,
+    encode,
+    journal_choices,
+)
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -97,7 +103,7 @@ class WorkerHarness:
         return request.request_id
 
     async def tokens(self, request_id: str) -> list[int]:
-        return decode_token_ids(await self.scripts.redis.get(self.keys.journal(request_id)) or b"")
+        return journal_choices(await self.scripts.redis.get(self.keys.journal(request_id)) or b"", 1)[0].token_ids
 
     async def end(self, request_id: str) -> TerminalEvent:
         async with asyncio.timeout(PATIENCE_SECONDS):

@@ -14,10 +14,13 @@ from shared.messages import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    StoredChoice,
     TokenEvent,
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
+    encode,
+    journal_choices,
 )
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
@@ -30,6 +33,10 @@ def token(index: int, *token_ids: int) -> TokenEvent:
 
 def finish(completion_tokens: int) -> FinishEvent:
     return FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=2, completion_tokens=completion_tokens))
+
+
+def tokens_of(stream: ResponseStream) -> list[int]:
+    return [token_id for frame in stream.frames for token_id in frame.token_ids]
 
 
 async def everything(stream: ResponseStream) -> list[object]:
@@ -56,15 +63,48 @@ async def test_repeats_and_overlaps_are_dropped():
     assert stream.num_repeated_tokens == 4
 
 
+def several(index: int, choice: int, *token_ids: int, reason: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent("a", index, list(token_ids), choice, reason)
+
+
+async def test_choices_are_counted_apart_and_each_tells_its_own_end():
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=2)
+    )
+    stream = ResponseStream(request)
+    stop = FinishReason.STOP
+    for event in (several(0, 1, 5), several(0, 0, 6), several(1, 1, 7, reason=stop), several(1, 1, 7, reason=stop)):
+        stream.offer(event)
+    assert [await anext(stream), await anext(stream)] == [several(0, 1, 5, 7, reason=stop), several(0, 0, 6)]
+    stream.offer(several(2, 0, 9))
+    assert stream.is_behind  # index 1 of choice 0 is missing
+    stream.offer_journal([StoredChoice([6, 8, 9], FinishReason.LENGTH), StoredChoice([5, 7], stop)], None)
+    stream.offer(several(0, 2, 5))  # of no choice that was asked for
+    stream.offer(finish(5))
+    assert await everything(stream) == [several(1, 0, 8, 9, reason=FinishReason.LENGTH), finish(5)]
+
+
+async def test_what_a_store_gets_back_holds_every_choice():
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=3)
+    )
+    stream = ResponseStream(request)
+    stream.offer(several(0, 2, 5, 6, reason=FinishReason.STOP))
+    stream.offer(several(0, 0, 7))
+    journal = b"".join(map(encode, stream.frames))
+    stored = [StoredChoice([7]), StoredChoice(), StoredChoice([5, 6], FinishReason.STOP)]
+    assert journal_choices(journal, 3) == stored
+
+
 async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
     stream = ResponseStream(REQUEST)
     stream.offer(token(0, 5))
     stream.offer(token(2, 7))
     assert stream.is_behind
-    assert stream.token_ids == [5]
-    stream.offer_journal([5, 6, 7], None)
+    assert tokens_of(stream) == [5]
+    stream.offer_journal([StoredChoice([5, 6, 7])], None)
     assert not stream.is_behind
-    assert stream.token_ids == [5, 6, 7]
+    assert tokens_of(stream) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
@@ -74,7 +114,7 @@ async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
     stream.offer(end)
     assert stream.is_behind
     assert not stream.has_ended
-    stream.offer_journal([5, 6, 7], end)
+    stream.offer_journal([StoredChoice([5, 6, 7])], end)
     assert await everything(stream) == [token(0, 5, 6, 7), end]
 
 
@@ -83,15 +123,15 @@ async def test_nothing_counts_after_the_end():
     stream.offer(finish(0))
     stream.offer(token(0, 5))
     stream.offer(ERROR)
-    stream.offer_journal([5], ERROR)
+    stream.offer_journal([StoredChoice([5])], ERROR)
     assert await everything(stream) == [finish(0)]
 
 
 async def test_an_old_or_shorter_journal_takes_nothing_back():
     stream = ResponseStream(REQUEST)
     stream.offer(token(0, 5, 6))
-    stream.offer_journal([5], None)
-    assert stream.token_ids == [5, 6]
+    stream.offer_journal([StoredChoice([5])], None)
+    assert tokens_of(stream) == [5, 6]
 
 
 async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
@@ -128,9 +168,9 @@ async def test_any_mess_of_frames_gives_the_journal(seed):
         if rng.random() < 0.8:
             stream.offer(frame)
         if rng.random() < 0.1:
-            stream.offer_journal(journal[: rng.randrange(61)], None)
-        assert stream.token_ids == journal[: stream.next_index]
-    stream.offer_journal(journal, finish(60))
+            stream.offer_journal([StoredChoice(journal[: rng.randrange(61)])], None)
+        assert tokens_of(stream) == journal[: stream.num_tokens]
+    stream.offer_journal([StoredChoice(journal)], finish(60))
     *tokens, end = await everything(stream)
     assert [event.token_ids for event in tokens] == [journal]
     assert end == finish(60)

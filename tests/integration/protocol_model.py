@@ -33,7 +33,7 @@ from shared.messages import (
     decode_event_batch,
     decode_terminal_event,
     encode,
-    journal_token_ids,
+    journal_choices,
 )
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, connect
@@ -180,7 +180,7 @@ class SimulatedWorker:
         while True:
             await self.awake.wait()
             for claim in await requests.claim(CAPACITY - len(running), block=not running):
-                running[claim.request.request_id] = (claim.request, list(claim.journal_token_ids))
+                running[claim.request.request_id] = (claim.request, list(claim.stored[0].token_ids))
             events = [event for request, output in running.values() for event in self._sample(request, output)]
             await asyncio.sleep(world.random.random() * 0.003)
             await self.awake.wait()  # a zombie wakes up here, with a step in its hands
@@ -375,7 +375,7 @@ class World:
 
     def _decoded_journal(self, request_id: str, stored: bytes) -> list[int]:
         try:
-            return journal_token_ids(stored)
+            return journal_choices(stored, 1)[0].token_ids
         except FormatError as error:
             raise Violation(f"{request_id}: the journal is unreadable: {error}") from error
 

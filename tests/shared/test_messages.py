@@ -21,6 +21,7 @@ from shared.messages import (
     GenerationRequest,
     JournalFrame,
     SamplingParams,
+    StoredChoice,
     TokenEvent,
     Usage,
     WorkerHeartbeat,
@@ -31,8 +32,14 @@ from shared.messages import (
     decode_request,
     decode_terminal_event,
     encode,
-    journal_token_ids,
+    journal_choices,
 )
+
+
+def journal_token_ids(data: bytes) -> list[int]:
+    """Of a journal of one choice."""
+    return journal_choices(data, 1)[0].token_ids
+
 
 FINISH = FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=3, completion_tokens=2))
 ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")
@@ -77,6 +84,34 @@ def test_a_journal_with_a_hole_or_an_overlap_is_refused(index):
         journal_token_ids(encode(JournalFrame(0, [1, 2])) + encode(JournalFrame(index, [3])))
 
 
+def test_a_journal_of_several_choices():
+    frames = [
+        JournalFrame(0, [1], None, 1),
+        JournalFrame(0, [2]),
+        JournalFrame(1, [3, 4], None, 1, FinishReason.STOP),
+        JournalFrame(1, []),  # says only that the search goes on
+    ]
+    data = b"".join(map(encode, frames))
+    assert journal_choices(data, 3) == [
+        StoredChoice([2]),
+        StoredChoice([1, 3, 4], FinishReason.STOP),
+        StoredChoice(),
+    ]
+    with pytest.raises(FormatError, match="choice 1, of 1"):
+        journal_choices(data, 1)
+    with pytest.raises(FormatError, match="expected 3"):
+        journal_choices(data + encode(JournalFrame(3, [5], None, 1)), 3)
+
+
+def test_events_and_frames_of_before_there_were_choices_are_read():
+    old = msgpack.packb([PROTOCOL_VERSION, "w", 1, [["t", "a", 3, [7]]]])
+    assert decode_event_batch(old).events == [TokenEvent("a", 3, [7])]
+    assert decode_journal(msgpack.packb([0, [7]]) + msgpack.packb([1, [8], None])) == [
+        JournalFrame(0, [7]),
+        JournalFrame(1, [8]),
+    ]
+
+
 def batch_of(*events: object, version: object = PROTOCOL_VERSION, step: object = 1) -> bytes:
     return msgpack.packb([version, "w", step, list(events)])
 
@@ -97,7 +132,7 @@ HOSTILE_BATCHES = {
     "map keyed by a list": b"\x81\x91\x01\x02",
     "bytes after it": encode(BATCH) + b"\xc0",
     "not an array": msgpack.packb({"version": 1}),
-    "unknown version": batch_of(version=2),
+    "unknown version": batch_of(version=PROTOCOL_VERSION + 1),
     "version as bool": batch_of(version=True),
     "version as string": batch_of(version="1"),
     "missing events": msgpack.packb([1, "w", 1]),

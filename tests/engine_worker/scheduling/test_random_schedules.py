@@ -11,7 +11,7 @@ import pytest
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import ScheduledBatch
-from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Usage
+from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
 from tests.builders import (
     VOCAB_SIZE,
     FakeModelRunner,
@@ -198,7 +198,7 @@ def test_a_takeover_at_any_token_gives_the_same_output(num_journal_tokens: int) 
         expected = expected_output(request)
         journal = expected[:num_journal_tokens]
         engine = make_engine(num_blocks=9, block_size=4)
-        engine.add_request(request, journal)
+        engine.add_request(request, [StoredChoice(journal)])
         engine.add_request(make_request(6, max_tokens=20, ignore_eos=True))
         transcript = Transcript()
         transcript.resume(request.request_id, journal)

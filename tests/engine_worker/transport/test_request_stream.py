@@ -6,7 +6,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from engine_worker.transport.request_stream import REREAD_SECONDS
-from shared.messages import FinishEvent, FinishReason, JournalFrame, Usage, decode_terminal_event, encode
+from shared.messages import FinishEvent, FinishReason, JournalFrame, StoredChoice, Usage, decode_terminal_event, encode
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import GROUP, RESUMED
@@ -49,7 +49,7 @@ async def test_gives_the_journal_of_earlier_attempts(rig):
     await rig.accept("a", journal=encode(JournalFrame(0, [7, 8])) + encode(JournalFrame(2, [9])))
     (claimed,) = await rig.requests.claim(1)
     assert claimed.request == make_request("a")
-    assert (claimed.journal_token_ids, claimed.gateway_id, claimed.attempt) == ([7, 8, 9], "g", 1)
+    assert (claimed.stored, claimed.gateway_id, claimed.attempt) == ([StoredChoice([7, 8, 9])], "g", 1)
     assert rig.claims.get("a") == claimed
 
 

@@ -13,7 +13,7 @@ from shared.messages import (
     Usage,
     decode_event_batch,
     decode_terminal_event,
-    journal_token_ids,
+    journal_choices,
 )
 from shared.reaping import reap_worker
 from shared.redis_scripts import Fenced
@@ -37,7 +37,7 @@ async def start(rig: Rig, *request_ids: str, **options: str) -> None:
 
 
 async def journal(rig: Rig, request_id: str) -> list[int]:
-    return journal_token_ids(await rig.redis.get(rig.keys.journal(request_id)) or b"")
+    return journal_choices(await rig.redis.get(rig.keys.journal(request_id)) or b"", 1)[0].token_ids
 
 
 async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
