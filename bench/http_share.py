@@ -12,16 +12,9 @@ failed or the median share of e2e at some concurrency is under --least-share.
 import argparse
 import asyncio
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +22,14 @@ import aiohttp
 
 from bench.engine_side import run_engine
 from bench.load_report import provenance
+from bench.own_server import ServerEnded, own_server
 from bench.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest, Workload
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 
 NAME = "share"
-START_SECONDS = 120.0
 Figures = dict[str, float]
-
-
-class ServerEnded(RuntimeError):
-    """`pagestream serve` was not ready in time, or a request to it failed."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
 def _repetition(options: argparse.Namespace, rep: int) -> list[dict[str, Any]]:
     runner = _load(options)
     runs = []
-    with _server(options) as url:
+    flags = ["--device", "cpu", "--kv-cache-memory-bytes", str(options.kv_cache_memory_bytes), *options.serve_flags]
+    with own_server(options.model, NAME, flags) as server:
         sides = {
             "engine": lambda requests: _through_engine(runner, requests),
-            "http": lambda requests: asyncio.run(_through_http(url, requests)),
+            "http": lambda requests: asyncio.run(_through_http(server.url, requests)),
         }
         for side in sides.values():  # the first call of a side pays for lazy initialisation
             side(_requests(options, 1, f"warm-up {rep}", output_tokens=8))
@@ -164,41 +154,6 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"  |  {row['engine_decode']:.1f} {row['http_decode']:.1f} {row['decode_share']:.3f} ({decode})"
         )
     return "\n".join(lines)
-
-
-@contextmanager
-def _server(options: argparse.Namespace) -> Iterator[str]:
-    """A system of its own, store included, so that nothing else on this machine is met."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--port", str(port), "--served-model-name", NAME, "--device", "cpu"]
-    flags += ["--kv-cache-memory-bytes", str(options.kv_cache_memory_bytes), *options.serve_flags]
-    command = [sys.executable, "-m", "pagestream", "serve", str(options.model), *flags]
-    with tempfile.TemporaryDirectory(prefix="ps-") as state, tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, env={**os.environ, "XDG_STATE_HOME": state}, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            if not _becomes_ready(process, port):
-                log.seek(0)
-                raise ServerEnded("pagestream serve is not ready:\n" + log.read().decode(errors="replace")[-2000:])
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
-def _becomes_ready(process: "subprocess.Popen[bytes]", port: int) -> bool:
-    until = time.monotonic() + START_SECONDS
-    while process.poll() is None and time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as reply:
-                if reply.status == 200:
-                    return True
-        except OSError:
-            time.sleep(0.1)
-    return False
 
 
 def _parser() -> argparse.ArgumentParser:
