@@ -1,13 +1,18 @@
-"""python -m bench: load a server (bench/load_generator.py); python -m bench engine: the engine alone, without HTTP."""
+"""python -m bench: load a server (bench/load_generator.py); python -m bench NAME: one of the programs below."""
 
 import sys
+from importlib import import_module
+
+# Imported when asked for: some import torch, which the load generator must not.
+PROGRAMS = {
+    "engine": "bench.engine",  # our engine without HTTP, and transformers beside it
+    "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
+}
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["engine"]:
-        from bench.engine import main as engine_main  # noqa: PLC0415  imports torch; the load generator must not
-
-        return int(engine_main(argv[1:]))
+    if argv and argv[0] in PROGRAMS:
+        return int(import_module(PROGRAMS[argv[0]]).main(argv[1:]))
     from bench.load_generator import main as load_main  # noqa: PLC0415
 
     return load_main(argv)

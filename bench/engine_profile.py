@@ -1,0 +1,73 @@
+"""Where a decode step's time goes on a CUDA device: kernels by name, and how long the device waits between them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from bench.engine_sections import Bench
+from bench.engine_session import RunLog
+
+CASES = ((1, 1024), (32, 1024), (256, 1024))
+FIRST_STEP, NUM_STEPS = 20, 16  # of the steps in which the whole batch decodes
+NUM_KERNELS = 24
+
+
+def profile(bench: Bench) -> Iterator[dict[str, Any]]:
+    for batch, prompt_tokens in CASES:
+        recorder = _Recorder(batch)
+        bench.session.run(bench.uniform(batch, prompt_tokens, 96), recorder.after_step)
+        yield {"what": "profile_decode", "batch": batch, "prompt": prompt_tokens, **recorder.figures()}
+
+
+class _Recorder:
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._num_full_steps = 0
+        self._profiler = torch_profile(activities=[ProfilerActivity.CUDA])
+
+    def after_step(self, log: RunLog) -> None:
+        self._num_full_steps += log.step_tokens[-1] == self._batch
+        if self._num_full_steps == FIRST_STEP:
+            self._profiler.start()
+        elif self._num_full_steps == FIRST_STEP + NUM_STEPS:
+            self._profiler.stop()
+
+    def figures(self) -> dict[str, Any]:
+        """Microseconds. `idle_us_a_step`: no kernel and no copy ran on the device."""
+        spans = [
+            (event.start_ns() / 1e3, event.duration_ns() / 1e3, event.name())
+            for event in self._profiler.profiler.kineto_results.events()
+            if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+        ]
+        if not spans:
+            return {}
+        total, count = Counter[str](), Counter[str]()
+        for _, duration, name in spans:
+            total[name[:110]] += duration
+            count[name[:110]] += 1
+        span, busy, gaps = _busy(sorted(spans))
+        return {
+            "steps": NUM_STEPS,
+            "span_us_a_step": round(span / NUM_STEPS, 1),
+            "busy_us_a_step": round(busy / NUM_STEPS, 1),
+            "idle_us_a_step": round((span - busy) / NUM_STEPS, 1),
+            "longest_gaps_us": [round(gap, 1) for gap in sorted(gaps, reverse=True)[:NUM_STEPS]],
+            "kernels": len(spans),
+            "top": [[name, count[name], round(total[name], 1)] for name, _ in total.most_common(NUM_KERNELS)],
+        }
+
+
+def _busy(spans: list[tuple[float, float, str]]) -> tuple[float, float, list[float]]:
+    """(first start to last end, time with at least one of them running, times with none)."""
+    first = end = spans[0][0]
+    busy, gaps = 0.0, []
+    for start, duration, _ in spans:
+        if start > end:
+            gaps.append(start - end)
+        if start + duration > end:
+            busy += start + duration - max(start, end)
+            end = start + duration
+    return end - first, busy, gaps

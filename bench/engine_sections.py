@@ -1,0 +1,122 @@
+"""The cases in which an engine is held against another one, each a function from a session to rows of figures.
+
+    decode     time between two tokens with all of a batch decoding      prefill   time to the first token, alone
+    trace      a length trace, all requests at once                      prefix    a shared beginning
+    pressure   the trace in a KV cache that is far too small             parallel  n = 4 against n = 1
+
+Prompts are seeded random token ids, no two runs share one, and every answer has its full length. Knows no device.
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench.engine_session import EngineSession, Load, RunLog, step_figures
+from shared.messages import SamplingParams
+
+Rows = Iterator[dict[str, Any]]
+
+DECODE_CASES = ((1, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (16, 16384))
+PREFILL_TOKENS = (8192, 32768)
+PREFILL_REPEATS = 4  # the first one is not counted
+PREFIX_REQUESTS, PREFIX_TOKENS, OWN_TOKENS, PREFIX_OUTPUT_TOKENS = 500, 1024, 64, 64
+PARALLEL_REQUESTS, PARALLEL_CHOICES = 100, 4
+
+
+@dataclass(frozen=True)
+class Bench:
+    session: EngineSession
+    lengths: list[tuple[int, int]]  # of the trace: prompt, output
+    token_ids: range
+    repeats: int
+    seed: random.Random
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return self.seed.choices(self.token_ids, k=num_tokens)
+
+    def uniform(self, batch: int, prompt_tokens: int, output_tokens: int) -> Load:
+        return [(self.prompt(prompt_tokens), sampling(output_tokens)) for _ in range(batch)]
+
+    def warm_up(self) -> None:
+        self.session.run(self.uniform(64, 64, 32))
+
+
+def sampling(output_tokens: int, temperature: float = 0.0, n: int = 1) -> SamplingParams:
+    choices = {"n": n} if n > 1 else {}
+    return SamplingParams(max_tokens=output_tokens, seed=0, temperature=temperature, ignore_eos=True, **choices)
+
+
+def decode(bench: Bench) -> Rows:
+    for _ in range(bench.repeats):
+        for batch, prompt_tokens in DECODE_CASES:
+            output_tokens = 160 if batch * prompt_tokens >= 200_000 else 128
+            log = bench.session.run(bench.uniform(batch, prompt_tokens, output_tokens))
+            steps = log.steady_step_seconds(batch)
+            figures = step_figures(steps) if steps else {}
+            yield {"what": "decode_itl", "batch": batch, "prompt": prompt_tokens, **figures}
+
+
+def prefill(bench: Bench) -> Rows:
+    for num_tokens in PREFILL_TOKENS:
+        times = [
+            1e3 * bench.session.run(bench.uniform(1, num_tokens, 2)).seconds_to_first_token
+            for _ in range(PREFILL_REPEATS)
+        ]
+        yield {
+            "what": "prefill_ttft",
+            "prompt": num_tokens,
+            "ttft_ms": [round(time, 2) for time in times],
+            "median_ms": round(statistics.median(times[1:]), 2),
+        }
+
+
+def trace(bench: Bench) -> Rows:
+    for temperature in (*[0.0] * bench.repeats, 1.0):
+        load = [(bench.prompt(prompt), sampling(output, temperature)) for prompt, output in bench.lengths]
+        yield {"what": "throughput_trace", "temperature": temperature, **_throughput(load, bench.session.run(load))}
+
+
+def prefix(bench: Bench) -> Rows:
+    for _ in range(bench.repeats):
+        common = bench.prompt(PREFIX_TOKENS)
+        load = [(common + bench.prompt(OWN_TOKENS), sampling(PREFIX_OUTPUT_TOKENS)) for _ in range(PREFIX_REQUESTS)]
+        yield {"what": "shared_prefix_1024+64->64", **_throughput(load, bench.session.run(load))}
+    load = bench.uniform(PREFIX_REQUESTS, PREFIX_TOKENS + OWN_TOKENS, PREFIX_OUTPUT_TOKENS)
+    yield {"what": "no_shared_prefix_1088->64", **_throughput(load, bench.session.run(load))}
+
+
+def parallel(bench: Bench) -> Rows:
+    for n in (PARALLEL_CHOICES, 1):
+        lengths = bench.lengths[:PARALLEL_REQUESTS]
+        load = [(bench.prompt(prompt), sampling(output, temperature=1.0, n=n)) for prompt, output in lengths]
+        yield {"what": f"parallel_n{n}_trace{PARALLEL_REQUESTS}", **_throughput(load, bench.session.run(load))}
+
+
+def pressure(bench: Bench) -> Rows:
+    for _ in range(bench.repeats):
+        load = [(bench.prompt(prompt), sampling(output)) for prompt, output in bench.lengths]
+        yield {"what": "kv_pressure_trace", **_throughput(load, bench.session.run(load))}
+
+
+SECTIONS: dict[str, Callable[[Bench], Rows]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "trace": trace,
+    "prefix": prefix,
+    "parallel": parallel,
+    "pressure": pressure,
+}
+
+
+def _throughput(load: Load, log: RunLog) -> dict[str, Any]:
+    num_prompt_tokens = sum(len(prompt) for prompt, _ in load)
+    return {
+        "s": round(log.seconds, 3),
+        "requests": len(load),
+        "prompt_tokens": num_prompt_tokens,
+        "output_tokens": log.num_output_tokens,
+        "req_s": round(len(load) / log.seconds, 2),
+        "out_tok_s": round(log.num_output_tokens / log.seconds, 1),
+    }
