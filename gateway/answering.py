@@ -16,7 +16,7 @@ from gateway.keys import STATE
 from gateway.middlewares import route_name
 from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import ChatPrompt, CompletionRequest, Prompt
-from gateway.planning import ModelLimits, context_exceeded, plan_choices
+from gateway.planning import ModelLimits, context_exceeded, plan_requests
 from gateway.served_model import ServedModel
 from gateway.tokenization import PromptEncoder
 from shared.messages import FinishReason
@@ -40,12 +40,12 @@ async def answer(
         await encode_prompt(model, limits, prompt, request.prompt_param, request.add_special_tokens)
         for prompt in request.prompts
     ]
-    choices = plan_choices(request, token_ids, limits)
+    planned = plan_requests(request, token_ids, limits)
     prefixes = _echoes(model.encoder, request, token_ids)
     include_usage = request.stream and (request.include_usage or state.settings.force_include_usage)
-    response_format = make_format(choices[0].request.request_id, state.model_name, usage_in_chunks=include_usage)
+    response_format = make_format(planned[0].request.request_id, state.model_name, usage_in_chunks=include_usage)
     headers = _ignored_header(request.ignored)
-    generation = Generation(state, model, request, choices, arrived_at)
+    generation = Generation(state, model, request, planned, arrived_at)
     with state.counted(route_name(http)):
         try:
             await generation.submit()

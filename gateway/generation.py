@@ -1,35 +1,28 @@
-"""The choices of one request, from submission to their last text: events of the engine in, text updates out.
+"""The choices of one HTTP request, from submission to their last text: events of the engine in, text updates out.
 
-    generation = Generation(state, model, request, choices, arrived_at)
+    generation = Generation(state, model, request, planned, arrived_at)
     await generation.submit()                       # accepted, all or none
     async for updates in generation.updates(): ...  # ChoiceUpdates that came together
     generation.abandon()                            # always, at the end: withdraws what has not finished
 
-Knows nothing of HTTP or JSON.
+Each prompt is one request of the engine, with all its choices. Knows nothing of HTTP or JSON.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
+from gateway.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest
 from gateway.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
-from gateway.metrics import GatewayMetrics
 from gateway.openai_response import UsageCount
 from gateway.openai_schema import CompletionRequest
 from gateway.output_text import OutputText, StopStrings
-from gateway.planning import Choice
+from gateway.planning import PlannedRequest
 from gateway.served_model import ServedModel
 from gateway.state import GatewayState, unavailable
-from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, StreamEvent, TokenEvent
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
 
-
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
-    index: int
-    text: str
-    reason: FinishReason | None  # set once, in the choice's last update
+__all__ = ["ChoiceUpdate", "Generation"]
 
 
 class Generation:
@@ -38,18 +31,24 @@ class Generation:
         state: GatewayState,
         model: ServedModel,
         request: CompletionRequest,
-        choices: Sequence[Choice],
+        planned: Sequence[PlannedRequest],
         arrived_at: float,
     ) -> None:
         self._state = state
         self._client: InferenceClient = state.client
-        self._choices = [
-            _ChoiceProgress(choice, _output_text(model, request, choice), state.metrics, arrived_at)
-            for choice in choices
+        self._requests = [
+            _RequestProgress(
+                plan.request,
+                [
+                    ChoiceProgress(index, _output_text(model, request, plan.request), state.metrics, arrived_at)
+                    for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
+                ],
+            )
+            for plan in planned
         ]
         self._streams: list[ResponseStream] = []
         self._pumps: list[asyncio.Task[None]] = []
-        prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}
+        prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
         self._prompt_tokens = sum(prompts.values())
         for num_tokens in prompts.values():
             state.metrics.prompt_tokens.observe(num_tokens)
@@ -58,16 +57,16 @@ class Generation:
     def usage(self) -> UsageCount:
         return UsageCount(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(choice.cached_tokens for choice in self._choices),
+            completion_tokens=sum(request.num_tokens for request in self._requests),
+            cached_tokens=sum(request.cached_tokens for request in self._requests),
         )
 
     async def submit(self) -> None:
         """Raises Unavailable; what was accepted before it is withdrawn by abandon()."""
         try:
-            for choice in self._choices:
-                choice.submitted = True  # before the call: a lost reply may hide an acceptance
-                self._streams.append(await self._client.submit(choice.request))
+            for request in self._requests:
+                request.submitted = True  # before the call: a lost reply may hide an acceptance
+                self._streams.append(await self._client.submit(request.request))
         except QueueFull as error:
             self._state.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error
@@ -77,19 +76,18 @@ class Generation:
 
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
         """Ends when each choice has had its last update. Raises GatewayError when one fails."""
-        num_open = len(self._choices)
+        num_open = len(self._requests)
         async for events in self._merged_events():
             updates = []
             for position, event in events:
-                choice = self._choices[position]
-                if choice.finished:
+                request = self._requests[position]
+                if request.is_over:
                     continue
-                update = choice.take(event)
-                if update.reason is not None:
+                updates += request.take(event)
+                if request.is_over:
                     num_open -= 1
-                    if choice.stopped_early:
-                        self._withdraw(choice)
-                updates.append(update)
+                    if not request.has_ended:
+                        self._withdraw(request)
             if updates:
                 yield updates
             if num_open == 0:
@@ -98,16 +96,16 @@ class Generation:
     def abandon(self) -> None:
         for pump in self._pumps:
             pump.cancel()
-        for choice in self._choices:
-            if choice.submitted and not choice.finished:
-                choice.record_end("cancelled")
-                self._withdraw(choice)
+        for request in self._requests:
+            if request.submitted and not request.is_over:
+                request.record_end("cancelled")
+                self._withdraw(request)
 
-    def _withdraw(self, choice: "_ChoiceProgress") -> None:
-        self._state.in_background(self._client.cancel(choice.request.request_id))
+    def _withdraw(self, request: "_RequestProgress") -> None:
+        self._state.in_background(self._client.cancel(request.request.request_id))
 
     async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
-        if len(self._streams) == 1:  # nearly always; spares a task and a queue
+        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
             async for event in self._streams[0]:
                 yield [(0, event)]
             return
@@ -121,63 +119,53 @@ class Generation:
             yield events
 
 
-class _ChoiceProgress:
-    def __init__(self, choice: Choice, output: OutputText, metrics: GatewayMetrics, arrived_at: float) -> None:
-        self.request = choice.request
+class _RequestProgress:
+    """One request of the engine, with its choices by index."""
+
+    def __init__(self, request: GenerationRequest, choices: Sequence[ChoiceProgress]) -> None:
+        self.request = request
         self.submitted = False
-        self.finished = False
-        self.stopped_early = False  # by a stop string: the engine does not know of it
+        self.has_ended = False  # the engine has nothing more of it
         self.cached_tokens = 0
-        self._index = choice.index
-        self._output = output
-        self._metrics = metrics
-        self._arrived_at = arrived_at
-        self._first_token_at = 0.0
-        self._last_token_at = 0.0
+        self._choices = choices
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
 
     @property
     def num_tokens(self) -> int:
-        return self._output.num_tokens
+        return sum(choice.num_tokens for choice in self._choices)
 
-    def take(self, event: StreamEvent) -> ChoiceUpdate:
+    @property
+    def is_over(self) -> bool:
+        """Ended by the engine, or nothing more of it is wanted since a stop string was met."""
+        if self.has_ended:
+            return True
+        return all(choice.finished for choice in self._choices) and any(c.stopped_early for c in self._choices)
+
+    def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
-            self._record_tokens(time.monotonic())
-            text = self._output.push(event.token_ids)
-            if not self._output.stopped:
-                return ChoiceUpdate(self._index, text, None)
-            self.stopped_early = True
-            return self._end(text, FinishReason.STOP)
-        if isinstance(event, FinishEvent):
-            self.cached_tokens = event.usage.cached_tokens
-            if event.reason is FinishReason.CANCELLED:
-                self.record_end("error")
-                raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")
-            text = self._output.finish(event.reason)
-            return self._end(text, FinishReason.STOP if self._output.stopped else event.reason)
-        self.record_end("error")
-        raise _error_of(event)
+            choice = self._choices[event.choice]
+            return [] if choice.finished else [choice.take(event.token_ids, event.finish_reason)]
+        self.has_ended = True
+        if isinstance(event, ErrorEvent):
+            self.record_end("error")
+            raise _error_of(event)
+        return self._end(event)
 
     def record_end(self, reason: str) -> None:
-        self.finished = True
-        self._metrics.choices_finished.labels(reason).inc()
+        """Of all choices that have none yet."""
+        for choice in self._choices:
+            if not choice.finished:
+                choice.record_end(reason)
 
-    def _end(self, text: str, reason: FinishReason) -> ChoiceUpdate:
-        self.record_end(reason.value)
-        self._metrics.generation_tokens.observe(self.num_tokens)
-        if self.num_tokens > 1:
-            self._metrics.time_per_output_token.observe(
-                (self._last_token_at - self._first_token_at) / (self.num_tokens - 1)
-            )
-        self._metrics.request_duration.observe(time.monotonic() - self._arrived_at)
-        return ChoiceUpdate(self._index, text, reason)
-
-    def _record_tokens(self, now: float) -> None:
-        if self._first_token_at:
-            self._metrics.inter_token_latency.observe(now - self._last_token_at)
-        else:
-            self._first_token_at = now
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
-        self._last_token_at = now
+    def _end(self, event: FinishEvent) -> list[ChoiceUpdate]:
+        self.cached_tokens = event.usage.cached_tokens
+        if event.reason is FinishReason.CANCELLED:
+            self.record_end("error")
+            raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")
+        return [choice.take((), event.reason) for choice in self._choices if not choice.finished]
 
 
 async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:
@@ -185,14 +173,14 @@ async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tupl
         queue.put_nowait((position, event))
 
 
-def _output_text(model: ServedModel, request: CompletionRequest, choice: Choice) -> OutputText:
+def _output_text(model: ServedModel, request: CompletionRequest, generation: GenerationRequest) -> OutputText:
     fields = request.fields
     include_stop = bool(fields.include_stop_str_in_output)
-    sampling = choice.request.sampling
+    sampling = generation.sampling
     eos_token_ids = frozenset[int]() if sampling.ignore_eos else model.eos_token_ids
     return OutputText(
         model.encoder.detokenizer(
-            choice.request.prompt_token_ids, skip_special_tokens=fields.skip_special_tokens is not False
+            generation.prompt_token_ids, skip_special_tokens=fields.skip_special_tokens is not False
         ),
         StopStrings(request.stops, include_in_output=include_stop),
         terminal_token_ids=eos_token_ids.union(sampling.stop_token_ids),

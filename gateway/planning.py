@@ -4,16 +4,15 @@ Checks what needs the model: context length, token ids, and pairs of fields afte
 of each prompt is a request of its own, with an id that no client chooses.
 """
 
-import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.openai_schema import CompletionRequest, GenerationFields
+from shared.choice_seeds import SEED_BITS, choice_seed
 from shared.messages import GenerationRequest, SamplingParams
 
-_SEED_BITS = 63
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
 
@@ -25,17 +24,17 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    index: int  # in the answer
+class PlannedRequest:
     prompt_index: int
+    first_choice: int  # index of its choice 0 in the answer; the others follow
     request: GenerationRequest
 
 
-def plan_choices(
+def plan_requests(
     request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits
-) -> list[Choice]:
+) -> list[PlannedRequest]:
     """Ordered as OpenAI orders them: all choices of the first prompt, then those of the second."""
-    choices = []
+    planned = []
     for prompt_index, token_ids in enumerate(prompts_token_ids):
         check_prompt(token_ids, request.prompt_param, limits)
         max_tokens = _max_tokens(request, len(token_ids), limits)
@@ -44,8 +43,8 @@ def plan_choices(
             generation = GenerationRequest(
                 request_id=secrets.token_hex(16), prompt_token_ids=token_ids, sampling=sampling
             )
-            choices.append(Choice(prompt_index * request.n + choice_index, prompt_index, generation))
-    return choices
+            planned.append(PlannedRequest(prompt_index, prompt_index * request.n + choice_index, generation))
+    return planned
 
 
 def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
@@ -108,17 +107,10 @@ def _sampling_params(
 
 
 def _seed(seed: int | None, choice_index: int) -> int:
-    """The first choice has the client's own seed, so that it is the same with n = 1; the others have one derived of it.
-
-    It does not depend on the place of the prompt: a prompt answers alike alone and in a list.
-    """
+    """It does not depend on the place of the prompt: a prompt answers alike alone and in a list."""
     if seed is None:
-        return secrets.randbits(_SEED_BITS)
-    if choice_index == 0:
-        return seed & ((1 << _SEED_BITS) - 1)
-    digest = hashlib.blake2b(f"{seed}:{choice_index}".encode(), digest_size=8).digest()
-    derived: int = int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
-    return derived
+        return secrets.randbits(SEED_BITS)
+    return choice_seed(seed & ((1 << SEED_BITS) - 1), choice_index)
 
 
 def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, float]:

@@ -8,7 +8,7 @@ import pytest
 from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
 from gateway.openai_response import ChatFormat, UsageCount, json_text
 from gateway.openai_schema import parse_chat, parse_completion
-from gateway.planning import ModelLimits, plan_choices
+from gateway.planning import ModelLimits, plan_requests
 from gateway.settings import GatewaySettings
 from shared.settings import SettingsError, load_settings
 
@@ -67,7 +67,7 @@ def test_seeds() -> None:
         request = parse_chat(
             b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
         )
-        return [choice.request.sampling.seed for choice in plan_choices(request, [[1]], LIMITS)]
+        return [planned.request.sampling.seed for planned in plan_requests(request, [[1]], LIMITS)]
 
     assert seeds(',"seed":5') == seeds(',"seed":5')
     assert seeds(',"seed":5')[0] == 5 and len(set(seeds(',"seed":5'))) == 3
@@ -78,13 +78,13 @@ def test_seeds() -> None:
 
 def test_default_length_fits_into_what_is_left() -> None:
     request = parse_completion(b'{"prompt":[1]}')
-    lengths = [plan_choices(request, [[1] * size], LIMITS)[0].request.sampling.max_tokens for size in (1, 84, 85, 99)]
+    lengths = [plan_requests(request, [[1] * size], LIMITS)[0].request.sampling.max_tokens for size in (1, 84, 85, 99)]
     assert lengths == [16, 16, 15, 1]
 
 
 def test_tiny_temperature_is_greedy() -> None:
     request = parse_completion(b'{"prompt":[1],"temperature":1e-300}')
-    assert plan_choices(request, [[1]], LIMITS)[0].request.sampling.is_greedy
+    assert plan_requests(request, [[1]], LIMITS)[0].request.sampling.is_greedy
 
 
 def test_settings() -> None:
