@@ -11,10 +11,10 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
-.PHONY: help setup dev serve test check bench doctor lock clean
+.PHONY: help setup dev serve test check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | check | bench | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | test | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -28,6 +28,9 @@ doctor: setup
 
 bench: dev
 	$(BIN)/pagestream bench $(ARGS)
+
+paper: dev
+	$(BIN)/python -m bench.paper $(ARGS)
 
 test: dev
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,0 +1,68 @@
+"""python -m bench.paper: simulate the paper's figures; each as JSON and PNG, with the paper's values beside ours."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.paper import drawings, figures_memory
+
+FIGURES = {
+    "2": (figures_memory.figure_2, drawings.figure_2),
+    "12": (figures_memory.figure_12, drawings.figure_12),
+    "13": (figures_memory.figure_13, drawings.figure_13),
+}
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in options.figures:
+        compute, draw = FIGURES[name]
+        started = time.perf_counter()
+        data = compute(options.scale)
+        path = options.output / f"figure_{name}.json"
+        path.write_text(json.dumps(_header(argv, name) | data, indent=1) + "\n", encoding="utf-8")
+        draw(data, path.with_suffix(".png"))
+        print(f"figure {name}: {path} and .png, {time.perf_counter() - started:.0f} s", flush=True)
+    return 0
+
+
+def _header(argv: list[str], name: str) -> dict[str, Any]:
+    return {
+        "figure": name,
+        "command": " ".join(["python -m bench.paper", *argv]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # a copy without its repository
+
+
+def _figures(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - FIGURES.keys():
+        raise argparse.ArgumentTypeError(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.paper", description=__doc__.split("\n")[0])
+    parser.add_argument("--figures", type=_figures, default=list(FIGURES), help="comma separated; all")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the simulated time; 0.1 for a quick look")
+    parser.add_argument("--output", type=Path, default=Path("bench/results/paper"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""How each figure is drawn from its data. One function a figure, each `draw(data, path)`."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from bench.paper import plots
+
+Data = dict[str, Any]
+
+
+def figure_2(data: Data, path: Path) -> None:
+    parts = ("tokens", "reserved", "internal", "external")
+
+    def draw(axes: list[Axes]) -> None:
+        names = [f"{policy}\n{side}" for policy in data["ours"] for side in ("paper", "ours")]
+        values: dict[str, list[float]] = {part: [] for part in parts}
+        for policy, ours in data["ours"].items():
+            for part, paper in zip(parts, data["paper_percent"][policy], strict=True):
+                values[part] += [paper or 0.0, ours[f"{part}_percent"]]
+        plots.stacked_bars(axes[0], names, values, "KV slots, %")
+
+    plots.save(path, draw)
+
+
+def figure_12(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        for axis, (name, dataset) in zip(axes, data["datasets"].items(), strict=True):
+            plots.latency_curves(axis, name, dataset["curves"], dataset["unloaded_seconds_per_token"])
+
+    plots.save(path, draw, num_panels=len(data["datasets"]))
+
+
+def figure_13(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        for axis, (name, rows) in zip(axes, data["sequences"].items(), strict=True):
+            paper, ours = ([row[side] for row in rows.values()] for side in ("paper", "ours"))
+            plots.grouped_bars(axis, list(rows), paper, ours, "batched requests")
+            axis.set_title(f"{name}, {data['requests_per_second'][name]['rate']:g} requests/s", fontsize=9)
+
+    plots.save(path, draw, num_panels=len(data["sequences"]))

@@ -1,0 +1,122 @@
+"""Figures 2, 12 and 13: what each way of reserving memory leaves for tokens, for the batch, and for the load.
+
+Figures 2 and 13 are averages over simulated time under the paper's load; figure 12 is a sweep of rates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bench.paper.cost_model import A100_OPT_13B
+from bench.paper.knee import Curve, rising_rates, summary, sweep
+from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, poisson_trace
+from bench.paper.reservation import ReservationPolicy, make_manager
+from bench.paper.simulation import Simulation, SimulationResult
+
+NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
+BLOCK_SIZE = 16
+
+PAPER_FIGURE_2 = {  # per cent of the KV memory: tokens, reserved, internal, external
+    "max": [20.4, 13.3, 57.3, 8.9],
+    "pow2": [26.8, 17.9, 13.6, 41.6],
+    "oracle": [38.2, 25.2, 0.0, 36.6],
+    "paged": [96.3, None, None, None],
+}
+PAPER_FIGURE_13 = {
+    "ShareGPT": {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42},
+    "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged": 132.44},
+}
+PAPER_FIGURE_12 = "ShareGPT: 1.7-2.7 times Oracle, 2.7-8 times Max"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One data set of the paper: the rate of its figure 13, and the rates of figure 12."""
+
+    dataset: Dataset
+    batch_rate: float  # requests/s
+    saturating_rate: float  # beyond what any policy sustains, so that memory alone bounds the batch
+    batch_duration_seconds: float
+    sweep_rates: tuple[float, float]
+    sweep_duration_seconds: float
+
+
+LOADS = (
+    Load(SHAREGPT, 2.0, 4.0, 1200, (0.1, 4.0), 900),
+    Load(ALPACA, 30.0, 60.0, 180, (1.0, 60.0), 90),
+)
+
+
+def run_policy(
+    policy: ReservationPolicy, load: Load, rate: float, duration_seconds: float, *, drain: bool, seed: int = 0
+) -> SimulationResult:
+    max_model_len = load.dataset.max_model_len
+    manager = make_manager(policy, NUM_SLOTS, BLOCK_SIZE, max_model_len)
+    simulation = Simulation(manager=manager, cost=A100_OPT_13B, max_model_len=max_model_len)
+    return simulation.run(poisson_trace(load.dataset, rate, duration_seconds, seed), drain=drain)
+
+
+def figure_2(scale: float) -> dict[str, Any]:
+    """ShareGPT with always more requests waiting than fit. `scale`: of the simulated time, for quick looks."""
+    load = LOADS[0]
+    ours = {}
+    for policy in ReservationPolicy:
+        result = run_policy(policy, load, load.saturating_rate, load.batch_duration_seconds * scale, drain=False)
+        shares = result.occupancy.shares()
+        ours[policy.value] = {
+            **{f"{name}_percent": round(100 * share, 1) for name, share in shares.items()},
+            # A free block is nobody's: any sequence can take it. So also what is wasted of the blocks in use.
+            "tokens_percent_of_slots_in_use": round(
+                100 * shares["tokens"] / (shares["tokens"] + shares["reserved"] + shares["internal"]), 1
+            ),
+        }
+    return {"load": f"ShareGPT at {load.saturating_rate} requests/s", "ours": ours, "paper_percent": PAPER_FIGURE_2}
+
+
+def figure_13(scale: float) -> dict[str, Any]:
+    rows = {}
+    for load in LOADS:
+        rows[load.dataset.name] = {
+            policy.value: {
+                "paper": PAPER_FIGURE_13[load.dataset.name][policy.value],
+                "ours": round(_mean_sequences(policy, load, load.batch_rate, scale), 2),
+                "ours_saturated": round(_mean_sequences(policy, load, load.saturating_rate, scale), 2),
+            }
+            for policy in ReservationPolicy
+        }
+    rates = {load.dataset.name: {"rate": load.batch_rate, "saturated": load.saturating_rate} for load in LOADS}
+    return {"requests_per_second": rates, "sequences": rows}
+
+
+def figure_12(scale: float) -> dict[str, Any]:
+    data = {}
+    for load in LOADS:
+        curves = {}
+        rates = rising_rates(*load.sweep_rates)
+        latency = _latency(ReservationPolicy.PAGED, load, scale)
+        unloaded = latency(rates[0])
+        for policy in ReservationPolicy:
+            curves[policy.value] = sweep(rates, _latency(policy, load, scale), unloaded)
+        data[load.dataset.name] = {
+            "unloaded_seconds_per_token": unloaded,
+            **summary(curves, unloaded, reference="paged"),
+            "curves": {name: rounded(curve) for name, curve in curves.items()},
+        }
+    return {"datasets": data, "paper": PAPER_FIGURE_12}
+
+
+def rounded(curve: Curve) -> Curve:
+    return [(round(rate, 3), round(latency_seconds, 4)) for rate, latency_seconds in curve]
+
+
+def _mean_sequences(policy: ReservationPolicy, load: Load, rate: float, scale: float) -> float:
+    result = run_policy(policy, load, rate, load.batch_duration_seconds * scale, drain=False)
+    return result.occupancy.mean_sequences
+
+
+def _latency(policy: ReservationPolicy, load: Load, scale: float) -> Callable[[float], float]:
+    def latency_seconds(rate: float) -> float:
+        result = run_policy(policy, load, rate, load.sweep_duration_seconds * scale, drain=True)
+        return result.mean_normalized_latency_seconds
+
+    return latency_seconds

@@ -1,0 +1,49 @@
+"""What the slots of the KV pool hold, averaged over simulated time (figure 2), and how many sequences run (figure 13).
+
+tokens      KV of a token that was computed, those of this step included
+reserved    kept for a token that this sequence will have
+internal    kept by this sequence, but it will end before
+external    everything else: free runs too small to use, what the buddy allocator rounds up, free blocks
+"""
+
+from dataclasses import dataclass, field
+
+from bench.paper.reservation import final_tokens
+from engine_worker.scheduling.batch import ScheduledBatch
+
+_HELD = ("tokens", "reserved", "internal")
+
+
+@dataclass
+class Occupancy:
+    """Weighted sums; `shares()` divides them."""
+
+    num_slots: int
+    block_size: int
+    seconds: float = 0.0
+    _slot_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_HELD, 0.0))
+    _sequence_seconds: float = 0.0
+
+    def add(self, batch: ScheduledBatch, seconds: float) -> None:
+        """`batch` takes `seconds`; no block is shared."""
+        tokens = reserved = internal = 0
+        for scheduled in batch.sequences:
+            num_slots = len(scheduled.sequence.block_table) * self.block_size
+            num_computed = scheduled.start + scheduled.num_new_tokens
+            useful = min(num_slots, final_tokens(scheduled.sequence))
+            tokens += num_computed
+            reserved += useful - num_computed
+            internal += num_slots - useful
+        for name, count in zip(_HELD, (tokens, reserved, internal), strict=True):
+            self._slot_seconds[name] += count * seconds
+        self._sequence_seconds += len(batch.sequences) * seconds
+        self.seconds += seconds
+
+    @property
+    def mean_sequences(self) -> float:
+        return self._sequence_seconds / self.seconds
+
+    def shares(self) -> dict[str, float]:
+        """Of all slots; they sum to 1."""
+        shares = {name: value / self.seconds / self.num_slots for name, value in self._slot_seconds.items()}
+        return shares | {"external": 1.0 - sum(shares.values())}

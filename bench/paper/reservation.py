@@ -1,0 +1,83 @@
+"""Four ways to give KV slots to a request, behind one interface, so that the same scheduler runs over each.
+
+    max      the model's whole context, contiguous                             Orca (Max)
+    pow2     prompt + the next power of two of the output, contiguous          Orca (Pow2)
+    oracle   prompt + exactly the output that will come, contiguous            Orca (Oracle), impossible in practice
+    paged    blocks as they fill: the engine's own KVCacheManager              PagedAttention
+
+The first three take their runs from a buddy allocator, all at admission, and never preempt. The true output length is
+sampling.max_tokens: simulated requests ignore the end of sequence.
+"""
+
+from collections.abc import Callable, Collection
+from enum import StrEnum
+
+from bench.paper.buddy_allocator import BuddyAllocator
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.sequence import Sequence
+
+
+class ReservationPolicy(StrEnum):
+    MAX = "max"
+    POW2 = "pow2"
+    ORACLE = "oracle"
+    PAGED = "paged"
+
+
+def final_tokens(sequence: Sequence) -> int:
+    return sequence.num_prompt_tokens + sequence.sampling.max_tokens
+
+
+def reserved_tokens(policy: ReservationPolicy, sequence: Sequence, max_model_len: int) -> int:
+    """Slots that a contiguous policy sets aside for `sequence`, before rounding by the allocator."""
+    if policy is ReservationPolicy.MAX:
+        return max_model_len
+    if policy is ReservationPolicy.POW2:
+        output_tokens: int = 1 << (sequence.sampling.max_tokens - 1).bit_length()
+        return min(max_model_len, sequence.num_prompt_tokens + output_tokens)
+    assert policy is ReservationPolicy.ORACLE, policy
+    return final_tokens(sequence)
+
+
+class ReservedKVCacheManager(KVCacheManager):
+    """A contiguous run for each sequence, from admission to its end; its block table is the run in order."""
+
+    def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
+        """`reserve`: slots to set aside for a sequence. `num_blocks` includes the padding block, as in the parent."""
+        super().__init__(num_blocks, block_size)
+        self._reserve = reserve
+        self._buddies = BuddyAllocator(num_blocks - 1)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._buddies.num_blocks - self._buddies.num_allocated_blocks
+
+    def num_missing_blocks(self, sequence: Sequence) -> int:
+        return 0 if sequence.block_table else -(-self._reserve(sequence) // self.block_size)
+
+    def can_allocate(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
+        """A reservation never grows, so it needs no headroom."""
+        return self._buddies.can_allocate(self.num_missing_blocks(sequence))
+
+    def allocate(self, sequence: Sequence) -> None:
+        if (num_blocks := self.num_missing_blocks(sequence)) > 0:
+            first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
+            sequence.block_table = list(range(first, first + num_blocks))
+
+    def free(self, sequence: Sequence) -> None:
+        self._buddies.free(sequence.block_table[0] - 1)
+        sequence.block_table = []
+
+    def check_integrity(self, sequences: Collection[Sequence]) -> None:
+        self._buddies.check_integrity()
+        blocks = [block_id for sequence in sequences for block_id in sequence.block_table]
+        assert len(blocks) == len(set(blocks)) <= self._buddies.num_allocated_blocks, "a block is reserved twice"
+
+
+def make_manager(policy: ReservationPolicy, num_slots: int, block_size: int, max_model_len: int) -> KVCacheManager:
+    num_blocks = num_slots // block_size + 1
+    if policy is ReservationPolicy.PAGED:
+        return KVCacheManager(num_blocks, block_size)
+    return ReservedKVCacheManager(
+        num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len)
+    )

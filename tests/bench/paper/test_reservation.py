@@ -1,0 +1,52 @@
+import pytest
+
+from bench.paper.reservation import ReservationPolicy, ReservedKVCacheManager, make_manager, reserved_tokens
+from tests.builders import make_sequence
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "output", "expected"),
+    [
+        (ReservationPolicy.MAX, 10, 25, 2048),
+        (ReservationPolicy.POW2, 10, 25, 42),  # the paper's example: 25 output tokens reserve 32
+        (ReservationPolicy.POW2, 10, 32, 42),
+        (ReservationPolicy.POW2, 10, 1, 11),
+        (ReservationPolicy.POW2, 1500, 500, 2012),
+        (ReservationPolicy.POW2, 1500, 513, 2048),
+        (ReservationPolicy.ORACLE, 10, 25, 35),
+    ],
+)
+def test_what_each_policy_sets_aside(policy: ReservationPolicy, prompt: int, output: int, expected: int) -> None:
+    assert reserved_tokens(policy, make_sequence(prompt, max_tokens=output), 2048) == expected
+
+
+def test_a_reservation_is_a_run_in_order_and_lasts_to_the_end() -> None:
+    manager = make_manager(ReservationPolicy.ORACLE, num_slots=128, block_size=4, max_model_len=64)
+    first, second = make_sequence(5, max_tokens=10), make_sequence(3, max_tokens=30)
+    for sequence in (first, second):
+        assert manager.can_allocate(sequence)
+        manager.allocate(sequence)
+    assert first.block_table == [1, 2, 3, 4]
+    assert second.block_table == list(range(17, 26))
+    manager.check_integrity([first, second])
+    first.output_token_ids = [7] * 9
+    assert manager.num_missing_blocks(first) == 0, "it never grows"
+    manager.free(first)
+    assert first.block_table == []
+    manager.check_integrity([second])
+
+
+def test_the_padding_block_is_nobodys() -> None:
+    manager = make_manager(ReservationPolicy.MAX, num_slots=32, block_size=4, max_model_len=16)
+    first, second, third = (make_sequence(1) for _ in range(3))
+    manager.allocate(first)
+    manager.allocate(second)
+    assert (first.block_table, second.block_table) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert not manager.can_allocate(third)
+    assert manager.num_free_blocks == 0
+
+
+def test_paged_is_the_engines_own_manager() -> None:
+    manager = make_manager(ReservationPolicy.PAGED, num_slots=15_700, block_size=16, max_model_len=2048)
+    assert not isinstance(manager, ReservedKVCacheManager)
+    assert manager.num_usable_blocks == 981
