@@ -166,7 +166,8 @@ def _events(update: SequenceUpdate) -> list[StreamEvent]:
     if update.error is not None:
         return [ErrorEvent(sequence.request_id, ErrorCode.REQUEST_FAILED, update.error)]
     index = sequence.num_output_tokens - len(update.new_token_ids)
-    events: list[StreamEvent] = [TokenEvent(sequence.request_id, index, update.new_token_ids)]
+    tokens = TokenEvent(sequence.request_id, index, update.new_token_ids, logprobs=update.new_logprobs)
+    events: list[StreamEvent] = [tokens]
     if update.finish_reason is not None:
         events.append(_finish_event(sequence, update.finish_reason))
     return events

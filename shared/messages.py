@@ -21,6 +21,7 @@ PROTOCOL_VERSION = 2  # 2: one request has n choices; events and frames name the
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_JOURNAL_BYTES = 64 * 2**20  # about 21 bytes a token
 MAX_CUT_FRAME_TOKENS = 65_536  # a frame cut short may promise this many tokens more than there are bytes
+MAX_LOGPROBS = 20  # of the likeliest tokens at one position: OpenAI's limit
 MAX_TOKENS_PER_ARRAY = 2**20  # the longest context any served model has; bounds what one frame can allocate
 
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -71,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    # None = off; else the chosen token's log-probability is reported, and those of so many likeliest tokens.
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -80,6 +83,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def num_sequences(self) -> int:
         """The most continuations of the prompt that are computed at one time."""
         return self.beam_width if self.use_beam_search else self.n
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +108,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities at one output position, by the model's logits before penalties and temperature."""
+
+    logprob: float  # of the token that was chosen
+    top_token_ids: list[TokenId]  # the likeliest, descending: as many as the request asked for
+    top_logprobs: list[float]
+
+
 class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
     """Tokens [index, index + len(token_ids)) of one choice; `index` lets the gateway see gaps and repeats.
 
@@ -113,6 +128,7 @@ class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
     token_ids: list[TokenId]
     choice: Index = 0
     finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
@@ -133,12 +149,18 @@ TerminalEvent: TypeAlias = FinishEvent | ErrorEvent
 StreamEvent: TypeAlias = TokenEvent | TerminalEvent
 
 
+class JournalExtras(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What some requests have beside tokens; readers pass over fields that they do not know."""
+
+    logprobs: list[TokenLogprobs] | None = None
+
+
 class JournalFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A TokenEvent without its request id; `extras` is kept for log-probabilities and grammar state."""
+    """A TokenEvent without its request id."""
 
     index: Index
     token_ids: list[TokenId]
-    extras: dict[str, Any] | None = None
+    extras: JournalExtras | None = None
     choice: Index = 0
     finish_reason: FinishReason | None = None
 

@@ -51,7 +51,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
     kv_cache = _allocate_kv_cache(settings, model, measure_memory(device, weights.loaded_bytes), max_model_len)
     report("allocate_kv", 1.0, _description(kv_cache))
-    sampler = Sampler(config.vocab_size, config.eos_token_ids)
+    sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
     runner = ModelRunner(model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
     for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
         report("warmup", progress, detail)

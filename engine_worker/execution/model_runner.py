@@ -9,7 +9,7 @@ import torch
 
 from engine_worker.execution.input_builder import build_model_input
 from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.sampler import Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
@@ -41,11 +41,14 @@ class ModelRunner:
         logits = self._model.forward(model_input, self._device)
         forwarded = time.perf_counter()
         sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        token_ids, failures = self._sampler.sample(logits, sampling) if sampling else ([], {})
-        sampled = iter(token_ids)
+        samples = self._sampler.sample(logits, sampling) if sampling else Samples([])
+        sampled, logprobs = iter(samples.token_ids), iter(samples.logprobs)
         return StepResult(
             sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in batch.sequences],
-            failures=failures,
+            failures=samples.failures,
+            logprobs=[next(logprobs) if scheduled.samples else None for scheduled in batch.sequences]
+            if samples.logprobs
+            else [],
             # On CUDA the forward pass is only enqueued here: the sampler waits for it, and its share has that time.
             phase_seconds={
                 "prepare": prepared - started,

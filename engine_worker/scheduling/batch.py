@@ -7,6 +7,7 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.sequence import Sequence
+from shared.messages import TokenLogprobs
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,8 +43,12 @@ class ScheduledBatch:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """`sampled_token_ids[i]` belongs to `batch.sequences[i]`; None where that sequence did not sample, or failed."""
+    """`sampled_token_ids[i]` belongs to `batch.sequences[i]`; None where that sequence did not sample, or failed.
+
+    `logprobs` likewise, None also where the sequence did not ask; empty when no sequence of the batch did.
+    """
 
     sampled_token_ids: list[int | None]
     failures: dict[str, str] = field(default_factory=dict)  # request id -> why it failed; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)

@@ -23,7 +23,7 @@ from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.stats import KVCacheStats
 from engine_worker.scheduling.stop_conditions import finish_reason
-from shared.messages import FinishReason
+from shared.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,7 @@ class SequenceUpdate:
     new_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    new_logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
 
 
 class Scheduler:
@@ -120,11 +121,13 @@ class Scheduler:
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
         """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""
         updates = []
-        for scheduled, token_id in zip(batch.sequences, result.sampled_token_ids, strict=True):
+        logprobs = result.logprobs or [None] * len(batch.sequences)
+        sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
+        for scheduled, token_id, token_logprobs in sampled:
             scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
             error = result.failures.get(scheduled.sequence.request_id)
             if error is not None or scheduled.samples:
-                updates.append(self._update(scheduled.sequence, token_id, error))
+                updates.append(self._update(scheduled.sequence, token_id, token_logprobs, error))
         return updates
 
     def kv_cache_stats(self) -> KVCacheStats:
@@ -188,7 +191,9 @@ class Scheduler:
         self._leave(sequence, SequenceStatus.WAITING)
         self._policy.put_back(sequence)
 
-    def _update(self, sequence: Sequence, token_id: int | None, error: str | None) -> SequenceUpdate:
+    def _update(
+        self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None, error: str | None
+    ) -> SequenceUpdate:
         if error is not None:
             self._leave(sequence, SequenceStatus.FINISHED)
             return SequenceUpdate(sequence, error=error)
@@ -197,7 +202,7 @@ class Scheduler:
         reason = finish_reason(sequence, self.max_num_tokens)
         if reason is not None:
             self._leave(sequence, SequenceStatus.FINISHED)
-        return SequenceUpdate(sequence, [token_id], finish_reason=reason)
+        return SequenceUpdate(sequence, [token_id], reason, new_logprobs=[logprobs] if logprobs else None)
 
     def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:
         del self._running[sequence.request_id]

@@ -44,6 +44,11 @@ class Sequence:
         return len(self.output_token_ids)
 
     @property
+    def needs_last_token_on_host(self) -> bool:
+        """Its next token cannot be sampled before the host has seen the last one: no step ahead for it."""
+        return self.sampling.has_penalties
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 

@@ -14,7 +14,16 @@ from typing import TypeVar
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import Claims
-from shared.messages import PROTOCOL_VERSION, EventBatch, JournalFrame, StreamEvent, TerminalEvent, TokenEvent, encode
+from shared.messages import (
+    PROTOCOL_VERSION,
+    EventBatch,
+    JournalExtras,
+    JournalFrame,
+    StreamEvent,
+    TerminalEvent,
+    TokenEvent,
+    encode,
+)
 from shared.redis_client import got_no_reply, is_transient
 from shared.redis_scripts import Ending, Fenced, RedisScripts
 
@@ -125,4 +134,5 @@ class TokenPublisher:
 
 
 def _frame(event: TokenEvent) -> bytes:
-    return encode(JournalFrame(event.index, event.token_ids, None, event.choice, event.finish_reason))
+    extras = None if event.logprobs is None else JournalExtras(event.logprobs)
+    return encode(JournalFrame(event.index, event.token_ids, extras, event.choice, event.finish_reason))

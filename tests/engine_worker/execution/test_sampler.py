@@ -25,6 +25,11 @@ def sampler(vocab_size: int = VOCAB_SIZE) -> Sampler:
     return Sampler(vocab_size, eos_token_ids=[EOS])
 
 
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int | None], dict[str, str]]:
+    samples = sampler(logits.shape[1]).sample(logits, sequences)
+    return samples.token_ids, samples.failures
+
+
 def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, scale: float = 2.0, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
@@ -32,7 +37,7 @@ def random_logits(rows: int, vocab_size: int = VOCAB_SIZE, scale: float = 2.0, s
 def draws(logits: torch.Tensor, **kwargs: Any) -> np.ndarray:
     """How often each token came, over NUM_DRAWS seeds."""
     sequences = [sequence(str(seed), seed=seed, **kwargs) for seed in range(NUM_DRAWS)]
-    token_ids, failures = sampler(logits.shape[0]).sample(logits.expand(NUM_DRAWS, -1), sequences)
+    token_ids, failures = sample(logits.expand(NUM_DRAWS, -1), sequences)
     assert not failures
     return np.bincount(np.array(token_ids), minlength=logits.shape[0])
 
@@ -125,15 +130,15 @@ def test_nucleus_wider_than_the_first_sort_is_exact() -> None:
 def test_rows_with_narrow_and_wide_nucleus_in_one_batch() -> None:
     logits = torch.cat([random_logits(1, 5000, scale=0.1), random_logits(1, 5000, scale=6.0)])
     together = [sequence("wide", top_p=0.9, seed=3), sequence("narrow", top_p=0.9, seed=4)]
-    token_ids, _ = sampler(5000).sample(logits, together)
-    alone = [sampler(5000).sample(logits[row : row + 1], [together[row]])[0][0] for row in (0, 1)]
+    token_ids, _ = sample(logits, together)
+    alone = [sample(logits[row : row + 1], [together[row]])[0][0] for row in (0, 1)]
     assert token_ids == alone
 
 
 def test_greedy_takes_the_argmax_and_the_first_of_equals() -> None:
     logits = random_logits(4)
     logits[3, [20, 200]] = 50.0
-    token_ids, failures = sampler().sample(logits, [sequence(str(row), temperature=0.0) for row in range(4)])
+    token_ids, failures = sample(logits, [sequence(str(row), temperature=0.0) for row in range(4)])
     assert (token_ids, failures) == (logits.argmax(-1).tolist(), {})
     assert token_ids[3] == 20
 
@@ -143,7 +148,7 @@ def test_greedy_obeys_penalties_bias_and_min_tokens() -> None:
     logits[0, [EOS, 10, 11, 12]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
 
     def greedy(**params: Any) -> int | None:
-        return sampler().sample(logits, [sequence(temperature=0.0, **params)])[0][0]
+        return sample(logits, [sequence(temperature=0.0, **params)])[0][0]
 
     assert greedy() == EOS
     assert greedy(min_tokens=1) == 10
@@ -161,20 +166,20 @@ def test_repetition_penalty_pushes_a_negative_logit_down() -> None:
     logits = torch.full((1, VOCAB_SIZE), -10.0)
     logits[0, [10, 11]] = torch.tensor([-1.0, -1.4])
     seq = sequence(temperature=0.0, repetition_penalty=1.5, prompt=[10])
-    assert sampler().sample(logits, [seq])[0] == [11]
+    assert sample(logits, [seq])[0] == [11]
 
 
 def test_frequency_and_presence_leave_the_prompt_alone() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 10] = 9.0
     seq = sequence(temperature=0.0, repetition_penalty=1.01, presence_penalty=10.0, frequency_penalty=10.0, prompt=[10])
-    assert sampler().sample(logits, [seq])[0] == [10]
+    assert sample(logits, [seq])[0] == [10]
 
 
 def test_sampling_leaves_the_logits_as_they_are() -> None:
     logits = random_logits(2)
     before = logits.clone()
-    sampler().sample(logits, [sequence("a", top_p=0.5, repetition_penalty=2.0), sequence("b", temperature=0.0)])
+    sample(logits, [sequence("a", top_p=0.5, repetition_penalty=2.0), sequence("b", temperature=0.0)])
     assert torch.equal(logits, before)
 
 
@@ -193,9 +198,9 @@ def mixed_batch() -> list[Sequence]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_batch_composition_and_slot_do_not_matter(dtype: torch.dtype) -> None:
     sequences, logits = mixed_batch(), random_logits(7).to(dtype)
-    alone = [sampler().sample(logits[row : row + 1], [seq])[0][0] for row, seq in enumerate(sequences)]
+    alone = [sample(logits[row : row + 1], [seq])[0][0] for row, seq in enumerate(sequences)]
     for order in (list(range(7)), [6, 2, 0, 4, 1, 5, 3], [3, 4], [1, 5]):
-        token_ids, _ = sampler().sample(logits[order], [sequences[row] for row in order])
+        token_ids, _ = sample(logits[order], [sequences[row] for row in order])
         assert token_ids == [alone[row] for row in order]
 
 
@@ -204,7 +209,7 @@ def test_a_resumed_sequence_continues_as_if_nothing_had_happened() -> None:
 
     def run(seq: Sequence, start: int) -> list[int]:
         for row in range(start, 40):
-            token_ids, _ = sampler().sample(logits[row : row + 1], [seq])
+            token_ids, _ = sample(logits[row : row + 1], [seq])
             assert token_ids[0] is not None
             seq.output_token_ids.append(token_ids[0])
         return seq.output_token_ids
@@ -217,8 +222,8 @@ def test_a_resumed_sequence_continues_as_if_nothing_had_happened() -> None:
 
 def test_each_index_and_each_seed_has_its_own_draw() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
-    by_index = [sampler().sample(logits, [sequence(seed=1, output=[0] * n)])[0][0] for n in range(64)]
-    by_seed = [sampler().sample(logits, [sequence(seed=n)])[0][0] for n in range(64)]
+    by_index = [sample(logits, [sequence(seed=1, output=[0] * n)])[0][0] for n in range(64)]
+    by_seed = [sample(logits, [sequence(seed=n)])[0][0] for n in range(64)]
     # 64 draws of 300 hit 57.6 different tokens on average, with a standard deviation of 2.3.
     assert len(set(by_index)) > 48
     assert len(set(by_seed)) > 48
@@ -227,7 +232,7 @@ def test_each_index_and_each_seed_has_its_own_draw() -> None:
 def test_the_stream_of_a_seed_is_pinned() -> None:
     """A release that draws other tokens for a seed breaks resume across versions: change this only on purpose."""
     logits = torch.arange(VOCAB_SIZE, dtype=torch.float32)[None] / 100
-    drawn = [sampler().sample(logits, [sequence(seed=42, output=[0] * n)])[0][0] for n in range(8)]
+    drawn = [sample(logits, [sequence(seed=42, output=[0] * n)])[0][0] for n in range(8)]
     assert drawn == [99, 272, 244, 287, 130, 156, 252, 52]
 
 
@@ -237,8 +242,8 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     logits[1, 5], logits[2, 6], logits[3] = math.nan, math.inf, -math.inf
     for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 1.5, "top_k": 3}):
         sequences = [sequence(str(row), seed=row, **params) for row in range(5)]
-        token_ids, failures = sampler().sample(logits, sequences)
-        expected, _ = sampler().sample(healthy, sequences)
+        token_ids, failures = sample(logits, sequences)
+        expected, _ = sample(healthy, sequences)
         assert token_ids == [expected[0], None, None, None, expected[4]]
         assert failures == {
             "1": "the model's logits are not finite (nan)",
@@ -250,7 +255,7 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
 def test_masking_every_token_fails_the_row() -> None:
     everything = tuple(range(VOCAB_SIZE))
     sequences = [sequence("all", stop_token_ids=everything, min_tokens=1), sequence("none")]
-    token_ids, failures = sampler().sample(random_logits(2), sequences)
+    token_ids, failures = sample(random_logits(2), sequences)
     assert token_ids[0] is None
     assert token_ids[1] is not None
     assert list(failures) == ["all"]
@@ -258,7 +263,7 @@ def test_masking_every_token_fails_the_row() -> None:
 
 def test_a_bias_outside_the_vocabulary_fails_the_row() -> None:
     sequences = [sequence("bad", logit_bias={VOCAB_SIZE: 1.0}), sequence("good", logit_bias={0: 100.0})]
-    token_ids, failures = sampler().sample(random_logits(2), sequences)
+    token_ids, failures = sample(random_logits(2), sequences)
     assert token_ids == [None, 0]
     assert failures == {"bad": "logit_bias names token 300; the vocabulary has 300"}
 
@@ -266,7 +271,7 @@ def test_a_bias_outside_the_vocabulary_fails_the_row() -> None:
 def test_a_stop_token_outside_the_vocabulary_changes_nothing() -> None:
     logits = random_logits(1)
     known, unknown = sequence(), sequence(stop_token_ids=(10**6, -1), min_tokens=1, ignore_eos=True)
-    assert sampler().sample(logits, [known]) == sampler().sample(logits, [unknown])
+    assert sample(logits, [known]) == sample(logits, [unknown])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +290,7 @@ def test_a_stop_token_outside_the_vocabulary_changes_nothing() -> None:
 def test_extreme_values_leave_one_token(params: dict[str, Any]) -> None:
     logits = random_logits(50)
     winner = logits.argmax(-1).tolist() if "logit_bias" not in params else [123] * 50
-    token_ids, failures = sampler().sample(logits, [sequence(str(row), seed=row, **params) for row in range(50)])
+    token_ids, failures = sample(logits, [sequence(str(row), seed=row, **params) for row in range(50)])
     assert (token_ids, failures) == (winner, {})
 
 
@@ -300,3 +305,20 @@ def test_equal_logits_at_the_edge_of_top_k_are_kept_together() -> None:
     logits = torch.full((VOCAB_SIZE,), -20.0)
     logits[[10, 20, 30]] = 1.0
     assert_drawn_from(draws(logits, top_k=2), np.bincount([10, 20, 30], minlength=VOCAB_SIZE) / 3)
+
+
+def test_sampling_in_three_parts_is_sampling_at_once() -> None:
+    """prepare() sees how many tokens are out, not which: the next step can be prepared before they are known."""
+    sequences, logits = [seq for seq in mixed_batch() if not seq.needs_last_token_on_host], random_logits(6)
+    expected = sampler().sample(logits, sequences)
+    for seq in sequences:
+        seq.output_token_ids[:] = [299] * seq.num_output_tokens
+    inputs = sampler().prepare(sequences)
+    tokens = sampler().launch(logits, inputs)
+    assert tokens.token_ids.tolist() == expected.token_ids
+    assert tokens.collect() == expected
+
+
+def test_penalties_alone_need_the_last_token_on_the_host() -> None:
+    needing = [seq.request_id for seq in mixed_batch() if seq.needs_last_token_on_host]
+    assert needing == ["penalties"]

@@ -3,17 +3,19 @@ import math
 import pytest
 import torch
 
-from engine_worker.execution.counter_based_noise import _GOLDEN, _mix, _mix_tensor, _signed, draw_key, gumbel_noise
+from kernels.counter_based_noise import GOLDEN, _mix, draw_keys, gumbel_noise, signed
 
 # The first outputs of SplitMix64 seeded with 0 (Steele, Lea, Flood 2014; the generator's published test vector).
 SPLITMIX64_OF_0 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
 
 
-def test_hash_is_splitmix64_on_both_paths() -> None:
-    states = [(_GOLDEN * step) % 2**64 for step in (1, 2, 3)]
-    assert tuple(_mix(state) for state in states) == SPLITMIX64_OF_0
-    on_tensor = _mix_tensor(torch.tensor([_signed(state) for state in states]))
-    assert [value % 2**64 for value in on_tensor.tolist()] == list(SPLITMIX64_OF_0)
+def draw_key(seed: int, index: int) -> int:
+    return int(draw_keys(torch.tensor([signed(seed % 2**64)]), torch.tensor([index])).item()) % 2**64
+
+
+def test_hash_is_splitmix64() -> None:
+    states = torch.tensor([signed(GOLDEN * step % 2**64) for step in (1, 2, 3)])
+    assert [value % 2**64 for value in _mix(states).tolist()] == list(SPLITMIX64_OF_0)
 
 
 def test_keys_differ_by_seed_and_by_index() -> None:
@@ -21,20 +23,16 @@ def test_keys_differ_by_seed_and_by_index() -> None:
     assert len(keys) == 5 * 200
 
 
-def test_a_seed_is_taken_modulo_2_to_the_64() -> None:
-    assert draw_key(-1, 3) == draw_key(2**64 - 1, 3)
-
-
 def test_noise_of_a_counter_is_the_same_wherever_it_stands() -> None:
-    key = draw_key(7, 0)
-    alone = gumbel_noise([key], 1, torch.tensor([[42]]))
-    among = gumbel_noise([draw_key(8, 0), key], 1, torch.tensor([[1, 2, 3], [41, 42, 43]]))
+    keys = draw_keys(torch.tensor([8, 7]), torch.tensor([0, 0]))
+    alone = gumbel_noise(keys[1:], 1, torch.tensor([[42]]))
+    among = gumbel_noise(keys, 1, torch.tensor([[1, 2, 3], [41, 42, 43]]))
     assert among[1, 1] == alone[0, 0]
-    assert gumbel_noise([key], 0, torch.tensor([[42]])) != alone
+    assert gumbel_noise(keys[1:], 0, torch.tensor([[42]])) != alone
 
 
 def test_noise_is_standard_gumbel() -> None:
-    keys = [draw_key(seed, 0) for seed in range(64)]
+    keys = draw_keys(torch.arange(64), torch.zeros(64, dtype=torch.int64))
     noise = gumbel_noise(keys, 0, torch.arange(4096).expand(64, -1)).flatten()
     standard_error = math.pi / math.sqrt(6 * noise.numel())
     assert abs(noise.mean().item() - 0.5772156649) < 4 * standard_error
@@ -46,9 +44,7 @@ def test_noise_is_standard_gumbel() -> None:
 
 def test_extreme_hashes_give_finite_noise() -> None:
     # Counter = -key / golden makes the hash's input 0, whose output is 0: the least uniform there is.
-    key = 0
-    stage_key = _mix(key)
-    inverse = pow(_GOLDEN, -1, 2**64)
-    counter = _signed(-stage_key * inverse % 2**64)
-    least = gumbel_noise([key], 0, torch.tensor([[counter]]))
+    stage_key = int(_mix(torch.zeros(1, dtype=torch.int64)).item()) % 2**64
+    counter = signed(-stage_key * pow(GOLDEN, -1, 2**64) % 2**64)
+    least = gumbel_noise(torch.zeros(1, dtype=torch.int64), 0, torch.tensor([[counter]]))
     assert least.item() == pytest.approx(-math.log(53 * math.log(2)), rel=1e-14)

@@ -1,0 +1,188 @@
+"""What a step's sampling needs to know of its sequences, as tensors on the device; built without waiting for it.
+
+Of a sequence it reads the parameters and how many tokens are out, not which: so a step can be prepared while the one
+before still samples. Penalties alone need the tokens (Sequence.needs_last_token_on_host).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_worker.scheduling.sequence import Sequence
+from kernels.sampling import SamplingRows
+
+# Below this a temperature divides fp32 logits to infinity; far above it the draw already is the argmax.
+_MIN_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEdits:
+    """What can change even a greedy choice; each applies to few entries of few rows. Indices are row * V + token id."""
+
+    masked: Tensor  # [M] int64
+    biased: Tensor  # [B] int64
+    biases: Tensor  # [B] float32
+    penalised: Tensor  # [P] int64
+    penalties: Tensor  # [3, P] float32: repetition, frequency * count, presence where count > 0
+
+    def applied_to(self, logits: Tensor) -> Tensor:
+        """A float32 copy of `logits` [N, V] with, in vLLM's order: min_tokens mask, logit bias, penalties."""
+        scores = logits.to(torch.float32, copy=True)
+        flat = scores.view(-1)
+        flat.index_fill_(0, self.masked, -math.inf)
+        flat.index_add_(0, self.biased, self.biases)
+        repetition, frequency, presence = self.penalties
+        values = flat[self.penalised]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        flat.index_copy_(0, self.penalised, values - frequency - presence)
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """The rows that report log-probabilities."""
+
+    rows: Tensor  # [P] int64
+    num_top: list[int]  # [P], how many of the likeliest tokens each reports beside the chosen one
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    sequences: list[Sequence]
+    rows: SamplingRows | None  # None: every row is an argmax
+    edits: ScoreEdits | None
+    logprobs: LogprobRows | None
+    refusals: dict[str, str]  # request id -> why it cannot be sampled
+
+
+def sampling_rows(sequences: list[Sequence], device: torch.device) -> SamplingRows | None:
+    """None when all are greedy: then nothing is sent to the device at all."""
+    samplings = [sequence.sampling for sequence in sequences]
+    random = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
+    if not random:
+        return None
+    truncated = [
+        row for row in random if samplings[row].top_k > 0 or samplings[row].top_p < 1.0 or samplings[row].min_p > 0.0
+    ]
+    num_rows = len(sequences)
+    # One copy for all: each costs the host about as much as a kernel launch.
+    packed = np.empty(6 * num_rows + len(random) + len(truncated), dtype=np.int64)
+    integers, numbers = packed[: 6 * num_rows].reshape(6, num_rows), packed.view(np.float64)[: 6 * num_rows]
+    numbers = numbers.reshape(6, num_rows)
+    integers[0] = [_signed(sampling.seed) for sampling in samplings]
+    integers[1] = [sequence.num_output_tokens for sequence in sequences]
+    numbers[2] = [0.0 if s.is_greedy else max(s.temperature, _MIN_TEMPERATURE) for s in samplings]
+    numbers[3] = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings]
+    integers[4] = [sampling.top_k for sampling in samplings]
+    numbers[5] = [sampling.top_p for sampling in samplings]
+    packed[6 * num_rows :] = random + truncated
+    sent = to_device(packed, device)
+    fields = sent[: 6 * num_rows].view(6, num_rows)
+    return SamplingRows(
+        seeds=fields[0],
+        indices=fields[1],
+        temperature=fields[2].view(torch.float64),
+        log_min_p=fields[3].view(torch.float64),
+        top_k=fields[4],
+        top_p=fields[5].view(torch.float64),
+        random_rows=sent[6 * num_rows : 6 * num_rows + len(random)],
+        truncated_rows=sent[6 * num_rows + len(random) :],
+    )
+
+
+def score_edits(
+    sequences: list[Sequence], eos_token_ids: Iterable[int], vocab_size: int, device: torch.device
+) -> tuple[ScoreEdits | None, dict[str, str]]:
+    """The edits, or None when no sequence has any; and why a sequence cannot be sampled."""
+    masked = [_masked_token_ids(sequence, eos_token_ids, vocab_size) for sequence in sequences]
+    refusals = {}
+    for sequence in sequences:
+        outside = [token_id for token_id in sequence.sampling.logit_bias if not 0 <= token_id < vocab_size]
+        if outside:
+            known = f"the vocabulary has {vocab_size}"
+            refusals[sequence.request_id] = f"logit_bias names token {outside[0]}; {known}"
+    biases = [{} if sequence.request_id in refusals else sequence.sampling.logit_bias for sequence in sequences]
+    counts = [_token_counts(sequence) for sequence in sequences]
+    if not (any(masked) or any(biases) or any(counts)):
+        return None, refusals
+    edits = ScoreEdits(
+        masked=to_device(_flat_indices(masked, vocab_size), device),
+        biased=to_device(_flat_indices(biases, vocab_size), device),
+        biases=to_device(np.array(_values(biases), dtype=np.float32), device),
+        penalised=to_device(_flat_indices(counts, vocab_size), device),
+        penalties=to_device(_penalties(sequences, counts), device),
+    )
+    return edits, refusals
+
+
+def logprob_rows(sequences: list[Sequence], device: torch.device) -> LogprobRows | None:
+    asking = [
+        (row, sequence.sampling.logprobs)
+        for row, sequence in enumerate(sequences)
+        if sequence.sampling.logprobs is not None
+    ]
+    if not asking:
+        return None
+    rows, num_top = zip(*asking, strict=True)
+    return LogprobRows(to_device(np.array(rows, dtype=np.int64), device), list(num_top))
+
+
+def to_device(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
+    """Never waits: a copy from memory that is not pinned would."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _signed(seed: int) -> int:
+    """A seed counts modulo 2^64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _masked_token_ids(sequence: Sequence, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The tokens that would end `sequence` before its min_tokens."""
+    sampling = sequence.sampling
+    if sequence.num_output_tokens >= sampling.min_tokens:
+        return []
+    ending = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
+    return [token_id for token_id in ending if 0 <= token_id < vocab_size]
+
+
+def _token_counts(sequence: Sequence) -> dict[int, int]:
+    """Token id -> times in the output, for every token that a penalty of this sequence can touch."""
+    if not sequence.sampling.has_penalties:
+        return {}
+    counts = dict.fromkeys(sequence.prompt_token_ids, 0) if sequence.sampling.repetition_penalty != 1.0 else {}
+    counts.update(Counter(sequence.output_token_ids))
+    return counts
+
+
+def _penalties(sequences: list[Sequence], counts: list[dict[int, int]]) -> "np.ndarray[Any, Any]":
+    """Repetition over prompt and output (as `transformers`); frequency and presence over the output (as OpenAI)."""
+    count = np.array(_values(counts), dtype=np.float32)
+    of_sequence = np.array(
+        [(s.sampling.repetition_penalty, s.sampling.frequency_penalty, s.sampling.presence_penalty) for s in sequences],
+        dtype=np.float32,
+    )
+    penalties = np.repeat(of_sequence, [len(counted) for counted in counts], axis=0).T.copy()
+    penalties[1] *= count
+    penalties[2] *= count > 0
+    return penalties
+
+
+def _flat_indices(columns_of_rows: list[Any], vocab_size: int) -> "np.ndarray[Any, Any]":
+    """Ragged token ids, a collection for each row, as row * V + token id."""
+    lengths = [len(columns) for columns in columns_of_rows]
+    rows = np.repeat(np.arange(len(columns_of_rows), dtype=np.int64), lengths)
+    columns: Collection[int] = list(chain.from_iterable(columns_of_rows))
+    return rows * vocab_size + np.array(columns, dtype=np.int64)
+
+
+def _values(mappings: Iterable[Mapping[int, float]]) -> list[float]:
+    return list(chain.from_iterable(mapping.values() for mapping in mappings))
