@@ -13,6 +13,8 @@ import sys
 
 from aiohttp import web
 
+from gateway.access import Access, check_address
+from gateway.api_keys import ApiKeysError
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
@@ -45,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: GatewaySettings) -> int:
+    try:
+        access = Access(settings.api_key, settings.api_keys_file)
+        check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
+    except ApiKeysError as error:
+        sys.stderr.write(f"pagestream gateway: error: {error}\n")
+        return 2
     connections = connect(settings.redis_url)
     client = InferenceClient(
         connections,
@@ -52,7 +60,7 @@ async def serve(settings: GatewaySettings) -> int:
         secrets.token_hex(8),
         max_queued_requests=settings.max_num_queued_reqs,
     )
-    app = create_app(settings, client)
+    app = create_app(settings, client, access=access)
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from gateway import sse
+from gateway.access import ACCOUNT, begin
 from gateway.chat_template import ChatTemplateError
 from gateway.errors import GatewayError, InvalidRequest
 from gateway.event_stream import EventStream
@@ -34,18 +35,20 @@ async def answer(
     state = http.app[STATE]
     request = parse(await read_body(http, state.settings.body_timeout_seconds))
     state.check_model_name(request.model)
+    account = http[ACCOUNT]
     model = state.admit()
     limits = state.limits(model)
     token_ids = [
         await encode_prompt(model, limits, prompt, request.prompt_param, request.add_special_tokens)
         for prompt in request.prompts
     ]
-    planned = plan_requests(request, token_ids, limits)
+    planned = plan_requests(request, token_ids, limits, account.tenant)
     prefixes = _echoes(model.encoder, request, token_ids)
     include_usage = request.stream and (request.include_usage or state.settings.force_include_usage)
     response_format = make_format(planned[0].request.request_id, state.model_name, usage_in_chunks=include_usage)
     headers = _ignored_header(request.ignored)
     generation = Generation(state, model, request, planned, arrived_at)
+    begin(account)
     with state.counted(route_name(http)):
         try:
             await generation.submit()
@@ -55,6 +58,7 @@ async def answer(
             return await _collect(generation, response_format, prefixes, headers)
         finally:
             generation.abandon()
+            account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
 
 
 async def encode_prompt(

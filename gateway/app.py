@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from aiohttp import web
 
+from gateway.access import Access, authenticate
 from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
 from gateway.metrics import DeliveryCollector, GatewayMetrics
@@ -21,16 +22,21 @@ RUNNER_OPTIONS: dict[str, Any] = {"handler_cancellation": True, "keepalive_timeo
 
 
 def create_app(
-    settings: GatewaySettings, client: InferenceClient, metrics: GatewayMetrics | None = None
+    settings: GatewaySettings,
+    client: InferenceClient,
+    metrics: GatewayMetrics | None = None,
+    access: Access | None = None,
 ) -> web.Application:
-    """`client` is started and closed with the application."""
+    """`client` is started and closed with the application. Raises ApiKeysError."""
     metrics = metrics or GatewayMetrics()
+    access = access or Access(settings.api_key, settings.api_keys_file)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[
             identify,
             measure(metrics),
             errors_to_json,
+            authenticate(access),
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
@@ -42,6 +48,7 @@ def create_app(
     app.cleanup_ctx.append(_inference_client)
     app.cleanup_ctx.append(_served_model)
     app.cleanup_ctx.append(_stream_watch)
+    app.cleanup_ctx.append(_watch_of(access))
     return app
 
 
@@ -61,6 +68,14 @@ async def _served_model(app: web.Application) -> AsyncIterator[None]:
 async def _stream_watch(app: web.Application) -> AsyncIterator[None]:
     async with _running(app[STATE].watch.run()):
         yield
+
+
+def _watch_of(access: Access) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def keys_file(app: web.Application) -> AsyncIterator[None]:
+        async with _running(access.watch()):
+            yield
+
+    return keys_file
 
 
 @contextlib.asynccontextmanager

@@ -6,12 +6,15 @@
     │   ├── MissingParameter            400     missing_required_parameter
     │   ├── UnsupportedParameter        400     unsupported_parameter
     │   └── ContextLengthExceeded       400     context_length_exceeded
+    ├── Unauthenticated                 401     invalid_api_key
     ├── ModelNotFound                   404     model_not_found
     ├── UnknownUrl                      404     unknown_url
     ├── MethodNotAllowed                405     method_not_allowed
     ├── RequestTimeout                  408     request_timeout
     ├── BodyTooLarge                    413     body_too_large
     ├── UnsupportedMediaType            415     unsupported_media_type
+    ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
+    │                                           | max_concurrent_exceeded
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
     └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full
@@ -21,6 +24,7 @@ Pure: knows nothing of aiohttp. Messages name the field and what was allowed; th
 anything a client has not sent itself.
 """
 
+import math
 from typing import Any, ClassVar
 
 
@@ -67,6 +71,15 @@ class ContextLengthExceeded(InvalidRequest):
     default_code = "context_length_exceeded"
 
 
+class Unauthenticated(GatewayError):
+    status = 401
+    error_type = "authentication_error"
+    default_code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
 class ModelNotFound(GatewayError):
     status = 404
     error_type = "not_found_error"
@@ -109,6 +122,21 @@ class UnsupportedMediaType(GatewayError):
     status = 415
     error_type = "invalid_request_error"
     default_code = "unsupported_media_type"
+
+
+class RateLimited(GatewayError):
+    """A limit of the request's own key; nothing was stored."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    should_retry = True
+
+    def __init__(self, message: str, *, code: str, retry_after_seconds: float) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_seconds = max(1, math.ceil(retry_after_seconds))
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
 
 
 class GenerationFailed(GatewayError):

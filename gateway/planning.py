@@ -31,7 +31,7 @@ class PlannedRequest:
 
 
 def plan_requests(
-    request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits
+    request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits, tenant: str = ""
 ) -> list[PlannedRequest]:
     """Ordered as OpenAI orders them: all choices of the first prompt, then those of the second."""
     planned = []
@@ -41,7 +41,7 @@ def plan_requests(
         for choice_index in range(request.n):
             sampling = _sampling_params(request, max_tokens, choice_index, limits)
             generation = GenerationRequest(
-                request_id=secrets.token_hex(16), prompt_token_ids=token_ids, sampling=sampling
+                request_id=secrets.token_hex(16), prompt_token_ids=token_ids, sampling=sampling, tenant=tenant
             )
             planned.append(PlannedRequest(prompt_index, prompt_index * request.n + choice_index, generation))
     return planned

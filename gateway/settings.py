@@ -17,6 +17,10 @@ class GatewaySettings:
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
 
+    api_key: str = setting("", secret=True, help="a key that every request must show; better as PAGESTREAM_API_KEY")
+    api_keys_file: Path | None = setting(None, parse=Path, help="TOML file of keys and limits; read again on change")
+    allow_unauthenticated: bool = setting(False, help="without keys, listen beyond loopback all the same")
+
     max_model_len: int | None = setting(None, parse=parse_count, help="prompt + output at most; default: the model's")
     max_num_queued_reqs: int = setting(1024, parse=parse_count, help="requests in the queue before 503 queue_full")
     max_num_streams: int = setting(4096, parse=parse_count, help="requests open here before 503 gateway_full")

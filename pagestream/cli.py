@@ -1,7 +1,7 @@
 """The command `pagestream`: finds the command and hands the rest over. Imports nothing heavy, so --help is quick.
 
 `gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and
-`config` live in this package.
+`config` live in this package, and `new-key`.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from pagestream.new_key import main as new_key
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
 from shared.settings import SettingsError, build_parser, load_settings
 from shared.version import VERSION
@@ -22,6 +23,7 @@ _COMMANDS = """commands:
   gateway         the HTTP gateway alone
   worker          one engine worker alone
   bench           measure an OpenAI-compatible server, or the engine alone
+  new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
 
@@ -36,13 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    parser.add_argument("command", choices=["serve", *MODULES, "doctor", "config"], metavar="COMMAND", help="see below")
+    commands = ["serve", *MODULES, "new-key", "doctor", "config"]
+    parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
     if args.command in MODULES:
         return _become(MODULES[args.command], args.arguments)
     if args.command == "serve":
         return _serve(args.arguments)
+    if args.command == "new-key":
+        return new_key(args.arguments)
     if args.command == "doctor":
         return _doctor(args.arguments)
     return _config(args.arguments)

@@ -20,6 +20,9 @@ GATEWAY_FLAGS = frozenset(
         "--write-stall-seconds",
         "--body-timeout-seconds",
         "--force-include-usage",
+        "--api-key",
+        "--api-keys-file",
+        "--allow-unauthenticated",
     }
 )
 SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent"})

@@ -30,7 +30,8 @@ SERVE_OPTIONS = """
     model served_model_name host port workers redis_url store_max_memory_bytes max_model_len drain_seconds log_format
 """
 GATEWAY_OPTIONS = """
-    model served_model_name redis_url host port max_model_len max_num_queued_reqs max_num_streams
+    model served_model_name redis_url host port api_key api_keys_file allow_unauthenticated
+    max_model_len max_num_queued_reqs max_num_streams
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds drain_seconds force_include_usage
     exit_with_parent log_format
 """

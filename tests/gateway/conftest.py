@@ -73,6 +73,7 @@ class Gateway:
 
     def __init__(self, app: web.Application, engine: FakeInferenceClient, session: aiohttp.ClientSession) -> None:
         self.state = app[STATE]
+        self.routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
         self.engine = engine
         self.session = session
 

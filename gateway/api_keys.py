@@ -1,0 +1,95 @@
+"""Who may use the gateway: API keys known by their digest, and what each of them may spend. Pure; knows no HTTP.
+
+    [[keys]]                      # the file of --api-keys-file
+    name = "team-a"               # in logs, and the tenant within which prompts share cached KV
+    sha256 = "<64 hex digits>"    # of the key, which is itself nowhere
+    requests_per_minute = 600     # these three are optional
+    tokens_per_minute = 200000
+    max_concurrent = 32
+
+`pagestream new-key NAME` makes a key and its entry.
+"""
+
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+MAX_KEY_BYTES = 256
+MIN_KEY_BYTES = 16  # shorter ones can be guessed; `openssl rand -hex 16` gives 32
+SAMPLE_KEYS = frozenset((b"default", b"changeme", b"your-api-key-here", b"sk-no-key-required", b"token-abc123"))
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ApiKeysError(ValueError):
+    """Keys that cannot be used; the message names the entry, never a key."""
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    sha256: str
+    requests_per_minute: _Positive | None = None
+    tokens_per_minute: _Positive | None = None
+    max_concurrent: _Positive | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name[:80]!r}: expected 1 to 64 of letters, digits, '.', '_' and '-'")
+        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"sha256 of {self.name!r}: expected 64 lower-case hexadecimal digits")
+
+
+class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[ApiKey]
+
+
+class KeyRing:
+    """The keys that are valid now."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.keys = tuple(keys)
+        for what, values in (("name", [key.name for key in self.keys]), ("sha256", [key.sha256 for key in self.keys])):
+            if len(set(values)) != len(values):
+                raise ApiKeysError(f"two keys have the same {what}")
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """Compares with every key, whichever fits: the time tells nothing of how near a guess came."""
+        if not presented or len(presented) > MAX_KEY_BYTES:
+            return None
+        digest = digest_of(presented)
+        found = None
+        for key in self.keys:
+            if hmac.compare_digest(key.sha256, digest):
+                found = key
+        return found
+
+
+def digest_of(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def single_key(key: str) -> ApiKey:
+    """The one of --api-key: without limits."""
+    encoded = key.encode()
+    if encoded in SAMPLE_KEYS or not MIN_KEY_BYTES <= len(encoded) <= MAX_KEY_BYTES:
+        raise ApiKeysError(f"expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, and no sample out of a documentation")
+    return ApiKey(name="default", sha256=digest_of(encoded))
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    try:
+        content = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _KeysFile)
+    except OSError as error:
+        raise ApiKeysError(f"{path}: {error.strerror}") from error
+    except (ValueError, msgspec.ValidationError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise ApiKeysError(f"{path}: {error}") from error
+    if not content.keys:
+        raise ApiKeysError(f"{path}: holds no key")
+    return content.keys
