@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.block_hashes import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence
@@ -147,6 +148,7 @@ class Engine:
             sampling=request.sampling,
             stop_token_ids=eos_token_ids.union(request.sampling.stop_token_ids),
             output_token_ids=output_token_ids,
+            cache_root=cache_root(request.tenant, request.cache_salt),
         )
 
     def _emit(self, updates: list[SequenceUpdate]) -> list[StreamEvent]:
@@ -174,5 +176,9 @@ def _events(update: SequenceUpdate) -> list[StreamEvent]:
 
 
 def _finish_event(sequence: Sequence, reason: FinishReason) -> FinishEvent:
-    usage = Usage(prompt_tokens=sequence.num_prompt_tokens, completion_tokens=sequence.num_output_tokens)
+    usage = Usage(
+        prompt_tokens=sequence.num_prompt_tokens,
+        completion_tokens=sequence.num_output_tokens,
+        cached_tokens=sequence.num_cached_tokens,
+    )
     return FinishEvent(sequence.request_id, reason, usage)

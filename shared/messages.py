@@ -97,6 +97,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     sampling: SamplingParams
     priority_class: str = "interactive"
     tenant: str = ""
+    cache_salt: str = ""  # KV is shared only between requests of one tenant with the same salt
     traceparent: str = ""
 
 

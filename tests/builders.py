@@ -64,10 +64,13 @@ def make_sequence(
     )
 
 
-def make_scheduler(*, num_blocks: int = 65, block_size: int = 4, **config: Any) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 65, block_size: int = 4, enable_prefix_caching: bool = True, **config: Any
+) -> Scheduler:
     """64 usable blocks of 4 slots: 256 tokens."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
-    return Scheduler(SchedulerConfig(**{**defaults, **config}), KVCacheManager(num_blocks, block_size))
+    kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
 
 
 class FakeModelRunner:
@@ -164,10 +167,14 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     clock: Callable[[], float] = lambda: 0.0,
+    enable_prefix_caching: bool = True,
     **config: Any,
 ) -> Engine:
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, **config
+    )
     return Engine(
-        make_scheduler(num_blocks=num_blocks, block_size=block_size, **config),
+        scheduler,
         executor or FakeModelRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size),
         eos_token_ids=eos_token_ids,
         vocab_size=vocab_size,

@@ -1,17 +1,19 @@
-"""The blocks of one KV cache: who is free, who is used, and by how many block tables.
+"""The blocks of one KV cache: who is free, who is used, by how many block tables, and which content can be found again.
 
     block 0                     never handed out: padding rows of a batch write there
-    free     ref_count == 0     in the free list
+    free     ref_count == 0     in the free list; nothing is known of its content
     active   ref_count >= 1     in ref_count block tables; more than one: shared, and not written to
-    cached   ref_count == 0     kept for its content until the free list is empty (none before prefix caching)
-    held     ref_count == 0     freed while a copy of this step still reads it; free after release_held()
+    cached   ref_count == 0     its content is published under a hash; evicted when the free list is empty
+    held     ref_count == 0     given up while a copy of this step still reads it; free after release_held()
 
-free + active + cached == num_usable_blocks. Every operation costs O(1) a block. The pool knows nothing of sequences,
-nor of what is in a block. A wrong call (double free, more than is free) is an error of ours and fails an assertion.
+free + active + cached == num_usable_blocks. Every operation costs O(1) a block, however many are cached. The least
+recently used cached block is evicted first; whoever gives up a block table last block first therefore loses leaves
+before prefixes. The pool knows nothing of sequences, nor of what a hash stands for; it also keeps the books of the host
+pool. A wrong call (double free, more than is there) is an error of ours and fails an assertion.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 PADDING_BLOCK_ID = 0
@@ -21,17 +23,26 @@ PADDING_BLOCK_ID = 0
 class KVBlock:
     block_id: int
     ref_count: int = 0
+    block_hash: bytes | None = None  # of its published content
+
+
+def _ignore(block_id: int, block_hash: bytes) -> None:
+    pass
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] = _ignore) -> None:
+        """`on_evict` gets block id and hash of each block that loses its content, before the block is handed out."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs the padding block and at least one more")
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # A stack: the block freed last is the one whose lines are still in the caches. Lowest ids go out first.
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # block ids, least recently used first
+        self._by_hash: dict[bytes, int] = {}  # published blocks, active or cached
         self._num_references = 0
         self._held: set[int] = set()
+        self._on_evict = on_evict
 
     @property
     def num_usable_blocks(self) -> int:
@@ -43,11 +54,16 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        return 0
+        return len(self._cached)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """How many allocate() can hand out: free ones, and cached ones by evicting them."""
+        return len(self._free_block_ids) + len(self._cached)
 
     @property
     def num_active_blocks(self) -> int:
-        return self.num_usable_blocks - self.num_free_blocks - self.num_cached_blocks
+        return self.num_usable_blocks - self.num_available_blocks
 
     @property
     def num_references(self) -> int:
@@ -55,34 +71,60 @@ class BlockPool:
         return self._num_references
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Ids of `num_blocks` blocks, each with one reference."""
-        assert 0 <= num_blocks <= self.num_free_blocks, f"{num_blocks} of {self.num_free_blocks} free blocks"
-        block_ids = [self._free_block_ids.pop() for _ in range(num_blocks)]
-        for block_id in block_ids:
+        """Ids of `num_blocks` blocks, each with one reference; cached ones are evicted if there are not enough."""
+        available = self.num_available_blocks
+        assert 0 <= num_blocks <= available, f"{num_blocks} of {available} free and cached blocks"
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id = self._free_block_ids.pop() if self._free_block_ids else self._evict()
             self._blocks[block_id].ref_count = 1
+            block_ids.append(block_id)
         self._num_references += num_blocks
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One reference more for each of these active blocks: another block table holds them now."""
+        """One reference more for each of these active or cached blocks: another block table holds them now."""
         for block_id in block_ids:
             block = self._blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} is not active"
+            if block.ref_count == 0 and block_id not in self._held:
+                assert block_id in self._cached, f"block {block_id} is neither active nor cached"
+                del self._cached[block_id]
             block.ref_count += 1
             self._num_references += 1
 
     def is_shared(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 1
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether sharing it makes one block less available."""
+        return block_id in self._cached
+
+    def publish(self, block_id: int, block_hash: bytes) -> bool:
+        """Let find() give this active block; False if the content is published already, under this id or another."""
+        block = self._blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} is not active"
+        if block.block_hash is not None or block_hash in self._by_hash:
+            return False
+        block.block_hash = block_hash
+        self._by_hash[block_hash] = block_id
+        return True
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content, active or cached."""
+        return self._by_hash.get(block_hash)
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        return self._blocks[block_id].block_hash
+
     def free(self, block_ids: Iterable[int]) -> None:
-        """One reference less for each; a block without references is free at once."""
+        """One reference less for each; a block without references is cached if it is published, and free if not."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             self._num_references -= 1
             if block.ref_count == 0 and block_id not in self._held:
-                self._free_block_ids.append(block_id)
+                self._give_up(block)
 
     def hold(self, block_id: int) -> None:
         """Nobody gets this active block before release_held(), even if its last reference goes: a copy reads it."""
@@ -91,8 +133,18 @@ class BlockPool:
 
     def release_held(self) -> None:
         """The step is planned: what it overwrites, it overwrites after its copies have read."""
-        self._free_block_ids += [block_id for block_id in self._held if self._blocks[block_id].ref_count == 0]
+        for block_id in self._held:
+            if self._blocks[block_id].ref_count == 0:
+                self._give_up(self._blocks[block_id])
         self._held.clear()
+
+    def states(self) -> str:
+        """One letter a block, by id: p(adding), f(ree), c(ached), a(ctive), s(hared)."""
+        letters = ["f" if block.ref_count == 0 else "a" if block.ref_count == 1 else "s" for block in self._blocks]
+        letters[PADDING_BLOCK_ID] = "p"
+        for block_id in self._cached:
+            letters[block_id] = "c"
+        return "".join(letters)
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless `block_tables`, all there are, explain every reference and each block's state."""
@@ -106,6 +158,26 @@ class BlockPool:
         free = set(self._free_block_ids)
         assert len(free) == self.num_free_blocks, "a block is in the free list twice"
         assert PADDING_BLOCK_ID not in free, "the padding block is in the free list"
-        assert not free & references.keys(), f"free and in use: {free & references.keys()}"
-        counted = len(free) + len(+references) + self.num_cached_blocks
+        unused = free | self._cached.keys()
+        assert len(unused) == self.num_available_blocks, f"free and cached: {free & self._cached.keys()}"
+        assert not unused & references.keys(), f"free and in use: {unused & references.keys()}"
+        counted = len(unused) + len(+references)
         assert counted == self.num_usable_blocks, f"free + active + cached is {counted}, not {self.num_usable_blocks}"
+        published = {block.block_hash: block.block_id for block in self._blocks if block.block_hash is not None}
+        assert published == self._by_hash, "blocks and hashes disagree"
+        assert not free & set(published.values()), "a free block is published"
+
+    def _give_up(self, block: KVBlock) -> None:
+        if block.block_hash is None:
+            self._free_block_ids.append(block.block_id)
+        else:
+            self._cached[block.block_id] = None
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        block = self._blocks[block_id]
+        assert block.block_hash is not None
+        block_hash, block.block_hash = block.block_hash, None
+        del self._by_hash[block_hash]
+        self._on_evict(block_id, block_hash)
+        return block_id

@@ -92,7 +92,7 @@ class Scheduler:
         """Sequences that could likely start in the next step: none while others wait, or blocks are short."""
         if self.num_waiting:
             return 0
-        spare_blocks = self._kv_cache.num_free_blocks - self._headroom_blocks()
+        spare_blocks = self._kv_cache.num_available_blocks - self._headroom_blocks()
         return max(0, min(self.config.max_num_seqs - self.num_running, spare_blocks))
 
     def add(self, sequence: Sequence) -> None:
@@ -109,12 +109,12 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         preempted = self._make_room()
         decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens == 1]
-        scheduled = [_schedule(sequence, 1) for sequence in decodes]
+        scheduled = [self._plan(sequence, 1) for sequence in decodes]
         budget = self._prefill_budget(len(decodes))
         prefills = self._prefills()
         while budget > 0 and (sequence := next(prefills, None)) is not None:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
-            scheduled.append(_schedule(sequence, num_new_tokens))
+            scheduled.append(self._plan(sequence, num_new_tokens))
             budget -= num_new_tokens
         return ScheduledBatch(scheduled, self._kv_cache.take_block_copies(), preempted)
 
@@ -158,6 +158,13 @@ class Scheduler:
         self._kv_cache.allocate(sequence)
         return preempted
 
+    def _plan(self, sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        self._kv_cache.publish(sequence, start + num_new_tokens)
+        return ScheduledSequence(
+            sequence, start, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens
+        )
+
     def _prefill_budget(self, num_decodes: int) -> int:
         budget = self.config.max_num_batched_tokens - num_decodes
         cap = self.config.max_prefill_tokens_with_decodes
@@ -173,10 +180,9 @@ class Scheduler:
         sequence = self._policy.first()
         if sequence is None or self.num_running == self.config.max_num_seqs:
             return None
-        if not self._kv_cache.can_allocate(sequence, self._headroom_blocks()):
+        if not self._kv_cache.try_admit(sequence, self._headroom_blocks()):
             return None
         self._policy.pop_first()
-        self._kv_cache.allocate(sequence)
         sequence.status = SequenceStatus.RUNNING
         self._running[sequence.request_id] = sequence
         return sequence
@@ -187,8 +193,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
-        sequence.num_computed_tokens = 0
         self._leave(sequence, SequenceStatus.WAITING)
+        sequence.num_computed_tokens = 0
         self._policy.put_back(sequence)
 
     def _update(
@@ -208,8 +214,3 @@ class Scheduler:
         del self._running[sequence.request_id]
         self._kv_cache.free(sequence)
         sequence.status = status
-
-
-def _schedule(sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
-    return ScheduledSequence(sequence, start, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens)

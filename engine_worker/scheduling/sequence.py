@@ -5,7 +5,8 @@
     |<-- num_computed_tokens -->|<- to be computed ----->|        num_tokens = both lists together
 
 A sequence is never "in prefill" or "in decode": each step computes some tokens more, and a step that reaches num_tokens
-samples the next one. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged.
+samples the next one. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged. One whose
+prefix is in the cache starts with num_computed_tokens > 0.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # block ids; entry i holds tokens [i, i + 1) * block_size
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    # The prefix cache's notes. A block's hash covers all tokens up to its end, and the root: who may share with whom.
+    cache_root: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed once
+    num_published_blocks: int = 0  # leading blocks that the cache has been told of
+    num_cached_tokens: int = 0  # of the prompt: found in the cache when it was first admitted
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -50,6 +56,11 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids are final: a block's content can be named only by them."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property

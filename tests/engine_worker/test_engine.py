@@ -274,7 +274,7 @@ def test_stats_of_a_step_with_a_running_and_a_waiting_request() -> None:
 
 
 def test_what_a_preemption_computes_again_is_counted_again() -> None:
-    engine = make_engine(num_blocks=8, block_size=4)
+    engine = make_engine(num_blocks=8, block_size=4, enable_prefix_caching=False)
     for name in ("a", "b"):
         engine.add_request(make_request(8, name, max_tokens=12, ignore_eos=True))
     run_to_end(engine)

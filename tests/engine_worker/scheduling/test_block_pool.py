@@ -36,7 +36,7 @@ def test_a_shared_block_is_free_only_after_its_last_reference() -> None:
 def test_more_than_is_free_is_refused_and_changes_nothing() -> None:
     pool = BlockPool(num_blocks=4)
     table = pool.allocate(2)
-    with pytest.raises(AssertionError, match="2 of 1 free blocks"):
+    with pytest.raises(AssertionError, match="2 of 1 free and cached blocks"):
         pool.allocate(2)
     pool.check_integrity([table])
 
@@ -76,7 +76,7 @@ def test_a_free_block_cannot_be_held() -> None:
 
 
 def test_sharing_a_free_block_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="not active"):
+    with pytest.raises(AssertionError, match="neither active nor cached"):
         BlockPool(num_blocks=4).share([1])
 
 
@@ -109,6 +109,75 @@ def test_integrity_fails_when_a_block_is_lost() -> None:
     pool._free_block_ids.pop()
     with pytest.raises(AssertionError, match="free \\+ active \\+ cached is 2, not 3"):
         pool.check_integrity([])
+
+
+HASHES = [bytes([number]) * 32 for number in range(8)]
+
+
+def published(pool: BlockPool, num_blocks: int) -> list[int]:
+    table = pool.allocate(num_blocks)
+    assert all(pool.publish(block_id, HASHES[block_id]) for block_id in table)
+    return table
+
+
+def test_a_published_block_is_cached_when_it_is_given_up_and_can_be_shared_again() -> None:
+    pool = BlockPool(num_blocks=6)
+    table = published(pool, 2)
+    pool.free(table)
+    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_active_blocks) == (3, 2, 0)
+    assert [pool.find(HASHES[block_id]) for block_id in (1, 2, 3)] == [1, 2, None]
+    assert [pool.is_cached(block_id) for block_id in (1, 2, 3)] == [True, True, False]
+    pool.check_integrity([])
+    pool.share([2])
+    assert (pool.num_cached_blocks, pool.num_active_blocks, pool.num_references) == (1, 1, 1)
+    assert pool.states() == "pcafff"
+    pool.check_integrity([[2]])
+
+
+def test_free_blocks_go_out_before_cached_ones_and_the_least_recently_used_is_evicted_first() -> None:
+    evicted = []
+    pool = BlockPool(num_blocks=6, on_evict=lambda block_id, block_hash: evicted.append((block_id, block_hash)))
+    table = published(pool, 3)
+    pool.free(reversed(table))
+    pool.share([3])  # used again: now the most recent
+    pool.free([3])
+    assert pool.allocate(3) == [4, 5, 2]
+    assert evicted == [(2, HASHES[2])]
+    assert pool.allocate(2) == [1, 3]
+    assert evicted == [(2, HASHES[2]), (1, HASHES[1]), (3, HASHES[3])]
+    assert pool.find(HASHES[1]) is None
+    pool.check_integrity([[1, 2, 3, 4, 5]])
+
+
+def test_content_is_published_once() -> None:
+    pool = BlockPool(num_blocks=6)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, HASHES[0])
+    assert not pool.publish(second, HASHES[0])  # the same content in another block
+    assert not pool.publish(first, HASHES[1])  # the same block again
+    assert (pool.find(HASHES[0]), pool.find(HASHES[1])) == (first, None)
+    pool.free([second, first])
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (4, 1)
+    pool.check_integrity([])
+
+
+def test_a_held_block_that_is_published_can_be_shared_before_the_release() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = published(pool, 1)
+    pool.hold(1)
+    pool.free(table)
+    assert (pool.num_available_blocks, pool.num_cached_blocks) == (2, 0)
+    pool.share([1])
+    pool.release_held()
+    pool.check_integrity([[1]])
+
+
+def test_integrity_fails_when_hashes_and_blocks_disagree() -> None:
+    pool = BlockPool(num_blocks=4)
+    table = published(pool, 2)
+    del pool._by_hash[HASHES[1]]
+    with pytest.raises(AssertionError, match="blocks and hashes disagree"):
+        pool.check_integrity([table])
 
 
 def test_a_pool_of_the_padding_block_alone_is_refused() -> None:

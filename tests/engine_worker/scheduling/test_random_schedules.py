@@ -37,13 +37,22 @@ def random_settings(random: Random) -> dict[str, Any]:
         "max_num_batched_tokens": max_num_seqs + random.choice([0, 1, 7, 64]),
         "max_prefill_tokens_with_decodes": random.choice([None, 1, 5]),
         "max_model_len": random.choice([30, 64, 100]),
+        "enable_prefix_caching": random.random() < 0.7,
     }
+
+
+def random_prompt(random: Random) -> list[int]:
+    """Every second one begins as others do, up to any token."""
+    own = make_prompt(random.choice([1, 1, 2, 3, 5, 8, 17, 40]), first=random.randrange(VOCAB_SIZE))
+    if random.random() < 0.5:
+        return own
+    return make_prompt(random.choice([4, 8, 13, 16]), first=random.choice([10, 20])) + own
 
 
 def random_request(random: Random, number: int) -> GenerationRequest:
     max_tokens = random.randint(1, 60)
     return make_request(
-        make_prompt(random.choice([1, 1, 2, 3, 5, 8, 17, 40]), first=random.randrange(VOCAB_SIZE)),
+        random_prompt(random),
         request_id=f"r{number:02}",
         max_tokens=max_tokens,
         min_tokens=random.choice([0, 0, max_tokens // 2]),
@@ -63,6 +72,8 @@ class Promises:
     arrivals: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0
     num_preempted: int = 0
+    num_cached_tokens: int = 0
+    last_step_ids: frozenset[str] = frozenset()
 
     def __call__(self, batch: ScheduledBatch) -> None:
         assert self.engine is not None
@@ -76,13 +87,18 @@ class Promises:
         order = [self.arrivals[sequence.request_id] for sequence in [*running, *waiting]]
         assert order == sorted(order), "first come, first served"
         self._check_budget(batch)
+        self.last_step_ids = frozenset(scheduled)
         assert running[0].request_id in scheduled, "the oldest moves on"
         self.num_steps += 1
         self.num_preempted += len(batch.preempted)
 
     def _check_budget(self, batch: ScheduledBatch) -> None:
         assert 0 < batch.num_tokens <= self.settings["max_num_batched_tokens"]
-        decodes = [item for item in batch.sequences if item.start > 0 and item.sequence.num_uncomputed_tokens == 1]
+        decodes = [
+            item
+            for item in batch.sequences
+            if item.sequence.request_id in self.last_step_ids and item.sequence.num_uncomputed_tokens == 1
+        ]
         cap = self.settings["max_prefill_tokens_with_decodes"]
         assert cap is None or not decodes or batch.num_tokens - len(decodes) <= cap
 
@@ -109,7 +125,8 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
     """Else the test above would prove little."""
     runs = [run_random_traffic(seed) for seed in range(20)]
     assert sum(run.num_steps for run in runs) > 5_000
-    assert sum(run.num_preempted for run in runs) > 150
+    assert sum(run.num_preempted for run in runs) > 100
+    assert sum(run.num_cached_tokens for run in runs) > 400
 
 
 def run_random_traffic(seed: int) -> Promises:
@@ -139,6 +156,8 @@ def run_random_traffic(seed: int) -> Promises:
     assert stats.counters.preemptions == {"recompute": promises.num_preempted, "swap": 0}
     assert transcript.ends.keys() == requests.keys() - cancelled
     check_outputs(requests.values(), transcript, engine)
+    ends = [end for end in transcript.ends.values() if isinstance(end, FinishEvent)]
+    promises.num_cached_tokens = sum(end.usage.cached_tokens for end in ends)
     return promises
 
 
@@ -153,7 +172,9 @@ def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript,
         expected = expected_output(request, max_num_tokens=limit)
         if isinstance(end, FinishEvent):
             assert tokens == expected
-            assert end.usage == Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(expected))
+            num_prompt = len(request.prompt_token_ids)
+            assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (num_prompt, len(expected))
+            assert 0 <= end.usage.cached_tokens < num_prompt
         else:  # cancelled or broken
             assert tokens == expected[: len(tokens)]
 

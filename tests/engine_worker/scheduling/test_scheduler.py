@@ -146,7 +146,7 @@ def _step_preempts(scheduler: Scheduler) -> bool:
 
 
 def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
-    scheduler = make_scheduler(num_blocks=11, block_size=4)  # 10 blocks
+    scheduler = make_scheduler(num_blocks=11, block_size=4, enable_prefix_caching=False)  # 10 blocks
     first, second, third = (add(scheduler, name, 8) for name in ("a", "b", "c"))
     while not (batch := scheduler.schedule()).preempted:
         scheduler.apply(batch, answer(batch))

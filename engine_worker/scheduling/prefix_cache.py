@@ -1,0 +1,102 @@
+"""Which computed blocks can serve another sequence: published by content, found by the longest common prefix.
+
+Full blocks are shared as they are. They are published in the schedule that computes them, so a sequence admitted in the
+same step already shares them: a layer stores the KV of all tokens of a step before its attention reads any.
+
+Beyond the last full block, the tokens that agree with the block published last under the same prefix (full, or the
+partly filled end of a sequence that left) are had by copying that block: a common prefix rarely ends at a block's edge.
+Such a copy runs before the step's forward pass, so its source must be of an earlier step.
+
+Decides nothing about admission or eviction; blocks and their references are the BlockPool's.
+"""
+
+from array import array
+from dataclasses import dataclass
+from hashlib import sha256
+
+from engine_worker.scheduling.block_hashes import extend_block_hashes, pack_token_ids, parent_hash
+from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Blocks to share, and perhaps one to copy, whose first `num_copied_tokens` slots are right."""
+
+    block_ids: list[int]
+    copied_block_id: int | None = None
+    num_copied_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    block_id: int
+    packed_token_ids: bytes
+    step: int  # whose forward pass computes it
+
+
+class PrefixCache:
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._children: dict[bytes, _Child] = {}  # parent hash -> the block published last under it
+        self._parents: dict[int, bytes] = {}  # the same by block id
+
+    def match(self, sequence: Sequence, step: int) -> PrefixMatch:
+        """The longest prefix that the cache has; at least one token is left to compute, as it must give the logits."""
+        limit = sequence.num_known_tokens - 1
+        num_blocks = limit // self._block_size
+        extend_block_hashes(sequence, num_blocks, self._block_size)
+        block_ids = []
+        for block_hash in sequence.block_hashes[:num_blocks]:
+            if (block_id := self._pool.find(block_hash)) is None:
+                break
+            block_ids.append(block_id)
+        return self._with_copy(sequence, block_ids, limit, step)
+
+    def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
+        """The blocks of `sequence` that `step` completes, as far as their tokens are known."""
+        num_full = min(num_computed_tokens, sequence.num_known_tokens) // self._block_size
+        if num_full <= sequence.num_published_blocks:
+            return
+        extend_block_hashes(sequence, num_full, self._block_size)
+        for index in range(sequence.num_published_blocks, num_full):
+            start = index * self._block_size
+            packed = pack_token_ids(sequence.token_ids(start, start + self._block_size))
+            self._publish(sequence, index, sequence.block_hashes[index], packed, step)
+        sequence.num_published_blocks = num_full
+
+    def publish_end(self, sequence: Sequence, step: int) -> None:
+        """`sequence` gives up its blocks: what it has computed up to `step`, the partly filled last block too."""
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+        self.publish(sequence, num_tokens, step)
+        index = num_tokens // self._block_size
+        if num_tokens % self._block_size and not self._pool.is_shared(sequence.block_table[index]):
+            packed = pack_token_ids(sequence.token_ids(index * self._block_size, num_tokens))
+            block_hash = sha256(parent_hash(sequence, index) + packed).digest()
+            self._publish(sequence, index, block_hash, packed, step)
+
+    def forget(self, block_id: int) -> None:
+        """The pool gave the block to somebody else."""
+        parent = self._parents.pop(block_id, None)
+        if parent is not None:
+            del self._children[parent]
+
+    def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> None:
+        block_id = sequence.block_table[index]
+        if self._pool.publish(block_id, block_hash):
+            parent = parent_hash(sequence, index)
+            if (older := self._children.get(parent)) is not None:
+                del self._parents[older.block_id]
+            self._children[parent] = _Child(block_id, packed, step)
+            self._parents[block_id] = parent
+
+    def _with_copy(self, sequence: Sequence, block_ids: list[int], limit: int, step: int) -> PrefixMatch:
+        child = self._children.get(parent_hash(sequence, len(block_ids)))
+        if child is None or child.step >= step:
+            return PrefixMatch(block_ids)
+        start = len(block_ids) * self._block_size
+        cached = array("I", child.packed_token_ids)
+        wanted = sequence.token_ids(start, min(start + len(cached), limit))
+        num_equal = next((i for i, token_id in enumerate(wanted) if token_id != cached[i]), len(wanted))
+        return PrefixMatch(block_ids, child.block_id, num_equal) if num_equal else PrefixMatch(block_ids)

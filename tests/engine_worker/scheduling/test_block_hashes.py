@@ -1,0 +1,56 @@
+"""Block hashes name a whole prefix, a tenant and a salt, and are computed once."""
+
+from hashlib import sha256
+
+import pytest
+
+from engine_worker.scheduling import block_hashes
+from engine_worker.scheduling.block_hashes import cache_root, extend_block_hashes
+from engine_worker.scheduling.sequence import Sequence
+from tests.builders import make_sequence
+
+
+def hashed(token_ids: list[int], num_blocks: int, root: bytes = b"") -> list[bytes]:
+    sequence = make_sequence(token_ids)
+    sequence.cache_root = root
+    extend_block_hashes(sequence, num_blocks, block_size=4)
+    return sequence.block_hashes
+
+
+def test_a_hash_covers_every_token_before_it() -> None:
+    tokens = list(range(10, 26))
+    base = hashed(tokens, 4)
+    for position in range(16):
+        changed = [*tokens[:position], 99, *tokens[position + 1 :]]
+        equal = [left == right for left, right in zip(base, hashed(changed, 4), strict=True)]
+        assert equal == [index < position // 4 for index in range(4)]
+
+
+def test_the_bytes_are_sha256_over_parent_and_little_endian_token_ids() -> None:
+    first = sha256(b"root" + bytes.fromhex("01000000 02000000 03000000 ffffff7f")).digest()
+    second = sha256(first + bytes.fromhex("05000000 06000000 07000000 08000000")).digest()
+    assert hashed([1, 2, 3, 2**31 - 1, 5, 6, 7, 8], 2, root=b"root") == [first, second]
+
+
+def test_tenant_and_salt_change_every_hash_and_cannot_be_shifted_into_each_other() -> None:
+    roots = [cache_root(*pair) for pair in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("1:a", "b"))]
+    assert len(set(roots)) == len(roots)
+    assert cache_root("a", "b") == cache_root("a", "b")
+
+
+def test_prompt_and_output_are_hashed_as_one_and_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+
+    def pack(token_ids: list[int]) -> bytes:
+        packed.extend(token_ids)
+        return original(token_ids)
+
+    original = block_hashes.pack_token_ids
+    monkeypatch.setattr(block_hashes, "pack_token_ids", pack)
+    sequence: Sequence = make_sequence([1, 2, 3, 4, 5, 6])
+    for num_blocks in (1, 1, 0):
+        extend_block_hashes(sequence, num_blocks, block_size=4)
+    sequence.output_token_ids += [7, 8]
+    extend_block_hashes(sequence, 2, block_size=4)
+    assert packed == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sequence.block_hashes == hashed([1, 2, 3, 4, 5, 6, 7, 8], 2)
