@@ -31,7 +31,7 @@ def run_engine(runner: ModelRunner, prompts: list[list[int]], output_tokens: int
     """Greedy, to exactly `output_tokens` each, all prompts sent at once, 4096 prompt tokens a step."""
     config = SchedulerConfig(max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len)
     engine = Engine(
-        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
+        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
         runner,
         eos_token_ids=(),
         vocab_size=runner.model_config.vocab_size,

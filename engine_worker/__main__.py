@@ -87,8 +87,11 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         max_model_len=runner.max_model_len,
         max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
     )
+    kv_cache = KVCacheManager(
+        runner.num_blocks, runner.block_size, enable_prefix_caching=settings.enable_prefix_caching
+    )
     engine = Engine(
-        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
+        Scheduler(config, kv_cache),
         runner,
         eos_token_ids=runner.model_config.eos_token_ids,
         vocab_size=runner.model_config.vocab_size,

@@ -43,6 +43,7 @@ class WorkerSettings:
     kv_cache_memory_ratio: float | None = setting(
         None, aliases=("--gpu-memory-utilization",), help="share of the free memory for the KV cache"
     )
+    enable_prefix_caching: bool = setting(True, help="share the KV of common prefixes between requests")
     max_num_seqs: int | None = setting(
         None,
         parse=parse_count,

@@ -64,7 +64,7 @@ class WorkerStatus:
             waiting=stats.num_waiting if stats else 0,
             max_model_len=self.max_model_len,
             kv_blocks_total=stats.kv_cache.num_blocks if stats else 0,
-            kv_blocks_free=stats.kv_cache.num_free_blocks if stats else 0,
+            kv_blocks_free=stats.kv_cache.num_available_blocks if stats else 0,
             version=self._version,
         )
 

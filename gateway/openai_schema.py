@@ -53,6 +53,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None

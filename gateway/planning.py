@@ -41,7 +41,11 @@ def plan_requests(
         for choice_index in range(request.n):
             sampling = _sampling_params(request, max_tokens, choice_index, limits)
             generation = GenerationRequest(
-                request_id=secrets.token_hex(16), prompt_token_ids=token_ids, sampling=sampling, tenant=tenant
+                request_id=secrets.token_hex(16),
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                tenant=tenant,
+                cache_salt=request.fields.cache_salt or "",
             )
             planned.append(PlannedRequest(prompt_index, prompt_index * request.n + choice_index, generation))
     return planned

@@ -211,7 +211,7 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     waiting: int = 0
     max_model_len: int = 0  # tokens; 0 = not known yet
     kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
+    kv_blocks_free: int = 0  # those of the prefix cache that no request uses are free to it
     version: str = ""
 
 

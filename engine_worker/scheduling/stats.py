@@ -25,6 +25,11 @@ class KVCacheStats:
     sharing_ratio: float  # blocks saved by sharing: 1 - active blocks / entries in all block tables
 
     @property
+    def num_available_blocks(self) -> int:
+        """What new content can have: free blocks, and cached ones by evicting them."""
+        return self.num_free_blocks + self.num_cached_blocks
+
+    @property
     def capacity_tokens(self) -> int:
         return self.num_blocks * self.block_size
 

@@ -18,7 +18,7 @@ from engine_worker.model.config import ModelConfig
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest
-from tests.builders import run_to_end
+from tests.builders import Transcript, run_to_end
 
 TINY = {
     "vocab_size": 1000,
@@ -85,11 +85,23 @@ def make_runner(directory: Path, *, num_blocks: int, block_size: int = 16, dtype
 
 def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: int) -> tuple[dict[str, list[int]], int]:
     """The outputs by request id, and how often a sequence was preempted."""
-    manager = KVCacheManager(runner.num_blocks, runner.block_size)
-    scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
-    vocab_size = runner.model_config.vocab_size
-    engine = Engine(scheduler, runner, eos_token_ids=(), vocab_size=vocab_size, clock=lambda: 0.0)
+    engine = make_engine(runner, **config)
+    transcript = run_engine_to_end(engine, requests)
+    return transcript.tokens, sum(engine.stats().counters.preemptions.values())
+
+
+def run_engine(runner: ModelRunner, requests: list[GenerationRequest], **config: int) -> Transcript:
+    return run_engine_to_end(make_engine(runner, **config), requests)
+
+
+def run_engine_to_end(engine: Engine, requests: list[GenerationRequest]) -> Transcript:
     for request in requests:
         engine.add_request(request)
-    transcript = run_to_end(engine)
-    return transcript.tokens, engine.stats().counters.preemptions["recompute"]
+    return run_to_end(engine)
+
+
+def make_engine(runner: ModelRunner, *, enable_prefix_caching: bool = True, **config: int) -> Engine:
+    manager = KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=enable_prefix_caching)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
+    vocab_size = runner.model_config.vocab_size
+    return Engine(scheduler, runner, eos_token_ids=(), vocab_size=vocab_size, clock=lambda: 0.0)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import GenerationRequest
+from shared.messages import FinishEvent, GenerationRequest
 from tests.builders import make_request
-from tests.engine_worker.execution.reference import Reference, generate, make_runner, write_model
+from tests.engine_worker.execution.reference import Reference, generate, make_runner, run_engine, write_model
 
 FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
 # bf16 has 8 bits: it moves logits (deviation 3.2) by 0.06 on average. Measured on these prompts: the worst choice lies
@@ -105,6 +105,44 @@ def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, float
         assert (num_preemptions > 0) == (name == "preempted")
     for name, outputs in by_schedule.items():
         assert outputs == by_schedule["one_by_one"], name
+
+
+def shared_prefix_requests(vocab_size: int) -> list[GenerationRequest]:
+    """Prompts that agree with others up to tokens around every edge of a block of 16, and two turns of one chat."""
+    source = random.Random(2)
+    tokens = [source.randrange(3, vocab_size) for _ in range(200)]
+    prompts = [[*tokens[:common], 5 + common, 9] for common in (1, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130, 200)]
+    return [make_request(prompt, f"{len(prompt)} tokens", max_tokens=12, ignore_eos=True) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(128, 16), (128, 2), (24, 16)])
+def test_the_prefix_cache_changes_no_output(tiny_dir: Path, num_blocks: int, max_num_seqs: int) -> None:
+    outputs = {}
+    for enabled in (True, False):
+        runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=16)
+        requests = shared_prefix_requests(runner.model_config.vocab_size)
+        outputs[enabled], _ = generate(
+            runner,
+            requests,
+            enable_prefix_caching=enabled,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=96,
+        )
+    assert outputs[True] == outputs[False]
+
+
+def test_a_second_turn_starts_from_the_first_ones_answer(tiny_dir: Path) -> None:
+    runner = make_runner(tiny_dir, num_blocks=64, block_size=16)
+    first, *_ = requests_of(runner.model_config.vocab_size)[14:15]  # 100 tokens
+    schedule = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
+    answer = generate(runner, [first], **schedule)[0][first.request_id]
+    second = make_request([*first.prompt_token_ids, *answer, 7, 8, 9], "second", max_tokens=20, ignore_eos=True)
+    (end,) = [e for e in run_engine(runner, [first, second], **schedule).ends.values() if e.request_id == "second"]
+    assert isinstance(end, FinishEvent)
+    assert end.usage.cached_tokens == 100 + 40 - 1  # the last token of an answer is sampled, never computed
+    together, _ = generate(runner, [first, second], **schedule)
+    alone, _ = generate(runner, [second], enable_prefix_caching=False, **schedule)
+    assert together["second"] == alone["second"]
 
 
 @pytest.mark.model
