@@ -44,12 +44,12 @@ class ReservedKVCacheManager(KVCacheManager):
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
         """`reserve`: slots to set aside for a sequence. `num_blocks` includes the padding block, as in the parent."""
-        super().__init__(num_blocks, block_size)
+        super().__init__(num_blocks, block_size, enable_prefix_caching=False)
         self._reserve = reserve
         self._buddies = BuddyAllocator(num_blocks - 1)
 
     @property
-    def num_free_blocks(self) -> int:
+    def num_available_blocks(self) -> int:
         return self._buddies.num_blocks - self._buddies.num_allocated_blocks
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
@@ -64,6 +64,12 @@ class ReservedKVCacheManager(KVCacheManager):
             first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
             sequence.block_table = list(range(first, first + num_blocks))
 
+    def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
+        if not self.can_allocate(sequence, headroom_blocks):
+            return False
+        self.allocate(sequence)
+        return True
+
     def free(self, sequence: Sequence) -> None:
         self._buddies.free(sequence.block_table[0] - 1)
         sequence.block_table = []
@@ -77,7 +83,7 @@ class ReservedKVCacheManager(KVCacheManager):
 def make_manager(policy: ReservationPolicy, num_slots: int, block_size: int, max_model_len: int) -> KVCacheManager:
     num_blocks = num_slots // block_size + 1
     if policy is ReservationPolicy.PAGED:
-        return KVCacheManager(num_blocks, block_size)
+        return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # nor had the paper's system
     return ReservedKVCacheManager(
         num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len)
     )

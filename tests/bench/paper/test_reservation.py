@@ -43,7 +43,7 @@ def test_the_padding_block_is_nobodys() -> None:
     manager.allocate(second)
     assert (first.block_table, second.block_table) == ([1, 2, 3, 4], [5, 6, 7, 8])
     assert not manager.can_allocate(third)
-    assert manager.num_free_blocks == 0
+    assert manager.num_available_blocks == 0
 
 
 def test_paged_is_the_engines_own_manager() -> None:
