@@ -24,6 +24,7 @@ _COMMANDS = """commands:
   worker          one engine worker alone
   bench           measure an OpenAI-compatible server, or the engine alone
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
+  dlq             requests that kept killing their workers: list, show, retry, drop
   doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    commands = ["serve", *MODULES, "new-key", "doctor", "config"]
+    commands = ["serve", *MODULES, "new-key", "dlq", "doctor", "config"]
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(args.arguments)
     if args.command == "new-key":
         return new_key(args.arguments)
+    if args.command == "dlq":
+        return _dlq(args.arguments)
     if args.command == "doctor":
         return _doctor(args.arguments)
     return _config(args.arguments)
@@ -88,6 +91,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     from pagestream.doctor import main as examine  # noqa: PLC0415  for the same reason
 
     return examine(arguments)
+
+
+def _dlq(arguments: Sequence[str]) -> int:
+    from pagestream.dlq import main as dead_letters  # noqa: PLC0415  for the same reason
+
+    return dead_letters(arguments)
 
 
 def _config(arguments: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
 SCRIPT_NAMES = ("accept", "register", "take", "claim", "emit", "finish", "cancel", "reap")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
+KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
@@ -166,7 +167,7 @@ class RedisScripts:
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
         keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue]
         keys += self._pairs([entry.request_id for entry in entries])
-        arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_SECONDS]
+        arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
         arguments.append(self.keys.gateway_channel_prefix)
         for entry in entries:
             arguments += [entry.entry_id, entry.request_id, entry.error_event, entry.error_blob]

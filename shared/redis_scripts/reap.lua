@@ -3,8 +3,8 @@
 -- A strike is a crash without a new journal token, by a worker that had really started the request (`worker` names it).
 -- After `max strikes` the request runs alone; a strike while alone, or too many attempts, makes it a dead letter.
 -- KEYS  w, dlq, resumed queue, q, (r, j)...
--- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j, prefix of the gateway channels,
---       then (entry id, request id, error event, blob of it) for each (r, j)
+-- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j of a dead letter, prefix of
+--       the gateway channels, then (entry id, request id, error event, blob of it) for each (r, j)
 -- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
 local fence, dlq, resumed, q = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker, group, mode, max_strikes, max_attempts, keep_seconds, prefix = unpack(ARGV, 1, 7)
@@ -40,7 +40,7 @@ for i = 1, (#KEYS - 4) / 2 do
       if is_dead then
         dead = dead + 1
         redis.call('XADD', dlq, 'MAXLEN', '~', 1000, '*', 'r', id, 'worker', worker, 'attempts', attempt - 1,
-          'strikes', strikes, 'tokens_bytes', length, 'body_sha1', redis.sha1hex(request[8]))
+          'strikes', strikes, 'journal_bytes', length)
         redis.call('HSET', r, 'state', 'done', 'terminal', event, 'strikes', strikes)
         redis.call('EXPIRE', r, keep_seconds)
         redis.call('EXPIRE', j, keep_seconds)

@@ -1,0 +1,90 @@
+"""Requests that kept killing their workers: listed, looked at, tried once more, or dropped.
+
+REAP writes a dead letter (shared/redis_scripts/reap.lua); its client has had an error event. The letter itself names
+the request and how it died. The request's body, which holds the prompt, stays where it was for KEEP_DEAD_SECONDS.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from shared.messages import FormatError, GenerationRequest, decode_request, encode
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
+
+LISTED_LETTERS = 1000  # all there are: REAP keeps about as many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    letter_id: str  # of the stream's entry: milliseconds of the server's clock, and a number
+    request_id: str
+    worker_id: str  # the last one that died
+    attempts: int
+    strikes: int
+    journal_bytes: int  # 0: it never got a token
+
+    @property
+    def died_at_unix_seconds(self) -> float:
+        return int(self.letter_id.split("-")[0]) / 1000
+
+
+class NoSuchLetter(LookupError):
+    """No dead letter of this request, or its body is gone; the message says which."""
+
+
+class DeadLetters:
+    def __init__(self, redis: Redis, keys: RedisKeys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = RedisScripts(redis, keys)
+
+    async def list(self) -> list[DeadLetter]:
+        """Newest first."""
+        entries: Any = await self._redis.xrevrange(self._keys.dead_letters, count=LISTED_LETTERS)
+        return [_letter(entry_id, fields) for entry_id, fields in entries]
+
+    async def find(self, request_id: str) -> DeadLetter:
+        for letter in await self.list():
+            if letter.request_id == request_id:
+                return letter
+        raise NoSuchLetter(f"no dead letter of request {request_id}")
+
+    async def request(self, letter: DeadLetter) -> GenerationRequest:
+        """What was asked. Raises NoSuchLetter when it has expired or cannot be read."""
+        body: Any = await self._redis.hget(self._keys.request(letter.request_id), "body")
+        if body is None:
+            raise NoSuchLetter(f"the body of request {letter.request_id} has expired")
+        try:
+            return decode_request(body)
+        except FormatError as error:
+            raise NoSuchLetter(f"the body of request {letter.request_id} cannot be read: {error}") from error
+
+    async def retry(self, letter: DeadLetter) -> str:
+        """Queue it once more from its start, as a new request with a new id, and drop the letter. Nobody streams the
+        answer: it can be read in the store for KEEP_SECONDS after its end."""
+        request = msgspec.structs.replace(await self.request(letter), request_id=secrets.token_hex(16))
+        await self._scripts.accept(
+            request.request_id, encode(request), gateway_id="", priority_class=request.priority_class
+        )
+        await self.drop(letter)
+        return request.request_id
+
+    async def drop(self, letter: DeadLetter) -> None:
+        """Forget the letter, and the body and tokens of its request."""
+        await self._redis.xdel(self._keys.dead_letters, letter.letter_id)
+        await self._redis.unlink(self._keys.request(letter.request_id), self._keys.journal(letter.request_id))
+
+
+def _letter(entry_id: bytes, fields: dict[bytes, bytes]) -> DeadLetter:
+    return DeadLetter(
+        letter_id=entry_id.decode(),
+        request_id=fields[b"r"].decode(),
+        worker_id=fields[b"worker"].decode(),
+        attempts=int(fields[b"attempts"]),
+        strikes=int(fields[b"strikes"]),
+        journal_bytes=int(fields[b"journal_bytes"]),
+    )
