@@ -136,8 +136,8 @@ class LossyClient(InferenceClient):
 
 
 class GapBlindStream(ResponseStream):
-    def _take(self, index: int, token_ids: Any) -> None:
-        super()._take(min(index, self.next_index), token_ids)
+    def _take(self, index: int, start: int, token_ids: Any, finish_reason: Any) -> None:
+        super()._take(index, min(start, len(self._choices[index].tokens)), token_ids, finish_reason)
 
 
 class ForgetfulRequestStream(RequestStream):
