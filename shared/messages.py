@@ -1,6 +1,6 @@
 """The messages that cross Redis, and their bytes.
 
-MessagePack by `msgpack` with explicit size limits, then checked into typed structs by `msgspec`; never pickle.
+MessagePack, read by `msgpack` with explicit size limits and checked into typed structs by `msgspec`; never pickle.
 Everything here is token ids: text belongs to the gateway. A frame that does not decode raises FormatError and nothing
 else.
 
@@ -215,9 +215,11 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     version: str = ""
 
 
+_encode = msgspec.msgpack.Encoder().encode  # a sixth of the time of msgpack.packb(to_builtins()), once a token
+
+
 def encode(message: msgspec.Struct) -> bytes:
-    packed: bytes = msgpack.packb(msgspec.to_builtins(message))
-    return packed
+    return _encode(message)
 
 
 def decode_request(data: bytes) -> GenerationRequest:
