@@ -64,26 +64,44 @@ async def serve(settings: GatewaySettings) -> int:
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port)
         try:
-            await site.start()
-        except OSError as error:
-            address = f"{settings.host}:{settings.port}"
-            sys.stderr.write(f"pagestream gateway: cannot listen on {address}: {error.strerror}\n")
+            sites = await _listen(runner, settings)
+        except _CannotListen as error:
+            sys.stderr.write(f"pagestream gateway: cannot listen on {error}\n")
             return 1
-        host, port = runner.addresses[0][:2]
-        logger.info("listening on http://%s:%s", host, port, extra={"model": settings.model_name})
         state = app[STATE]
         if not await _until_signal(state):
             return 1
         state.draining = True
-        await site.stop()
+        for site in sites:
+            await site.stop()
         if not await state.wait_idle(settings.drain_seconds):
             logger.warning("streams were still open after %g s", settings.drain_seconds)
     finally:
         await runner.cleanup()
         await connections.aclose()
     return 0
+
+
+class _CannotListen(Exception):
+    """The message is the address and what is wrong with it."""
+
+
+async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> list[web.TCPSite]:
+    sites = []
+    ports = [(settings.port, settings.reuse_port)]
+    if settings.own_port is not None:
+        ports.append((settings.own_port, False))
+    for asked_port, is_shared in ports:
+        site = web.TCPSite(runner, settings.host, asked_port, reuse_port=is_shared or None)
+        try:
+            await site.start()
+        except OSError as error:
+            raise _CannotListen(f"{settings.host}:{asked_port}: {error.strerror}") from error
+        sites.append(site)
+        host, port = runner.addresses[-1][:2]
+        logger.info("listening on http://%s:%s", host, port, extra={"model": settings.model_name})
+    return sites
 
 
 async def _until_signal(state: GatewayState) -> bool:

@@ -16,6 +16,10 @@ class GatewaySettings:
     redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
+    reuse_port: bool = setting(False, help="share the port with other gateways that say so too (SO_REUSEPORT)")
+    own_port: int | None = setting(
+        None, parse=int, help="listen here as well, alone, for /metrics of this process; 0 takes a free one"
+    )
 
     api_key: str = setting("", secret=True, help="a key that every request must show; better as PAGESTREAM_API_KEY")
     api_keys_file: Path | None = setting(None, parse=Path, help="TOML file of keys and limits; read again on change")
@@ -35,6 +39,7 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "--port", "0 to 65535", self.port)
+        _require(0 <= (self.own_port or 0) <= 65535, "--own-port", "0 to 65535", self.own_port)
         for flag, count in (
             ("--max-model-len", self.max_model_len),
             ("--max-num-queued-reqs", self.max_num_queued_reqs),

@@ -1,4 +1,4 @@
-"""`pagestream serve`: a store, one gateway and N workers as child processes, from the first phase to an orderly end.
+"""`pagestream serve`: a store, gateways and workers as child processes, from the first phase to an orderly end.
 
     start   store -> gateway (so that /ready tells what follows) -> model -> workers -> the first READY -> the banner
     watch   a child that dies is started again; what a dead worker held is requeued before its successor begins
@@ -38,9 +38,9 @@ from shared.messages import WorkerHeartbeat, WorkerPhase
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
 READY_POLL_SECONDS = 0.1
 HTTP_OK = 200
+PROBES_A_GATEWAY = 6  # e^-6: one in 400 is not met
 _GATEWAY_RANK, _WORKER_RANK = 0, 1
 _IS_INFO = re.compile(r"[\d:]+ INFO ")  # a line of shared/logs.py
-
 
 
 def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None) -> int:
@@ -90,7 +90,7 @@ class _AllInOne:
         source = find_model(settings.model)
         name = settings.served_model_name or source.name
         require_free_port(settings.host, settings.port)
-        self.console.print(banner.opening(name, settings.workers))
+        self.console.print(banner.opening(name, settings.gateways, settings.workers))
         async with self._store() as (url, is_fresh), self._link(url, name) as link, self._crew_stopped_at_the_end():
             if is_fresh:
                 await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
@@ -151,9 +151,10 @@ class _AllInOne:
 
     async def _start(self, link: FleetLink, source: ModelSource, url: str) -> None:
         commands = ChildCommands(self.settings, self.flags, self.config_path, source, url)
-        gateway = SupervisedChild("gateway", lambda _life: commands.gateway(), self._on_line, self._after_gateway_death)
-        self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
-        self.crew.watch(self._watch_gateway(gateway), name="watch over the gateway")
+        gateways = [self._gateway(number, commands) for number in range(self.settings.gateways)]
+        for gateway in gateways:
+            self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
+        self.crew.watch(self._watch_gateways(gateways), name="watch over the gateways")
         await self.crew.while_all_live(self._prepare(link, source))
         for number in range(self.settings.workers):
             self.crew.start(self._worker(number, commands, link), stop_rank=_WORKER_RANK)
@@ -166,6 +167,14 @@ class _AllInOne:
         await source.prepare(report)
         self.console.end("model")
         link.fall_silent()
+
+    def _gateway(self, number: int, commands: ChildCommands) -> SupervisedChild:
+        name = "gateway" if self.settings.gateways == 1 else f"gateway-{number}"
+
+        async def after_death(_life: int, how: str) -> None:
+            self.console.print(f"  {name:<9} died ({how})")
+
+        return SupervisedChild(name, lambda _life: commands.gateway(name), self._on_line, after_death)
 
     def _worker(self, number: int, commands: ChildCommands, link: FleetLink) -> SupervisedChild:
         def command(life: int) -> ChildCommand:
@@ -183,21 +192,30 @@ class _AllInOne:
         child = SupervisedChild(f"worker-{number}", command, self._on_line, after_death)
         return child
 
-    async def _after_gateway_death(self, _life: int, how: str) -> None:
-        self.console.print(f"  gateway   died ({how})")
+    async def _watch_gateways(self, gateways: list[SupervisedChild]) -> None:
+        """One is up when it answers, whatever it says: it is there to tell of the others' start.
 
-    async def _watch_gateway(self, gateway: SupervisedChild) -> None:
-        """It is up when it answers, whatever it says: it is there to tell of the others' start."""
+        Of several behind one port nobody knows which one answered; they start alike, so one speaks for all.
+        """
         while True:
-            if not gateway.is_ready:
-                gateway.is_ready = await ready_status(self.settings.host, self.settings.port) is not None
+            if not all(gateway.is_ready for gateway in gateways):
+                answers = await ready_status(self.settings.host, self.settings.port) is not None
+                for gateway in gateways:
+                    gateway.is_ready = gateway.is_ready or answers
             await asyncio.sleep(READY_POLL_SECONDS)
 
     async def _until_ready(self) -> None:
         while not any(worker.is_ready for worker in self.workers.values()):
             await asyncio.sleep(READY_POLL_SECONDS)
-        while await ready_status(self.settings.host, self.settings.port) != HTTP_OK:
-            await asyncio.sleep(READY_POLL_SECONDS)
+        # Behind a shared port each probe meets any of the gateways: so many good answers in a row miss none but rarely.
+        wanted = 1 if self.settings.gateways == 1 else PROBES_A_GATEWAY * self.settings.gateways
+        num_good = 0
+        while num_good < wanted:
+            if await ready_status(self.settings.host, self.settings.port) == HTTP_OK:
+                num_good += 1
+            else:
+                num_good = 0
+                await asyncio.sleep(READY_POLL_SECONDS)
 
     def _on_heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         # A worker that is still loading has no incarnation yet and beats under its base id.

@@ -7,9 +7,12 @@ from shared.version import VERSION
 _QUESTION = "What is the capital of France?"
 
 
-def opening(model_name: str, workers: int) -> str:
-    plural = "" if workers == 1 else "s"
-    return f"pagestream {VERSION}: {model_name}, one gateway, {workers} engine worker{plural}"
+def opening(model_name: str, gateways: int, workers: int) -> str:
+    return f"pagestream {VERSION}: {model_name}, {_count(gateways, 'gateway')}, {_count(workers, 'engine worker')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ready(url: str, model_name: str, seconds: float) -> str:

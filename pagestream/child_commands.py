@@ -32,9 +32,11 @@ class ChildCommands:
         if config_path is not None:
             self._common += ["--config", str(config_path)]
 
-    def gateway(self) -> ChildCommand:
+    def gateway(self, name: str) -> ChildCommand:
         address = ["--host", self._settings.host, "--port", str(self._settings.port)]
-        return _python("gateway", "gateway", [*self._common, *address, *self._flags.gateway])
+        if self._settings.gateways > 1:
+            address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
+        return _python(name, "gateway", [*self._common, *address, *self._flags.gateway])
 
     def worker(self, number: int, base_id: str) -> ChildCommand:
         argv = [*self._common, "--worker-id", base_id]

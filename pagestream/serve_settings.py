@@ -11,6 +11,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 DEMO = "demo"
 MAX_WORKERS = 64
+MAX_GATEWAYS = 32
 
 GATEWAY_FLAGS = frozenset(
     {
@@ -25,7 +26,7 @@ GATEWAY_FLAGS = frozenset(
         "--allow-unauthenticated",
     }
 )
-SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent"})
+SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class ServeSettings:
     served_model_name: str = setting("", help="name in the API; default: the model's own")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
+    gateways: int = setting(1, help="gateway processes that share the port: about one for 20,000 tokens/s")
     workers: int = setting(1, help="engine workers to run")
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
@@ -49,6 +51,8 @@ class ServeSettings:
             raise SettingsError(f"--port: expected 1 to 65535, got {self.port}")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
+        if not 1 <= self.gateways <= MAX_GATEWAYS:
+            raise SettingsError(f"--gateways: expected 1 to {MAX_GATEWAYS}, got {self.gateways}")
         if self.drain_seconds < 0:
             raise SettingsError(f"--drain-seconds: expected 0 or more, got {self.drain_seconds}")
 

@@ -27,10 +27,11 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 
 # A new option is a decision: it is added here, to docs/operations.md, and to the CHANGELOG.
 SERVE_OPTIONS = """
-    model served_model_name host port workers redis_url store_max_memory_bytes max_model_len drain_seconds log_format
+    model served_model_name host port gateways workers redis_url store_max_memory_bytes max_model_len drain_seconds
+    log_format
 """
 GATEWAY_OPTIONS = """
-    model served_model_name redis_url host port api_key api_keys_file allow_unauthenticated
+    model served_model_name redis_url host port reuse_port own_port api_key api_keys_file allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds drain_seconds force_include_usage
     exit_with_parent log_format
@@ -103,7 +104,7 @@ def test_serve_knows_which_flags_are_the_gateways_alone() -> None:
     )
     assert of_gateway - of_worker - of_serve - SET_BY_SERVE == GATEWAY_FLAGS
     # What both programs know must be an option of serve, or serve would hand it to the workers alone.
-    assert of_gateway & of_worker - of_serve == SET_BY_SERVE & of_gateway
+    assert of_gateway & of_worker - of_serve == SET_BY_SERVE & of_gateway & of_worker
 
 
 def test_kernels_is_ours_alone() -> None:

@@ -74,6 +74,17 @@ def test_a_port_in_use(start: Start, tmp_path: Path) -> None:
     assert process.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in errors
 
 
+def test_gateways_share_a_port_when_all_say_so_and_each_has_its_own_beside_it(start: Start, tmp_path: Path) -> None:
+    port, own_ports = free_port(), [free_port(), free_port()]
+    flags = ("--model", str(tmp_path), "--port", str(port), "--reuse-port", "--own-port")
+    first, second = (start(*flags, str(own_port)) for own_port in own_ports)
+    assert [get(own_port, "/livez")[0] for own_port in own_ports] == [200, 200]
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(10) == 0
+    assert get(port, "/livez")[0] == 200
+    assert second.poll() is None
+
+
 def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> None:
     process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
     _, errors = process.communicate(timeout=START_SECONDS)

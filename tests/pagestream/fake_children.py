@@ -33,6 +33,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
 
 def gateway(options: argparse.Namespace) -> None:
     print("fake gateway", flush=True)
+    http.server.HTTPServer.allow_reuse_port = options.reuse_port
     http.server.HTTPServer((options.host, int(options.port)), Ready).serve_forever()
 
 
@@ -62,6 +63,7 @@ def main() -> int:
         parser.add_argument(f"--{name}")
     parser.add_argument("--fake-worker-exit")
     parser.add_argument("--fake-worker-stays")
+    parser.add_argument("--reuse-port", action="store_true")
     options, _others = parser.parse_known_args(sys.argv[2:])
     programs[sys.argv[1]](options)
     return 0

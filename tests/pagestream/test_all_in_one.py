@@ -129,6 +129,18 @@ def test_a_killed_gateway_and_a_killed_store_are_replaced(serve: Callable[..., S
     assert one.child("fake-engine_worker") == worker
 
 
+def test_several_gateways_share_the_port_and_each_is_replaced(serve: Callable[..., Serve]) -> None:
+    one = serve("--gateways", "2")
+    one.read_until("Ready after")
+    gateways = [child for child in one.children() if "fake-gateway" in child.cmdline()]
+    assert len(gateways) == 2
+    gateways[0].kill()
+    one.read_until("died (signal 9)")
+    assert one.answers()
+    one.read_until("fake gateway")
+    assert gateways[1].is_running()
+
+
 def test_a_gateway_that_is_killed_again_and_again_is_not_called_unable_to_start(serve: Callable[..., Serve]) -> None:
     one = serve()
     one.read_until("Ready after")

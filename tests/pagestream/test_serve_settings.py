@@ -34,7 +34,17 @@ def test_what_serve_decides_itself_is_refused() -> None:
         split_flags(["--worker-id=me"])
 
 
-@pytest.mark.parametrize("argv", [["--workers", "0"], ["--port", "0"], ["--port", "65536"], ["--drain-seconds", "-1"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--workers", "0"],
+        ["--gateways", "0"],
+        ["--gateways", "33"],
+        ["--port", "0"],
+        ["--port", "65536"],
+        ["--drain-seconds", "-1"],
+    ],
+)
 def test_ranges(argv: list[str]) -> None:
     with pytest.raises(SettingsError, match=argv[0]):
         load_settings(ServeSettings, argv, {})
@@ -43,11 +53,18 @@ def test_ranges(argv: list[str]) -> None:
 def test_the_gateway_is_told_what_it_needs() -> None:
     settings = ServeSettings(port=9000, max_model_len=512)
     commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), SOURCE, "unix:///s")
-    assert list(commands.gateway().argv[1:]) == [
+    assert list(commands.gateway("gateway").argv[1:]) == [
         "-P", "-m", "gateway", "--model", "/m", "--redis-url", "unix:///s", "--served-model-name", "Model",
         "--drain-seconds", "30.0", "--log-format", "text", "--max-model-len", "512", "--config", "/c.toml",
         "--host", "127.0.0.1", "--port", "9000", "--max-num-streams", "5",
     ]  # fmt: skip
+
+
+def test_several_gateways_share_the_port_and_have_one_each() -> None:
+    settings = ServeSettings(gateways=2, served_model_name="name")
+    command = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u").gateway("gateway-1")
+    assert command.name == "gateway-1"
+    assert command.argv[-5:] == ["--port", "8000", "--reuse-port", "--own-port", "0"]
 
 
 def test_the_worker_is_told_what_it_needs() -> None:
