@@ -96,6 +96,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         eos_token_ids=runner.model_config.eos_token_ids,
         vocab_size=runner.model_config.vocab_size,
         clock=time.perf_counter,
+        async_scheduling=bool(settings.async_scheduling),
     )
     info = EngineInfo(
         device="gpu" if device == "cuda" else "cpu",

@@ -1,6 +1,11 @@
 """Requests in, events out: the continuous-batching loop, one step at a time.
 
-    step():  schedule -> execute -> apply -> emit
+    step():  schedule -> submit -> collect -> apply -> emit
+
+With `async_scheduling` it is one step ahead: it submits the next batch before it collects the one before, so that the
+device never waits for the host. Each step() then gives the events of the step before, and one more than there are
+batches is needed to get them all. While a sequence is running whose sampling needs its last token (penalties), steps
+follow one another as without it.
 
 Every request that is added ends in exactly one FinishEvent or ErrorEvent; one that is aborted gives no event any more.
 A bad request, or one whose sampling fails, ends alone. An exception of the executor itself is not caught: the state of
@@ -10,6 +15,7 @@ Knows nothing of Redis, text or tensors, and no clock but the one passed in. Use
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
@@ -34,14 +40,32 @@ from shared.messages import (
 __all__ = ["BatchExecutor", "DuplicateRequest", "Engine", "EngineStats"]
 
 
+class StepHandle(Protocol):
+    """A step that was submitted."""
+
+    def collect(self) -> StepResult:
+        """Wait for its end. To be called once, in the order of submission."""
+
+
 class BatchExecutor(Protocol):
     """ModelRunner on a device, FakeModelRunner in tests."""
 
-    def execute(self, batch: ScheduledBatch) -> StepResult: ...
+    def submit(self, batch: ScheduledBatch) -> StepHandle:
+        """Begin a step that has sequences. At most one step is submitted and not collected at that time.
+
+        All that it needs of sequences and block tables is read before it returns, but tokens that are in flight.
+        """
 
 
 class DuplicateRequest(ValueError):
     """A request of this id is already in the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    batch: ScheduledBatch
+    handle: StepHandle
+    schedule_seconds: float
 
 
 class Engine:
@@ -53,6 +77,7 @@ class Engine:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         clock: Callable[[], float],
+        async_scheduling: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -63,13 +88,16 @@ class Engine:
             capacity_tokens=scheduler.capacity_tokens,
         )
         self._clock = clock
+        self._async_scheduling = async_scheduling
+        self._in_flight: _StepInFlight | None = None
         self._recorder = StepRecorder()
         self._request_ids: set[str] = set()
         self._early_ends: dict[str, StreamEvent] = {}  # of requests that end without a step; emitted by the next one
 
     @property
     def has_work(self) -> bool:
-        return bool(self._request_ids)
+        """Whether step() has something to do: requests, or a step to collect that none is left of."""
+        return bool(self._request_ids) or self._in_flight is not None
 
     @property
     def request_ids(self) -> frozenset[str]:
@@ -105,7 +133,10 @@ class Engine:
             self._scheduler.add(sequence)
 
     def abort_request(self, request_id: str) -> None:
-        """Drop a request and free its KV at once. No event follows. Ids that are unknown or have ended are ignored."""
+        """Drop a request and free its KV at once. No event follows. Ids that are unknown or have ended are ignored.
+
+        A step in flight still writes into its blocks: whoever gets them is computed after it.
+        """
         if request_id not in self._request_ids:
             return
         self._request_ids.discard(request_id)
@@ -115,15 +146,33 @@ class Engine:
 
     def step(self) -> list[StreamEvent]:
         """At most one TokenEvent a request, then its end if it ended. Does nothing unless has_work."""
+        ended, self._in_flight = self._in_flight, None
+        ahead = self._async_scheduling and not self._scheduler.needs_last_tokens
+        if ahead or ended is None:
+            self._in_flight = self._begin_step()
+        if not ahead and ended is None:
+            ended, self._in_flight = self._in_flight, None
+        if ended is None:
+            self._recorder.record_no_step()
+            return self._emit([])
+        return self._emit(self._end_step(ended))
+
+    def _begin_step(self) -> _StepInFlight | None:
+        """None if there is nothing to compute: nobody fits, or all have their last token in flight."""
         started = self._clock()
         batch = self._scheduler.schedule()
-        scheduled = self._clock()
-        result = self._executor.execute(batch) if batch.sequences else StepResult([])
-        executed = self._clock()
-        updates = self._scheduler.apply(batch, result)
-        phase_seconds = {"schedule": scheduled - started, **result.phase_seconds, "apply": self._clock() - executed}
-        self._recorder.record_step(batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
-        return self._emit(updates)
+        self._recorder.record_preemptions(len(batch.preempted))
+        schedule_seconds = self._clock() - started
+        return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds) if batch.sequences else None
+
+    def _end_step(self, step: _StepInFlight) -> list[SequenceUpdate]:
+        result = step.handle.collect()
+        collected = self._clock()
+        updates = self._scheduler.apply(step.batch, result)
+        apply_seconds = self._clock() - collected
+        phase_seconds = {"schedule": step.schedule_seconds, **result.phase_seconds, "apply": apply_seconds}
+        self._recorder.record_step(step.batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
+        return updates
 
     def stats(self) -> EngineStats:
         return EngineStats(

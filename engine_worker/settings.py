@@ -18,11 +18,13 @@ class DeviceDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_tokens_with_decodes: int | None
+    async_scheduling: bool
 
 
 # Two cores prefill SmolLM2 at about 1,400 tokens/s: 256 prompt tokens are a pause of 0.2 s in the streams beside them.
-CPU_DEFAULTS = DeviceDefaults(64, 512, 256)
-CUDA_DEFAULTS = DeviceDefaults(256, 8192, None)
+# There is nothing to hide on a CPU: scheduling and the model share its cores.
+CPU_DEFAULTS = DeviceDefaults(64, 512, 256, async_scheduling=False)
+CUDA_DEFAULTS = DeviceDefaults(256, 8192, None, async_scheduling=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class WorkerSettings:
         help="prompt tokens in a step that also decodes; "
         f"default: {CPU_DEFAULTS.max_prefill_tokens_with_decodes} on cpu, the rest of the budget on cuda",
     )
+    async_scheduling: bool | None = setting(
+        None, help="schedule a step while the one before it runs; default: off on cpu, on on cuda"
+    )
 
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
@@ -92,6 +97,7 @@ class WorkerSettings:
         tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, seqs)
         if tokens < seqs:
             raise SettingsError(f"--max-num-batched-tokens: at least --max-num-seqs, {seqs}; got {tokens}")
+        ahead = self.async_scheduling
         return replace(
             self,
             device=device,
@@ -99,6 +105,7 @@ class WorkerSettings:
             max_num_batched_tokens=tokens,
             max_prefill_tokens_with_decodes=self.max_prefill_tokens_with_decodes
             or defaults.max_prefill_tokens_with_decodes,
+            async_scheduling=defaults.async_scheduling if ahead is None else ahead,
             num_threads=self.num_threads or physical_cores(),
         )
 

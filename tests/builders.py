@@ -93,9 +93,11 @@ class FakeModelRunner:
         self.failures: dict[str, str] = {}
         self.num_computed_tokens = 0
         self._before_step = before_step
+        self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled, as a device would keep it
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def submit(self, batch: ScheduledBatch) -> "FakeStep":
+        """Computes at once, as what is submitted to a device later cannot change what it reads."""
         if self._before_step is not None:
             self._before_step(batch)
         for copy in batch.block_copies:
@@ -108,12 +110,18 @@ class FakeModelRunner:
             if scheduled.sequence.request_id in self.failures
         }
         sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
-        return StepResult(sampled, failures, {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
+        pairs = zip(batch.sequences, sampled, strict=True)
+        self._inflight_token_ids = {scheduled.sequence: token_id or 0 for scheduled, token_id in pairs}
+        return FakeStep(StepResult(sampled, failures, {"prepare": 0.0, "forward": 0.0, "sample": 0.0}))
 
     def _store(self, scheduled: ScheduledSequence) -> None:
-        sequence, end = scheduled.sequence, scheduled.start + scheduled.num_new_tokens
-        assert scheduled.start == sequence.num_computed_tokens and scheduled.num_new_tokens > 0
-        for position, token_id in enumerate(sequence.token_ids(scheduled.start, end), scheduled.start):
+        sequence = scheduled.sequence
+        assert scheduled.end == sequence.num_computed_tokens and scheduled.num_new_tokens > 0
+        token_ids = sequence.token_ids(scheduled.start, scheduled.end)
+        if scheduled.end > sequence.num_known_tokens:
+            assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
+            token_ids = [self._inflight_token_ids[sequence]]
+        for position, token_id in enumerate(token_ids, scheduled.start):
             block_id = sequence.block_table[position // self.block_size]
             assert block_id != PADDING_BLOCK_ID
             self._cache[block_id][position % self.block_size] = token_id
@@ -124,10 +132,20 @@ class FakeModelRunner:
         if not scheduled.samples or sequence.request_id in failures:
             return None
         slots = [slot for block_id in sequence.block_table for slot in self._cache[block_id]]
-        end = scheduled.start + scheduled.num_new_tokens
-        prefix = [-1 if token_id is None else token_id for token_id in slots[:end]]
-        index, stops = sequence.num_output_tokens, sequence.stop_token_ids
-        return next_token(prefix, index, sequence.sampling, stops, self.vocab_size)
+        prefix = [-1 if token_id is None else token_id for token_id in slots[: scheduled.end]]
+        return next_token(
+            prefix, scheduled.output_index, sequence.sampling, sequence.stop_token_ids, self.vocab_size
+        )
+
+
+@dataclass
+class FakeStep:
+    result: StepResult | None
+
+    def collect(self) -> StepResult:
+        assert self.result is not None, "a step is collected once"
+        result, self.result = self.result, None
+        return result
 
 
 def next_token(
@@ -168,6 +186,7 @@ def make_engine(
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     clock: Callable[[], float] = lambda: 0.0,
     enable_prefix_caching: bool = True,
+    async_scheduling: bool = False,
     **config: Any,
 ) -> Engine:
     scheduler = make_scheduler(
@@ -179,6 +198,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         vocab_size=vocab_size,
         clock=clock,
+        async_scheduling=async_scheduling,
     )
 
 

@@ -10,7 +10,7 @@ from bench.paper.cost_model import StepCost
 from bench.paper.lengths import TimedRequest
 from bench.paper.occupancy import Occupancy
 from engine_worker.engine import Engine
-from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
@@ -26,11 +26,11 @@ class SimulatedExecutor:
     occupancy: Occupancy
     now_seconds: float = 0.0
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def submit(self, batch: ScheduledBatch) -> FinishedStep:
         seconds = self.cost.seconds(batch)
         self.occupancy.add(batch, seconds)
         self.now_seconds += seconds
-        return StepResult([0 if scheduled.samples else None for scheduled in batch.sequences])
+        return FinishedStep(StepResult([0 if scheduled.samples else None for scheduled in batch.sequences]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,22 +4,35 @@ Rows are ordered for the CPU's attention: sequences that decode first, by ascend
 Nobody outside notices: logits_indices leads back to the order of the batch.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 import torch
 
 from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from engine_worker.scheduling.sequence import Sequence
+
+_NONE: Mapping[Sequence, int] = MappingProxyType({})
 
 
-def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
+def build_model_input(
+    batch: ScheduledBatch, block_size: int, device: torch.device, inflight_token_ids: Mapping[Sequence, int] = _NONE
+) -> ModelInput:
+    """`inflight_token_ids`: what the step before sampled, for sequences that do not know it yet."""
     ordered = sorted(batch.sequences, key=_row_order)
     query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
-    ends = np.array([_end(scheduled) for scheduled in ordered], dtype=np.int64)
+    ends = np.array([scheduled.end for scheduled in ordered], dtype=np.int64)
     query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
     block_tables = _block_tables(ordered, ends, block_size)
     token_ids: list[int] = []
     for scheduled in ordered:
-        token_ids += scheduled.sequence.token_ids(scheduled.start, _end(scheduled))
+        sequence = scheduled.sequence
+        if scheduled.end > sequence.num_known_tokens:
+            token_ids.append(inflight_token_ids[sequence])
+        else:
+            token_ids += sequence.token_ids(scheduled.start, scheduled.end)
     row_of_token = np.repeat(np.arange(len(ordered)), query_lens)
     positions = np.arange(len(token_ids)) + (ends - query_start_loc[1:])[row_of_token]
     slots = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
@@ -42,12 +55,8 @@ def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.devi
     )
 
 
-def _end(scheduled: ScheduledSequence) -> int:
-    return scheduled.start + scheduled.num_new_tokens
-
-
 def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
-    return scheduled.num_new_tokens > 1, _end(scheduled)
+    return scheduled.num_new_tokens > 1, scheduled.end
 
 
 def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size: int) -> np.ndarray:

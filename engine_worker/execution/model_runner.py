@@ -12,7 +12,8 @@ from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
-from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
+from engine_worker.scheduling.sequence import Sequence
 
 
 class ModelRunner:
@@ -31,19 +32,26 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = model.attach(kv_cache.pool)
         self._sampler = sampler
+        self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        return self.submit(batch).collect()
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch) -> StepResult:
+    def submit(self, batch: ScheduledBatch) -> FinishedStep:
         started = time.perf_counter()
         self._kv_cache.copy_blocks(batch.block_copies)
-        model_input = build_model_input(batch, self.block_size, self._kv_cache.pool.device)
+        model_input = build_model_input(batch, self.block_size, self._kv_cache.pool.device, self._inflight_token_ids)
         prepared = time.perf_counter()
         logits = self._model.forward(model_input, self._device)
         forwarded = time.perf_counter()
         sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        samples = self._sampler.sample(logits, sampling) if sampling else Samples([])
+        indices = [scheduled.output_index for scheduled in batch.sequences if scheduled.samples]
+        samples = self._sampler.sample(logits, sampling, indices) if sampling else Samples([])
+        # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
+        self._inflight_token_ids = {s: token_id or 0 for s, token_id in zip(sampling, samples.token_ids, strict=True)}
         sampled, logprobs = iter(samples.token_ids), iter(samples.logprobs)
-        return StepResult(
+        result = StepResult(
             sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in batch.sequences],
             failures=samples.failures,
             logprobs=[next(logprobs) if scheduled.samples else None for scheduled in batch.sequences]
@@ -56,3 +64,4 @@ class ModelRunner:
                 "sample": time.perf_counter() - forwarded,
             },
         )
+        return FinishedStep(result)

@@ -1,6 +1,6 @@
 """Logits of one step -> one token for each sequence.
 
-    inputs = sampler.prepare(sequences)          host -> device; needs no token of the step before (but for penalties)
+    inputs = sampler.prepare(sequences, indices) host -> device; needs no token of the step before (but for penalties)
     tokens = sampler.launch(logits, inputs)      enqueues the device's work; tokens.token_ids is there for the next step
     samples = tokens.collect()                   waits for it: token ids, failures, log-probabilities
 
@@ -73,15 +73,18 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Samples:
+    def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
-        return self.launch(logits, self.prepare(sequences)).collect()
+        return self.launch(logits, self.prepare(sequences, indices)).collect()
 
-    def prepare(self, sequences: list[Sequence]) -> SamplingInputs:
-        edits, refusals = score_edits(sequences, self._eos_token_ids, self._vocab_size, self._device)
+    def prepare(self, sequences: list[Sequence], indices: list[int] | None = None) -> SamplingInputs:
+        """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
+        if indices is None:
+            indices = [sequence.num_output_tokens for sequence in sequences]
+        edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self._device)
         return SamplingInputs(
             sequences=sequences,
-            rows=sampling_rows(sequences, self._device),
+            rows=sampling_rows(sequences, indices, self._device),
             edits=edits,
             logprobs=logprob_rows(sequences, self._device),
             refusals=refusals,

@@ -62,7 +62,7 @@ class SamplingInputs:
     refusals: dict[str, str]  # request id -> why it cannot be sampled
 
 
-def sampling_rows(sequences: list[Sequence], device: torch.device) -> SamplingRows | None:
+def sampling_rows(sequences: list[Sequence], output_indices: list[int], device: torch.device) -> SamplingRows | None:
     """None when all are greedy: then nothing is sent to the device at all."""
     samplings = [sequence.sampling for sequence in sequences]
     random = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
@@ -77,7 +77,7 @@ def sampling_rows(sequences: list[Sequence], device: torch.device) -> SamplingRo
     integers, numbers = packed[: 6 * num_rows].reshape(6, num_rows), packed.view(np.float64)[: 6 * num_rows]
     numbers = numbers.reshape(6, num_rows)
     integers[0] = [_signed(sampling.seed) for sampling in samplings]
-    integers[1] = [sequence.num_output_tokens for sequence in sequences]
+    integers[1] = output_indices
     numbers[2] = [0.0 if s.is_greedy else max(s.temperature, _MIN_TEMPERATURE) for s in samplings]
     numbers[3] = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings]
     integers[4] = [sampling.top_k for sampling in samplings]
@@ -98,10 +98,17 @@ def sampling_rows(sequences: list[Sequence], device: torch.device) -> SamplingRo
 
 
 def score_edits(
-    sequences: list[Sequence], eos_token_ids: Iterable[int], vocab_size: int, device: torch.device
+    sequences: list[Sequence],
+    output_indices: list[int],
+    eos_token_ids: Iterable[int],
+    vocab_size: int,
+    device: torch.device,
 ) -> tuple[ScoreEdits | None, dict[str, str]]:
     """The edits, or None when no sequence has any; and why a sequence cannot be sampled."""
-    masked = [_masked_token_ids(sequence, eos_token_ids, vocab_size) for sequence in sequences]
+    masked = [
+        _masked_token_ids(sequence, index, eos_token_ids, vocab_size)
+        for sequence, index in zip(sequences, output_indices, strict=True)
+    ]
     refusals = {}
     for sequence in sequences:
         outside = [token_id for token_id in sequence.sampling.logit_bias if not 0 <= token_id < vocab_size]
@@ -145,10 +152,12 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _masked_token_ids(sequence: Sequence, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+def _masked_token_ids(
+    sequence: Sequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int
+) -> list[int]:
     """The tokens that would end `sequence` before its min_tokens."""
     sampling = sequence.sampling
-    if sequence.num_output_tokens >= sampling.min_tokens:
+    if output_index >= sampling.min_tokens:
         return []
     ending = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return [token_id for token_id in ending if 0 <= token_id < vocab_size]

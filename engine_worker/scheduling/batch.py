@@ -12,12 +12,25 @@ from shared.messages import TokenLogprobs
 
 @dataclass(slots=True, frozen=True)
 class ScheduledSequence:
-    """Compute positions [start, start + num_new_tokens) of `sequence`; sample after the last one if `samples`."""
+    """Compute positions [start, end) of `sequence`; sample after the last one if `samples`.
+
+    The token at end - 1 may be in flight: the step before samples it on the device, and the host does not know it yet.
+    It is the only token of its row then, and the sequence was in the batch before this one.
+    """
 
     sequence: Sequence
-    start: int  # == sequence.num_computed_tokens when scheduled
+    start: int
     num_new_tokens: int
     samples: bool  # the step reaches the end of the sequence, so its last logits choose the next token
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_new_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Index of the token that this step samples: its randomness depends on (seed, index) alone."""
+        return self.end - len(self.sequence.prompt_token_ids)
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,3 +65,13 @@ class StepResult:
     failures: dict[str, str] = field(default_factory=dict)  # request id -> why it failed; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class FinishedStep:
+    """The handle of a step that was computed when it was submitted."""
+
+    result: StepResult
+
+    def collect(self) -> StepResult:
+        return self.result

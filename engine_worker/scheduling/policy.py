@@ -32,8 +32,9 @@ class FirstComeFirstServed:
     def pop_first(self) -> Sequence:
         return self._waiting.popitem(last=False)[1]
 
-    def remove(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
+    def remove(self, request_id: str) -> Sequence | None:
+        """The sequence, if it was waiting."""
+        return self._waiting.pop(request_id, None)
 
     def choose_victim(self, running: dict[str, Sequence]) -> Sequence:
         """`running` is in order of admission and not empty; the newest yields."""

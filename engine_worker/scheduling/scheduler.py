@@ -1,5 +1,10 @@
 """Which tokens are computed in the next step: schedule() decides, an executor computes, apply() takes in its samples.
 
+    schedule() apply() schedule() apply() ...            one step at a time
+    schedule() schedule() apply() schedule() apply() ... one ahead: what a running step samples counts as a token
+
+Results are applied in the order of scheduling, and at most one step is not applied when the next is scheduled.
+
 One token budget a step; there is no prefill or decode phase: every sequence's computed tokens catch up with its tokens.
 
     1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
@@ -10,6 +15,9 @@ When a running sequence needs a block and none is free, the newest sequence is p
 again later. It can't return in the same step, as it needs the blocks it gave, and nobody is admitted into the last free
 blocks (see _headroom_blocks). A sequence that is alone always fits, because none gets longer than `max_num_tokens`: so
 the oldest moves on in every step, and no sequence waits for ever.
+
+A sequence that ends while a step with it is running is out at once, and what that step samples for it is dropped. One
+that is preempted then keeps its sample.
 
 Knows nothing of events, requests' validity, time or devices. Used by one thread.
 """
@@ -22,7 +30,7 @@ from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.stop_conditions import finish_reason
+from engine_worker.scheduling.stop_conditions import ends_with_inflight_token, finish_reason
 from shared.messages import FinishReason, TokenLogprobs
 
 
@@ -88,6 +96,11 @@ class Scheduler:
         return len(self._policy)
 
     @property
+    def needs_last_tokens(self) -> bool:
+        """Whether a sequence is running whose next step can't be prepared before its last token is known."""
+        return any(sequence.needs_last_token_on_host for sequence in self._running.values())
+
+    @property
     def num_open_seats(self) -> int:
         """Sequences that could likely start in the next step: none while others wait, or blocks are short."""
         if self.num_waiting:
@@ -102,15 +115,19 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Drop a sequence wherever it is, and its blocks at once. Unknown ids are ignored."""
-        self._policy.remove(request_id)
-        if (sequence := self._running.get(request_id)) is not None:
-            self._leave(sequence, SequenceStatus.FINISHED)
+        sequence = self._running.get(request_id) or self._policy.remove(request_id)
+        if sequence is not None:
+            self._end(sequence)
 
     def schedule(self) -> ScheduledBatch:
+        """What to compute next; from here on it counts as computed."""
         preempted = self._make_room()
-        decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens == 1]
-        scheduled = [self._plan(sequence, 1) for sequence in decodes]
-        budget = self._prefill_budget(len(decodes))
+        scheduled = [
+            self._plan(sequence, 1)
+            for sequence in self._running.values()
+            if sequence.num_uncomputed_tokens == 1 and not ends_with_inflight_token(sequence, self.max_num_tokens)
+        ]
+        budget = self._prefill_budget(len(scheduled))
         prefills = self._prefills()
         while budget > 0 and (sequence := next(prefills, None)) is not None:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
@@ -124,10 +141,13 @@ class Scheduler:
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
         for scheduled, token_id, token_logprobs in sampled:
-            scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
-            error = result.failures.get(scheduled.sequence.request_id)
+            sequence = scheduled.sequence
+            sequence.num_inflight_tokens -= scheduled.samples
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # it ended after it was scheduled
+            error = result.failures.get(sequence.request_id)
             if error is not None or scheduled.samples:
-                updates.append(self._update(scheduled.sequence, token_id, token_logprobs, error))
+                updates.append(self._update(sequence, token_id, token_logprobs, error))
         return updates
 
     def kv_cache_stats(self) -> KVCacheStats:
@@ -137,13 +157,18 @@ class Scheduler:
         """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
         self._kv_cache.check_integrity(self._running.values())
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running.values())
+        assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in self._running.values())
         assert self.num_running <= self.config.max_num_seqs
 
     def _make_room(self) -> list[Sequence]:
         """A block for every running sequence that crossed into a new one, oldest first; returns the preempted."""
         preempted: list[Sequence] = []
         for sequence in list(self._running.values()):
-            if self._kv_cache.num_missing_blocks(sequence) > 0 and sequence.status is SequenceStatus.RUNNING:
+            if (
+                self._kv_cache.num_missing_blocks(sequence) > 0
+                and sequence.status is SequenceStatus.RUNNING
+                and not ends_with_inflight_token(sequence, self.max_num_tokens)
+            ):
                 preempted += self._make_room_for(sequence)
         return preempted
 
@@ -159,11 +184,11 @@ class Scheduler:
         return preempted
 
     def _plan(self, sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
-        start = sequence.num_computed_tokens
+        start, samples = sequence.num_computed_tokens, num_new_tokens == sequence.num_uncomputed_tokens
         self._kv_cache.publish(sequence, start + num_new_tokens)
-        return ScheduledSequence(
-            sequence, start, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens
-        )
+        sequence.num_computed_tokens += num_new_tokens
+        sequence.num_inflight_tokens += samples
+        return ScheduledSequence(sequence, start, num_new_tokens, samples)
 
     def _prefill_budget(self, num_decodes: int) -> int:
         budget = self.config.max_num_batched_tokens - num_decodes
@@ -179,6 +204,8 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         sequence = self._policy.first()
         if sequence is None or self.num_running == self.config.max_num_seqs:
+            return None
+        if sequence.num_inflight_tokens:  # preempted just now; its token comes before the next step is scheduled
             return None
         if not self._kv_cache.try_admit(sequence, self._headroom_blocks()):
             return None
@@ -201,14 +228,21 @@ class Scheduler:
         self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None, error: str | None
     ) -> SequenceUpdate:
         if error is not None:
-            self._leave(sequence, SequenceStatus.FINISHED)
+            self._end(sequence)
             return SequenceUpdate(sequence, error=error)
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
         sequence.output_token_ids.append(token_id)
         reason = finish_reason(sequence, self.max_num_tokens)
         if reason is not None:
-            self._leave(sequence, SequenceStatus.FINISHED)
+            self._end(sequence)
         return SequenceUpdate(sequence, [token_id], reason, new_logprobs=[logprobs] if logprobs else None)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave(sequence, SequenceStatus.FINISHED)
+        else:  # it was preempted while the step that ends it was running, or it never started
+            self._policy.remove(sequence.request_id)
+            sequence.status = SequenceStatus.FINISHED
 
     def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:
         del self._running[sequence.request_id]

@@ -2,11 +2,13 @@
 
     prompt_token_ids                 output_token_ids (a resumed request starts with the journal's tokens here)
     |-------------------------------|--------------------|
-    |<-- num_computed_tokens -->|<- to be computed ----->|        num_tokens = both lists together
+    |<-- num_computed_tokens -->|<- to be computed --------->|    num_tokens = both lists, and
+                                                         |???|    num_inflight_tokens: sampled, but not known here yet
 
-A sequence is never "in prefill" or "in decode": each step computes some tokens more, and a step that reaches num_tokens
-samples the next one. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged. One whose
-prefix is in the cache starts with num_computed_tokens > 0.
+A sequence is never "in prefill" or "in decode": each step computes some tokens more, and a step that reaches the end
+samples the next one. Both counts move when a step is scheduled; the token itself comes when the step is applied, one
+step later if the engine runs ahead. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged.
+One whose prefix is in the cache starts with num_computed_tokens > 0.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +34,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)  # block ids; entry i holds tokens [i, i + 1) * block_size
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # those of steps that still run included
+    num_inflight_tokens: int = 0  # of steps that still run: 0 or 1 between two calls of the scheduler
     num_preemptions: int = 0
     # The prefix cache's notes. A block's hash covers all tokens up to its end, and the root: who may share with whom.
     cache_root: bytes = b""
@@ -46,7 +49,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Also the index of the token that is sampled next: the randomness of index i depends on (seed, i) alone."""
+        """Those whose ids are known."""
         return len(self.output_token_ids)
 
     @property
@@ -56,7 +59,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight_tokens
 
     @property
     def num_known_tokens(self) -> int:
@@ -65,6 +68,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
+        """A token in flight is among them: its step has sampled it and not computed its KV."""
         return self.num_tokens - self.num_computed_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:

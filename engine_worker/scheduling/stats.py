@@ -77,10 +77,14 @@ class StepRecorder:
         self._steps = self._computed = self._prompt_computed = self._generated = self._preemptions = 0
         self._finished = dict.fromkeys([*FinishReason, ERROR], 0)
 
+    def record_preemptions(self, number: int) -> None:
+        self._preemptions += number
+
+    def record_no_step(self) -> None:
+        """Requests may have ended, or a step begun that ends later; nothing was computed."""
+        self.last_step = StepStats()
+
     def record_step(self, batch: ScheduledBatch, num_sampled_tokens: int, phase_seconds: Mapping[str, float]) -> None:
-        if not batch.sequences:  # a step that only ended requests
-            self.last_step = StepStats()
-            return
         self.last_step = StepStats(
             num_sequences=len(batch.sequences),
             num_tokens=batch.num_tokens,
@@ -91,7 +95,6 @@ class StepRecorder:
         self._computed += batch.num_tokens
         self._prompt_computed += sum(map(_num_prompt_tokens, batch.sequences))
         self._generated += num_sampled_tokens
-        self._preemptions += len(batch.preempted)
 
     def record_end(self, reason: str) -> None:
         self._finished[reason] += 1

@@ -14,6 +14,15 @@ def finish_reason(sequence: Sequence, max_num_tokens: int) -> FinishReason | Non
         return None
     if num_output >= sequence.sampling.min_tokens and sequence.output_token_ids[-1] in sequence.stop_token_ids:
         return FinishReason.STOP
-    if num_output >= sequence.sampling.max_tokens or sequence.num_tokens >= max_num_tokens:
+    if num_output >= sequence.sampling.max_tokens or sequence.num_known_tokens >= max_num_tokens:
         return FinishReason.LENGTH
     return None
+
+
+def ends_with_inflight_token(sequence: Sequence, max_num_tokens: int) -> bool:
+    """Whether the token in flight is the last by length, whatever it is: nothing more is to be computed."""
+    num_inflight = sequence.num_inflight_tokens
+    return num_inflight > 0 and (
+        sequence.num_output_tokens + num_inflight >= sequence.sampling.max_tokens
+        or sequence.num_tokens >= max_num_tokens
+    )

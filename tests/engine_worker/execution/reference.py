@@ -100,8 +100,17 @@ def run_engine_to_end(engine: Engine, requests: list[GenerationRequest]) -> Tran
     return run_to_end(engine)
 
 
-def make_engine(runner: ModelRunner, *, enable_prefix_caching: bool = True, **config: int) -> Engine:
+def make_engine(
+    runner: ModelRunner, *, enable_prefix_caching: bool = True, async_scheduling: bool = False, **config: int
+) -> Engine:
     manager = KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
     vocab_size = runner.model_config.vocab_size
-    return Engine(scheduler, runner, eos_token_ids=(), vocab_size=vocab_size, clock=lambda: 0.0)
+    return Engine(
+        scheduler,
+        runner,
+        eos_token_ids=(),
+        vocab_size=vocab_size,
+        clock=lambda: 0.0,
+        async_scheduling=async_scheduling,
+    )

@@ -44,6 +44,7 @@ SCHEDULES = {
     "one_by_one": (16, 128, {"max_num_seqs": 1, "max_num_batched_tokens": 2048}),
     "small_chunks": (32, 256, {"max_num_seqs": 8, "max_num_batched_tokens": 64}),
     "preempted": (8, 192, {"max_num_seqs": 32, "max_num_batched_tokens": 256}),
+    "ahead": (8, 512, {"max_num_seqs": 8, "max_num_batched_tokens": 256, "async_scheduling": True}),
 }
 
 

@@ -150,7 +150,8 @@ def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
     first, second, third = (add(scheduler, name, 8) for name in ("a", "b", "c"))
     while not (batch := scheduler.schedule()).preempted:
         scheduler.apply(batch, answer(batch))
-    assert first.num_tokens == second.num_tokens == third.num_tokens == 13  # a took the last block, b those of c
+    # a took the last block, b those of c
+    assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
     assert batch.preempted == [third]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
     assert (third.status, third.block_table, third.num_computed_tokens, third.num_preemptions) == (WAITING, [], 0, 1)
@@ -169,7 +170,7 @@ def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None
     newest = add(scheduler, "c", 6)  # always the first to cross into its next block
     while not (batch := scheduler.schedule()).preempted:
         scheduler.apply(batch, answer(batch))
-    assert (batch.preempted, newest.num_tokens) == ([newest], 13)
+    assert (batch.preempted, newest.num_known_tokens) == ([newest], 13)
     assert plan(batch) == {"a": (11, 1, True), "b": (11, 1, True)}
 
 
