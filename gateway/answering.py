@@ -119,7 +119,7 @@ class _Chunks:
                 self._begun.add(update.index)
                 chunks.append(self._format.first(update.index))
                 text = prefixes[update.index] + text
-            if text:
+            if text or update.reason is None:
                 usage = self.generation.usage if self._continuous_usage else None
                 chunks.append(self._format.text(update.index, text, usage))
             if update.reason is not None:

@@ -34,19 +34,23 @@ class ChoiceProgress:
     def num_tokens(self) -> int:
         return self._output.num_tokens
 
-    def take(self, token_ids: Sequence[int], reason: FinishReason | None) -> ChoiceUpdate:
-        """The next tokens, which are the last if there is a `reason`. Not to be called after the end."""
-        text = ""
+    def take(self, token_ids: Sequence[int], reason: FinishReason | None) -> list[ChoiceUpdate]:
+        """An update for each of the next tokens, which are the last if there is a `reason`. Not to be called after the
+        end. A client that counts or times tokens sees each, also when several came together or one has no text yet."""
         if token_ids:
             self._record_tokens(time.monotonic())
-            text = self._output.push(token_ids)
+        updates: list[ChoiceUpdate] = []
+        for token_id in token_ids:
+            text = self._output.push((token_id,))
             if self._output.stopped:
                 self.stopped_early = reason is None
-                return self._end(text, FinishReason.STOP)
+                return [*updates, self._end(text, FinishReason.STOP)]
+            updates.append(ChoiceUpdate(self._index, text, None))
         if reason is None:
-            return ChoiceUpdate(self._index, text, None)
+            return updates
+        text = updates.pop().text if updates else ""
         text += self._output.finish(reason)
-        return self._end(text, FinishReason.STOP if self._output.stopped else reason)
+        return [*updates, self._end(text, FinishReason.STOP if self._output.stopped else reason)]
 
     def record_end(self, reason: str) -> None:
         self.finished = True

@@ -147,7 +147,7 @@ class _RequestProgress:
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
             choice = self._choices[event.choice]
-            return [] if choice.finished else [choice.take(event.token_ids, event.finish_reason)]
+            return [] if choice.finished else choice.take(event.token_ids, event.finish_reason)
         self.has_ended = True
         if isinstance(event, ErrorEvent):
             self.record_end("error")
@@ -165,7 +165,7 @@ class _RequestProgress:
         if event.reason is FinishReason.CANCELLED:
             self.record_end("error")
             raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")
-        return [choice.take((), event.reason) for choice in self._choices if not choice.finished]
+        return [update for choice in self._choices if not choice.finished for update in choice.take((), event.reason)]
 
 
 async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:

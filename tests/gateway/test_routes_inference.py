@@ -60,6 +60,13 @@ async def test_chat_answer(gateway: Gateway, tiny_model: ServedModel) -> None:
     assert body["id"].startswith("chatcmpl-")
 
 
+async def test_tokens_that_came_together_are_an_event_each(gateway: Gateway, tiny_model: ServedModel) -> None:
+    gateway.engine.script = says(ids(tiny_model, "abcde"))
+    async with gateway.session.post("/v1/completions", json={"prompt": "Hi", "stream": True}) as response:
+        events = await read_events(response)
+    assert [event["choices"][0]["text"] for event in events[:-1]] == ["a", "b", "c", "d", "e", ""]
+
+
 async def test_order_of_chat_chunks(gateway: Gateway, tiny_model: ServedModel) -> None:
     gateway.engine.script = says(ids(tiny_model, "ab"), ids(tiny_model, "cd"), reason=FinishReason.LENGTH)
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
@@ -75,12 +82,11 @@ async def test_order_of_chat_chunks(gateway: Gateway, tiny_model: ServedModel) -
     choices = [event["choices"] for event in events]
     assert choices == [
         [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
-        [{"index": 0, "delta": {"content": "ab"}, "logprobs": None, "finish_reason": None}],
-        [{"index": 0, "delta": {"content": "cd"}, "logprobs": None, "finish_reason": None}],
+        *([{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}] for text in "abcd"),
         [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}],
         [],
     ]
-    assert [event["usage"] for event in events[:-1]] == [None] * 4
+    assert [event["usage"] for event in events[:-1]] == [None] * 6
     assert events[-1]["usage"]["completion_tokens"] == 4
 
 
@@ -99,7 +105,7 @@ async def test_usage_in_every_chunk(gateway: Gateway, tiny_model: ServedModel) -
     ) as response:
         events = await read_events(response)
     texts = [event for event in events[:-1] if event["choices"] and "content" in event["choices"][0]["delta"]]
-    assert [event["usage"]["completion_tokens"] for event in texts[1:]] == [2, 5]
+    assert [event["usage"]["completion_tokens"] for event in texts[1:]] == [2, 2, 5, 5, 5]
 
 
 async def test_completion_chunks(gateway: Gateway, tiny_model: ServedModel) -> None:
@@ -108,7 +114,8 @@ async def test_completion_chunks(gateway: Gateway, tiny_model: ServedModel) -> N
     async with gateway.session.post("/v1/completions", json=body) as response:
         events = await read_events(response)
     assert [event["choices"][0] for event in events[:-1]] == [
-        {"index": 0, "text": "ab", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"},
     ]
     assert events[0]["object"] == "text_completion"
@@ -156,7 +163,7 @@ async def test_stop_string_over_chunks_ends_the_request(gateway: Gateway, tiny_m
             stream.send(TokenEvent(request_id, index, ids(tiny_model, character)))
         events = await read_events(response)
     texts = [event["choices"][0]["delta"].get("content") for event in events[:-1]]
-    assert texts == ["", "a", "b", None]
+    assert texts == ["", "a", "b", "", "", None]
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
     assert await gateway.engine.next_cancellation() == request_id
     assert gateway.metric("pagestream_gateway_choices_finished_total", reason="stop") == 1
@@ -179,7 +186,7 @@ async def test_characters_come_whole(gateway: Gateway, tiny_model: ServedModel) 
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         events = await read_events(response)
     texts = [event["choices"][0]["delta"].get("content") for event in events[:-1]]
-    assert texts == ["", "é", "🎉", None]
+    assert texts == ["", "", "é", "", "", "", "🎉", None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
