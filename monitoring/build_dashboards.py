@@ -1,96 +1,73 @@
-"""python monitoring/build_dashboards.py: write grafana/dashboards/*.json.
+"""python -m monitoring.build_dashboards: write grafana/dashboards/*.json.
 
-The JSON is committed, so that Grafana needs no build; a test holds it against this file. Every panel has a unit and a
-description, counters are read through rate(), ratios are averaged and never summed.
+    kv.json        where the KV blocks are, and what moved them
+    service.json   what clients see: rates, errors, latencies
+    engine.json    what a step is made of, the queue before it, and the memory under it
+
+The JSON is committed, so that Grafana needs no build; a test holds it against this file.
 """
 
 import json
 from pathlib import Path
-from typing import Any
+
+from monitoring.panels import (
+    Panel,
+    dashboard,
+    heatmap,
+    lines,
+    mean,
+    quantiles,
+    rate,
+    stack,
+    stat,
+    total_rate,
+)  # fmt: skip
 
 DASHBOARDS = Path(__file__).parent / "grafana" / "dashboards"
-SELECTED = 'model=~"$model",worker=~"$worker"'
-RATE = "[$__rate_interval]"
-DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-
-Panel = dict[str, Any]
-
-
-def panel(kind: str, title: str, description: str, unit: str, queries: dict[str, str], **custom: Any) -> Panel:
-    """`queries`: legend -> PromQL. `custom` goes to the field's custom options."""
-    targets = [
-        {"refId": chr(ord("A") + position), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
-        for position, (legend, expression) in enumerate(queries.items())
-    ]
-    return {
-        "type": kind,
-        "title": title,
-        "description": description,
-        "datasource": DATASOURCE,
-        "targets": targets,
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": custom}, "overrides": []},
-        "options": {"reduceOptions": {"calcs": ["lastNotNull"]}} if kind == "stat" else {"tooltip": {"mode": "multi"}},
-    }
-
-
-def stat(title: str, description: str, unit: str, expression: str) -> Panel:
-    return panel("stat", title, description, unit, {title: expression})
-
-
-def lines(title: str, description: str, unit: str, queries: dict[str, str]) -> Panel:
-    return panel("timeseries", title, description, unit, queries, fillOpacity=10, showPoints="never")
-
-
-def stack(title: str, description: str, unit: str, queries: dict[str, str]) -> Panel:
-    style = {"fillOpacity": 60, "lineWidth": 0, "stacking": {"mode": "normal", "group": "A"}}
-    return panel("timeseries", title, description, unit, queries, showPoints="never", **style)
-
-
-def rate(metric: str, by: str) -> str:
-    return f"sum by ({by}) (rate({metric}{{{SELECTED}}}{RATE}))"
-
-
-def total_rate(metric: str) -> str:
-    return f"sum(rate({metric}{{{SELECTED}}}{RATE}))"
+SELECTED = 'model=~"$model",worker=~"$worker"'  # series of workers; those of gateways have neither label
 
 
 def requests_in(state: str) -> str:
     return f'sum(pagestream_requests{{{SELECTED},state="{state}"}})'
 
 
-def quantiles(histogram: str) -> dict[str, str]:
-    buckets = f"sum by (le) (rate({histogram}_bucket{RATE}))"
-    return {name: f"histogram_quantile({share}, {buckets})" for name, share in {"p50": 0.5, "p95": 0.95}.items()}
+def average(ratio: str) -> str:
+    return f"avg({ratio}{{{SELECTED}}})"
+
+
+def hit_rate() -> str:
+    """Prompt tokens that were not computed, of all of them."""
+    computed = f'sum(rate(pagestream_prompt_tokens_total{{{SELECTED},source="computed"}}[$__rate_interval]))'
+    return f"1 - {computed} / {total_rate('pagestream_prompt_tokens_total', SELECTED)}"
 
 
 def kv_panels() -> list[Panel]:
-    phase_seconds = "pagestream_step_duration_seconds"
     return [
-        stat("KV usage", "Active blocks / capacity", "percentunit", f"avg(pagestream_kv_usage_ratio{{{SELECTED}}})"),
+        stat("KV usage", "Active blocks / capacity", "percentunit", average("pagestream_kv_usage_ratio")),
         stat(
             "Internal waste",
             "Empty slots / slots in active blocks: the ends of the last blocks",
             "percentunit",
-            f"avg(pagestream_kv_internal_waste_ratio{{{SELECTED}}})",
+            average("pagestream_kv_internal_waste_ratio"),
         ),
         stat(
             "Sharing",
             "Blocks saved by sharing / blocks in all block tables",
             "percentunit",
-            f"avg(pagestream_kv_sharing_ratio{{{SELECTED}}})",
+            average("pagestream_kv_sharing_ratio"),
         ),
-        stat("Running", "Sequences in the batch", "short", requests_in("running")),
-        stat("Waiting", "Claimed by a worker, without blocks", "short", requests_in("waiting")),
-        stat("Output", "Tokens generated a second", "short", total_rate("pagestream_generation_tokens_total")),
+        stat("Prefix hits", "Prompt tokens found in the cache / all prompt tokens", "percentunit", hit_rate()),
+        stat("Running", "Requests in the batch", "short", requests_in("running")),
+        stat("Waiting", "Claimed by a worker, without blocks on the device", "short", requests_in("waiting")),
         stack(
             "KV blocks by state",
-            "Active, cached and free add up to the capacity of the device",
+            "Active, cached and free add up to the capacity of each device",
             "short",
             {"{{device}} {{state}}": f"sum by (device, state) (pagestream_kv_blocks{{{SELECTED}}})"},
         ),
         lines(
             "Requests by state",
-            "Sequences in the engines; waiting ones hold no blocks",
+            "In the engines; waiting ones hold no blocks, swapped ones hold blocks of the host",
             "short",
             {"{{state}}": f"sum by (state) (pagestream_requests{{{SELECTED}}})"},
         ),
@@ -98,29 +75,44 @@ def kv_panels() -> list[Panel]:
             "Swap",
             "Bytes moved between device and host memory",
             "Bps",
-            {"{{direction}}": rate("pagestream_kv_swap_bytes_total", "direction")},
+            {"{{direction}}": rate("pagestream_kv_swap_bytes_total", "direction", SELECTED)},
         ),
         lines(
             "Preemptions",
             "Sequences that gave up their blocks, by the way they get them back",
             "ops",
-            {"{{mode}}": rate("pagestream_preemptions_total", "mode")},
+            {"{{mode}}": rate("pagestream_preemptions_total", "mode", SELECTED)},
         ),
         stack(
-            "Step by phase",
-            "Mean time of an engine step",
-            "s",
-            {"{{phase}}": f"{rate(f'{phase_seconds}_sum', 'phase')} / {rate(f'{phase_seconds}_count', 'phase')}"},
+            "Prompt tokens by source",
+            "Computed, or found in a cache",
+            "short",
+            {"{{source}}": rate("pagestream_prompt_tokens_total", "source", SELECTED)},
         ),
         lines(
             "Copied and evicted blocks",
             "Copy-on-write of shared blocks, and cached blocks given up",
             "ops",
             {
-                "copy on write": total_rate("pagestream_kv_copy_on_write_blocks_total"),
-                "evicted": total_rate("pagestream_kv_evicted_blocks_total"),
+                "copy on write": total_rate("pagestream_kv_copy_on_write_blocks_total", SELECTED),
+                "evicted": total_rate("pagestream_kv_evicted_blocks_total", SELECTED),
             },
         ),
+    ]
+
+
+def service_panels() -> list[Panel]:
+    http = "pagestream_http_request_duration_seconds"
+    failures = f'sum(rate({http}_count{{code=~"5.."}}[$__rate_interval])) or vector(0)'
+    generated = "pagestream_generation_tokens_total"
+    inference = 'route=~"/v1/.*completions"'
+    return [
+        stat("Requests", "Answered a second", "reqps", f"sum(rate({http}_count{{{inference}}}[$__rate_interval]))"),
+        stat("Errors", "Answers with a status of 500 or more, a second", "reqps", failures),
+        stat("Open", "Inference requests being answered", "short", "sum(pagestream_gateway_streams)"),
+        stat("Output", "Tokens generated a second", "short", total_rate(generated, SELECTED)),
+        stat("Ready workers", "Whose heartbeats say ready", "short", "max(pagestream_gateway_ready_workers)"),
+        stat("Store", "1 if every gateway reached it at its last scrape", "short", "min(pagestream_redis_up)"),
         lines(
             "Time to first token",
             "From a request's arrival at the gateway",
@@ -128,61 +120,136 @@ def kv_panels() -> list[Panel]:
             quantiles("pagestream_time_to_first_token_seconds"),
         ),
         lines("Inter-token latency", "As clients see it", "s", quantiles("pagestream_inter_token_latency_seconds")),
+        lines(
+            "Request duration",
+            "From a request's arrival to its last token",
+            "s",
+            quantiles("pagestream_request_duration_seconds"),
+        ),
+        heatmap(
+            "Time to first token, spread",
+            "How many requests got their first token after how long",
+            "s",
+            "pagestream_time_to_first_token_seconds",
+            "",
+        ),
+        stack(
+            "Answers by status",
+            "HTTP requests a second",
+            "reqps",
+            {"{{route}} {{code}}": f"sum by (route, code) (rate({http}_count[$__rate_interval]))"},
+        ),
+        stack(
+            "Ends of choices",
+            "By reason, as their clients saw it",
+            "ops",
+            {"{{reason}}": rate("pagestream_gateway_choices_finished_total", "reason", "")},
+        ),
+        lines(
+            "Lengths",
+            "Mean tokens of a prompt and of a choice",
+            "short",
+            {
+                "prompt": mean("pagestream_request_prompt_tokens", ""),
+                "output": mean("pagestream_request_generation_tokens", ""),
+            },
+        ),
+        lines(
+            "Clients that left",
+            "Gone before their answer's end, or dropped because they read nothing",
+            "ops",
+            {
+                "gone": total_rate("pagestream_gateway_client_disconnects_total", ""),
+                "stalled": total_rate("pagestream_gateway_write_stalls_total", ""),
+            },
+        ),
     ]
 
 
-def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "title": title,
-        "tags": ["pagestream"],
-        "editable": False,
-        "refresh": "5s",
-        "time": {"from": "now-15m", "to": "now"},
-        "schemaVersion": 39,
-        "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                _variable("model", "label_values(pagestream_worker_up, model)"),
-                _variable("worker", 'label_values(pagestream_worker_up{model=~"$model"}, worker)'),
-            ]
-        },
-        "panels": _placed(panels),
-    }
-
-
-def _variable(name: str, query: str) -> dict[str, Any]:
-    everything = {"text": "All", "value": "$__all"}
-    return {
-        "name": name,
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": query, "refId": name},
-        "refresh": 2,
-        "includeAll": True,
-        "multi": True,
-        "current": everything,
-    }
-
-
-def _placed(panels: list[Panel]) -> list[Panel]:
-    """Tiles in one row of six, then two panels a row."""
-    placed, tiles = [], 0
-    for number, content in enumerate(panels):
-        if content["type"] == "stat":
-            position = {"x": 4 * tiles, "y": 0, "w": 4, "h": 4}
-            tiles += 1
-        else:
-            row, column = divmod(number - tiles, 2)
-            position = {"x": 12 * column, "y": 4 + 8 * row, "w": 12, "h": 8}
-        placed.append({"id": number + 1, "gridPos": position, **content})
-    return placed
+def engine_panels() -> list[Panel]:
+    step_seconds = "pagestream_step_duration_seconds"
+    return [
+        stat("Workers up", "Serving now", "short", f"sum(pagestream_worker_up{{{SELECTED}}})"),
+        stat(
+            "Steps",
+            "Engine steps a second",
+            "ops",
+            f"sum(rate(pagestream_step_batch_tokens_count{{{SELECTED}}}[$__rate_interval]))",
+        ),
+        stat(
+            "Last step",
+            "Seconds since the last step of the worker that is furthest behind",
+            "s",
+            f"max(time() - (pagestream_worker_last_step_timestamp_seconds{{{SELECTED}}} > 0))",
+        ),
+        stat("Queued", "Accepted, not claimed by a worker", "short", 'max(pagestream_queue_depth{stream="all"})'),
+        stat("Oldest", "Age of the oldest unclaimed request", "s", "max(pagestream_queue_oldest_age_seconds)"),
+        stat("Claimed", "Held by workers, not finished", "short", 'max(pagestream_queue_pending{stream="all"})'),
+        stack(
+            "Step by phase",
+            "Mean time of an engine step",
+            "s",
+            {"{{phase}}": mean(step_seconds, SELECTED, "phase")},
+        ),
+        lines(
+            "Batch",
+            "Mean tokens and requests of a step",
+            "short",
+            {
+                "tokens": mean("pagestream_step_batch_tokens", SELECTED),
+                "requests": mean("pagestream_step_batch_requests", SELECTED),
+            },
+        ),
+        heatmap("Requests in a step, spread", "How full the batches are", "short", "pagestream_step_batch_requests",
+                SELECTED),
+        lines(
+            "Queue",
+            "Requests that wait for a worker, and those that a worker holds",
+            "short",
+            {
+                "waiting": 'max(pagestream_queue_depth{stream="all"})',
+                "claimed": 'max(pagestream_queue_pending{stream="all"})',
+            },
+        ),
+        stack(
+            "Device memory",
+            "By use",
+            "bytes",
+            {"{{worker}} {{use}}": f"sum by (worker, use) (pagestream_device_memory_bytes{{{SELECTED}}})"},
+        ),
+        lines(
+            "Requests ended by the engines",
+            "By reason",
+            "ops",
+            {"{{reason}}": rate("pagestream_requests_finished_total", "reason", SELECTED)},
+        ),
+        lines(
+            "Refused before acceptance",
+            "By reason; clients are told when to come again",
+            "ops",
+            {"{{reason}}": rate("pagestream_requests_rejected_total", "reason", "")},
+        ),
+        lines(
+            "Delivery",
+            "Journals read after a gap or quiet, requests given back to a store that lost them, unreadable messages",
+            "ops",
+            {
+                "journal reads": total_rate("pagestream_gateway_journal_reads_total", ""),
+                "restored": total_rate("pagestream_gateway_restored_requests_total", ""),
+                "unreadable": total_rate("pagestream_gateway_bad_messages_total", ""),
+            },
+        ),
+    ]  # fmt: skip
 
 
 def build() -> dict[str, str]:
     """File name -> content."""
-    kv = dashboard("pagestream-kv", "Pagestream: KV memory", kv_panels())
-    return {"kv.json": json.dumps(kv, indent=2) + "\n"}
+    dashboards = {
+        "kv.json": dashboard("pagestream-kv", "Pagestream: KV memory", kv_panels()),
+        "service.json": dashboard("pagestream-service", "Pagestream: service", service_panels()),
+        "engine.json": dashboard("pagestream-engine", "Pagestream: engine and queue", engine_panels()),
+    }
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in dashboards.items()}
 
 
 if __name__ == "__main__":

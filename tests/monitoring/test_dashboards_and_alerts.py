@@ -14,8 +14,9 @@ from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.stats import EngineStats, KVCacheStats, StepRecorder, StepStats
 from engine_worker.status import WorkerStatus
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import DeliveryCollector, GatewayMetrics
 from monitoring.build_dashboards import DASHBOARDS, build
+from tests.gateway.fake_inference import FakeInferenceClient
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 COUNTER_SUFFIX = "_total"
@@ -60,6 +61,7 @@ def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, str]:
     gateway = GatewayMetrics(CollectorRegistry()).registry
+    gateway.register(DeliveryCollector(FakeInferenceClient()))
     return dict([*series_of(worker_registry()), *series_of(gateway)])
 
 

@@ -1,0 +1,211 @@
+"""What we ship to Prometheus, judged by Prometheus itself: its checker, its rule tests, and a running server."""
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+
+from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.status import WorkerStatus
+from gateway.metrics import DeliveryCollector, GatewayMetrics
+from monitoring.build_dashboards import DASHBOARDS
+from tests.builders import make_engine, make_request
+from tests.e2e.fleet import free_port
+from tests.gateway.fake_inference import FakeInferenceClient
+from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
+
+RULES = MONITORING / "prometheus"
+# Nothing of this kind happens in the load below.
+EMPTY_BY_NATURE = {"PagestreamNoWorker", "PagestreamWorkerStalled", "PagestreamRedisDown", "PagestreamQueueBacklog",
+                   "PagestreamKVCacheNearlyFull", "PagestreamPreemptionStorm", "PagestreamKVLeak"}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """Path of `promtool` or `prometheus`: this machine's own, or out of Debian's package, unpacked without root."""
+    unpacked = Path(request.config.cache.mkdir("prometheus"))  # type: ignore[union-attr]
+
+    def find(name: str) -> str:
+        inside = unpacked / "usr" / "bin" / name
+        if (found := shutil.which(name)) is not None:
+            return found
+        if not inside.exists():
+            _unpack_debian_package(unpacked)
+        return str(inside)
+
+    return find
+
+
+def _unpack_debian_package(directory: Path) -> None:
+    if shutil.which("apt-get") is None:
+        pytest.skip("neither Prometheus nor apt-get is on this machine")
+    download = ["apt-get", "download", "prometheus"]
+    done = subprocess.run(download, cwd=directory, capture_output=True, text=True, check=False)
+    packages = list(directory.glob("prometheus_*.deb"))
+    if done.returncode != 0 or not packages:
+        pytest.skip(f"Prometheus cannot be had: {done.stderr.strip()[-200:]}")
+    subprocess.run(["dpkg", "-x", packages[0].name, "."], cwd=directory, check=True)
+
+
+def run(command: list[str], **options: Any) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_configuration_is_valid(program: Callable[[str], str]) -> None:
+    run([program("promtool"), "check", "config", str(RULES / "prometheus.yml")])
+
+
+def test_each_alert_fires_when_it_should(program: Callable[[str], str]) -> None:
+    run([program("promtool"), "test", "rules", str(RULES / "alerts_test.yml")])
+    tested = {
+        case["alertname"]
+        for test in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    alerts = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert {alert["alert"] for alert in alerts} == tested
+
+
+def test_metrics_keep_the_rules_of_names(program: Callable[[str], str]) -> None:
+    for registry in (LoadedWorker().metrics.registry, _gateway(CollectorRegistry()).registry):
+        # process_* and python_* are the client library's own.
+        ours = [line for line in generate_latest(registry).decode().splitlines() if "pagestream_" in line]
+        run([program("promtool"), "check", "metrics"], input="\n".join(ours) + "\n")
+
+
+@pytest.fixture
+def query(program: Callable[[str], str], tmp_path: Path) -> Iterator[Callable[[str], list[Any]]]:
+    """Asks a real server that has scraped a worker and a gateway under a steady load."""
+    worker = LoadedWorker()
+    gateway = _gateway(CollectorRegistry())
+
+    class Scrape(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            worker.work()
+            _serve_one_request(gateway)
+            body = worker.metrics.render() + generate_latest(gateway.registry)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    target = HTTPServer(("127.0.0.1", 0), Scrape)
+    threading.Thread(target=target.serve_forever, daemon=True).start()
+    port = free_port()
+    config = {
+        "global": {"scrape_interval": "250ms", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES / "alerts.yml")],
+        "scrape_configs": [{"job_name": "x", "static_configs": [{"targets": [f"127.0.0.1:{target.server_port}"]}]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    options.append(f"--web.listen-address=127.0.0.1:{port}")
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen([program("prometheus"), *options], stdout=log, stderr=log)
+    try:
+        ask = _asker(port)
+        _until_rates_exist(ask, tmp_path / "log")
+        yield ask
+    finally:
+        server.kill()
+        server.wait()
+        target.shutdown()
+        target.server_close()
+
+
+def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> None:
+    empty = {where for where, expression in expressions() if not query(_selected(expression))}
+    assert empty - EMPTY_BY_NATURE == set()
+
+
+def test_the_variables_of_the_dashboards_find_values(query: Callable[[str], list[Any]]) -> None:
+    dashboard = json.loads((DASHBOARDS / "kv.json").read_text())
+    for variable in dashboard["templating"]["list"][1:]:
+        metric, label = variable["query"]["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
+        assert {series["metric"][label] for series in query(_selected(metric))} == {
+            "model": {"model"},
+            "worker": {"worker-1"},
+        }[variable["name"]]
+
+
+def _selected(expression: str) -> str:
+    return expression.replace("$model", ".*").replace("$worker", ".*").replace("[5m]", "[10s]")
+
+
+class LoadedWorker:
+    """A real engine over a fake model: more is asked of it than its few blocks hold."""
+
+    def __init__(self) -> None:
+        self._engine = make_engine(num_blocks=12)
+        self._status = WorkerStatus("worker-1", "0")
+        self.metrics = WorkerMetrics("worker-1", "model", "0", self._status)
+        self.metrics.engine_is_ready(
+            EngineInfo(device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes={"kv": 1})
+        )
+        self.work()
+
+    def work(self) -> None:
+        for _ in range(3):
+            self._engine.add_request(make_request(10, max_tokens=20))
+        for _ in range(10):
+            self._engine.step()
+            self.metrics.observe_step(self._engine.last_step, publish_seconds=0.001)
+        self._status.stats = self._engine.stats()
+
+
+def _gateway(registry: CollectorRegistry) -> GatewayMetrics:
+    metrics = GatewayMetrics(registry)
+    registry.register(DeliveryCollector(FakeInferenceClient()))
+    _serve_one_request(metrics)
+    return metrics
+
+
+def _serve_one_request(metrics: GatewayMetrics) -> None:
+    for histogram in (metrics.time_to_first_token, metrics.inter_token_latency, metrics.time_per_output_token,
+                      metrics.request_duration, metrics.prompt_tokens, metrics.generation_tokens):  # fmt: skip
+        histogram.observe(0.5)
+    metrics.choices_finished.labels("stop").inc()
+    metrics.rejected.labels("queue_full").inc()
+    metrics.http_duration.labels("/v1/completions", "POST", "200").observe(0.5)
+    metrics.open_requests.labels("/v1/completions").set(1)
+    metrics.redis_up.set(1)
+    metrics.ready_workers.set(1)
+    metrics.queue_depth.labels("all").set(2)
+    metrics.queue_pending.labels("all").set(1)
+
+
+def _asker(port: int) -> Callable[[str], list[Any]]:
+    def ask(expression: str) -> list[Any]:
+        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            found: list[Any] = json.load(reply)["data"]["result"]
+        return found
+
+    return ask
+
+
+def _until_rates_exist(ask: Callable[[str], list[Any]], log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if ask("count_over_time(pagestream_worker_up[10s]) > 3"):
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)  # polls an outside process: nothing to wait on
+    raise AssertionError("Prometheus scraped nothing:\n" + log.read_text()[-2000:])
