@@ -1,0 +1,134 @@
+"""A KV cache manager together with the memory it manages, driven by single operations that a test may order at will.
+
+A slot's content is a hash of all tokens up to its own, as a real slot's is: so a block that is shared under a wrong
+prefix, or was not copied, or was given to somebody else too early, is seen by its content. check() runs after every
+operation and holds the manager's books against the tables, and every computed slot against what it must be.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.sequence import Sequence
+from tests.builders import make_sequence
+
+_GARBAGE = -1
+
+
+def contents(token_ids: Iterable[int]) -> list[int]:
+    """What the slots of these tokens hold: each depends on all before it."""
+    values, value = [], 0
+    for token_id in token_ids:
+        value = crc32(token_id.to_bytes(4, "little"), value)
+        values.append(value)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A sequence to admit, with output tokens if it was preempted, and how much of it to compute at once."""
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 100
+
+
+class KVWorld:
+    def __init__(self, num_blocks: int, block_size: int, **options: bool) -> None:
+        self.manager = KVCacheManager(num_blocks, block_size, **options)
+        self.running: list[Sequence] = []
+        self.num_operations = 0
+        self.num_copies = 0
+        self.num_cached_tokens = 0
+        self._memory = [[_GARBAGE] * block_size for _ in range(num_blocks)]
+        self._block_size = block_size
+        self._is_caching = options.get("enable_prefix_caching", True)
+        self._num_sequences = 0
+
+    def fork(self, parent: Sequence) -> Sequence:
+        child = self._sequence(parent.prompt_token_ids, parent.output_token_ids)
+        self.manager.fork(parent, child)
+        self.running.append(child)
+        return child
+
+    def leave(self, sequence: Sequence) -> None:
+        """Finished, aborted or preempted: its blocks are given up."""
+        self.running.remove(sequence)
+        self.manager.free(sequence)
+
+    def compute(self, chosen: Iterable[tuple[Sequence, int]], newcomers: Iterable[Newcomer] = ()) -> None:
+        """One step, as the scheduler plans it: room for the chosen sequences, the newest yields where there is none;
+        then what each computes, so many tokens; then newcomers, who may share what this very step computes.
+        """
+        chosen = sorted(chosen, key=lambda pair: self.running.index(pair[0]))  # so none yields that has its room
+        for sequence, _ in chosen:
+            self._make_room_for(sequence)
+        planned = [
+            self._plan(sequence, num_tokens)
+            for sequence, num_tokens in chosen
+            if sequence in self.running and sequence.num_uncomputed_tokens > 0
+        ]
+        for newcomer in newcomers:
+            if (sequence := self._admit(newcomer)) is not None:
+                planned.append(self._plan(sequence, newcomer.num_tokens))
+        self._execute(planned)
+
+    def check(self) -> None:
+        """Between steps: nothing is planned that was not carried out."""
+        self.num_operations += 1
+        for sequence in self.running:
+            self._check_contents(sequence)
+        self.manager.check_integrity(self.running)
+
+    def _make_room_for(self, sequence: Sequence) -> None:
+        while sequence in self.running and not self.manager.can_allocate(sequence):
+            self.leave(self.running[-1])
+        if sequence in self.running:
+            self.manager.allocate(sequence)
+
+    def _admit(self, newcomer: Newcomer) -> Sequence | None:
+        sequence = self._sequence(newcomer.prompt_token_ids, newcomer.output_token_ids)
+        if sequence.num_tokens > self.manager.capacity_tokens or not self.manager.try_admit(sequence):
+            return None
+        self.num_cached_tokens += sequence.num_computed_tokens
+        self.running.append(sequence)
+        return sequence
+
+    def _sequence(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> Sequence:
+        self._num_sequences += 1
+        return make_sequence(prompt_token_ids, f"s{self._num_sequences}", output_token_ids=output_token_ids)
+
+    def _plan(self, sequence: Sequence, num_tokens: int) -> tuple[Sequence, int, int]:
+        """The sequence, and the positions it computes."""
+        start = sequence.num_computed_tokens
+        end = start + min(num_tokens, sequence.num_uncomputed_tokens)
+        self.manager.publish(sequence, end)
+        if self._is_caching:
+            self._check_published(sequence, start // self._block_size, end // self._block_size)
+        return sequence, start, end
+
+    def _execute(self, planned: list[tuple[Sequence, int, int]]) -> None:
+        copies = self.manager.take_block_copies()
+        self.num_copies += len(copies)
+        targets = {copy.target_block_id for copy in copies}
+        assert len(targets) == len(copies), "two copies into one block"
+        assert not targets & {copy.source_block_id for copy in copies}, "the order of the copies matters"
+        for copy in copies:
+            self._memory[copy.target_block_id] = list(self._memory[copy.source_block_id])
+        for sequence, start, end in planned:
+            values = contents(sequence.token_ids(0, end))
+            for position in range(start, end):
+                block_id = sequence.block_table[position // self._block_size]
+                self._memory[block_id][position % self._block_size] = values[position]
+            sequence.num_computed_tokens = end
+
+    def _check_contents(self, sequence: Sequence) -> None:
+        slots = [value for block_id in sequence.block_table for value in self._memory[block_id]]
+        expected = contents(sequence.token_ids(0, sequence.num_computed_tokens))
+        assert slots[: len(expected)] == expected, f"{sequence.request_id} reads what is not its own"
+
+    def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
+        """At this moment; later a block may lose its place to one with the same content that is evicted first."""
+        assert len(sequence.block_hashes) >= end, f"{sequence.request_id} did not publish all of its {end} full blocks"
+        assert all(self.manager._pool.find(sequence.block_hashes[index]) is not None for index in range(first, end))

@@ -1,0 +1,202 @@
+"""Any order of admissions, forks, steps, preemptions and ends: the manager's books balance and no content is wrong.
+
+Hypothesis looks for a short counterexample; the seeded driver goes 10^5 operations far; and the mutations show that it
+would see a reference too many, a copy too few, or a hash that says too much.
+"""
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from engine_worker.scheduling import prefix_cache
+from engine_worker.scheduling.batch import BlockCopy
+from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.prefix_cache import PrefixCache
+from engine_worker.scheduling.sequence import Sequence
+from tests.engine_worker.scheduling.kv_world import KVWorld, Newcomer
+
+NUM_SEEDS, NUM_OPERATIONS = 20, 5_000
+TOKEN_IDS = (3, 4)  # so few that prefixes agree often, and up to any position
+prompts = st.lists(st.sampled_from(TOKEN_IDS), min_size=1, max_size=20)
+
+
+class KVMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(3, 24), block_size=st.sampled_from([1, 2, 4]), cached=st.booleans())
+    def build(self, num_blocks: int, block_size: int, cached: bool) -> None:
+        self.world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached)
+
+    def pick(self, data: st.DataObject) -> Sequence | None:
+        running = self.world.running
+        return running[data.draw(st.integers(0, len(running) - 1))] if running else None
+
+    @rule(prompt=prompts)
+    def admit(self, prompt: list[int]) -> None:
+        self.world.compute([], [Newcomer(prompt)])
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        if (sequence := self.pick(data)) is not None:
+            self.world.fork(sequence)
+
+    @rule(data=st.data(), again=st.booleans())
+    def leave(self, data: st.DataObject, again: bool) -> None:
+        if (sequence := self.pick(data)) is not None:
+            self.world.leave(sequence)
+            if again:
+                self.world.compute([], [Newcomer(sequence.prompt_token_ids, sequence.output_token_ids)])
+
+    @rule(data=st.data(), token_id=st.sampled_from(TOKEN_IDS))
+    def append(self, data: st.DataObject, token_id: int) -> None:
+        sequence = self.pick(data)
+        if sequence is not None and sequence.num_uncomputed_tokens == 0:
+            sequence.output_token_ids.append(token_id)
+
+    @rule(data=st.data(), counts=st.lists(st.integers(1, 8), max_size=4), newcomers=st.lists(prompts, max_size=2))
+    def compute(self, data: st.DataObject, counts: list[int], newcomers: list[list[int]]) -> None:
+        chosen = {id(sequence): (sequence, count) for count in counts if (sequence := self.pick(data)) is not None}
+        self.world.compute(chosen.values(), [Newcomer(prompt) for prompt in newcomers])
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+
+@pytest.mark.timeout(300)
+def test_no_short_history_breaks_the_books_or_a_content() -> None:
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    run_state_machine_as_test(
+        KVMachine,
+        settings=settings(
+            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=slow, derandomize=True
+        ),
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_hundred_thousand_operations_break_nothing(cached: bool) -> None:
+    worlds = [run_random_operations(seed, NUM_OPERATIONS // 2, cached=cached) for seed in range(NUM_SEEDS)]
+    assert sum(world.num_operations for world in worlds) == NUM_SEEDS * NUM_OPERATIONS // 2  # both cases together: 10^5
+    assert sum(world.num_copies for world in worlds) > 1_000, "else copy-on-write was hardly tried"
+    assert (sum(world.num_cached_tokens for world in worlds) > 10_000) == cached
+    print(sum(world.num_copies for world in worlds), sum(world.num_cached_tokens for world in worlds))
+
+
+def run_random_operations(seed: int, num_operations: int, *, cached: bool = True) -> KVWorld:
+    random = Random(seed)
+    world = KVWorld(random.randrange(8, 60), random.choice([1, 2, 4, 8]), enable_prefix_caching=cached)
+    for _ in range(num_operations):
+        random.choices([admit, fork, leave, append, compute], weights=[2, 2, 2, 6, 6])[0](world, random)
+        world.check()
+    return world
+
+
+def random_prompt(random: Random) -> list[int]:
+    """Often one of three stems, and then something else."""
+    stem = [TOKEN_IDS[0]] * random.choice([0, 7, 16])
+    return [*stem, *random.choices(TOKEN_IDS, k=random.randint(1, 12))]
+
+
+def admit(world: KVWorld, random: Random) -> None:
+    world.compute([], [Newcomer(random_prompt(random), num_tokens=random.choice([1, 5, 100]))])
+
+
+def fork(world: KVWorld, random: Random) -> None:
+    if world.running and len(world.running) < 12:
+        world.fork(random.choice(world.running))
+
+
+def leave(world: KVWorld, random: Random) -> None:
+    if world.running:
+        sequence = random.choice(world.running)
+        world.leave(sequence)
+        if random.random() < 0.5:  # preempted, and admitted again
+            world.compute([], [Newcomer(sequence.prompt_token_ids, sequence.output_token_ids)])
+
+
+def append(world: KVWorld, random: Random) -> None:
+    for sequence in world.running:
+        if sequence.num_uncomputed_tokens == 0 and random.random() < 0.7:
+            sequence.output_token_ids.append(random.choice(TOKEN_IDS))
+
+
+def compute(world: KVWorld, random: Random) -> None:
+    chosen = [(sequence, random.choice([1, 3, 100])) for sequence in world.running if random.random() < 0.7]
+    world.compute(chosen, [Newcomer(random_prompt(random)) for _ in range(random.choice([0, 0, 1, 2]))])
+
+
+def nth(number: int, right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """`right`, but `wrong` at the call `number` of those that have something to do; 0: `wrong` every time."""
+    calls = 0
+
+    def function(owner: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        arguments = tuple(list(items) if isinstance(items, Iterable) else items for items in arguments)
+        calls += has_effect(owner, *arguments)
+        return wrong(right, owner, *arguments) if number in {0, calls} else right(owner, *arguments)
+
+    return function
+
+
+def has_effect(owner: Any, *arguments: Any) -> bool:
+    if isinstance(owner, KVCacheManager) and arguments:  # publish(sequence, num_computed_tokens)
+        sequence, num_computed_tokens = arguments
+        return bool(num_computed_tokens // owner.block_size > sequence.num_published_blocks)
+    return bool(arguments[0]) if arguments else bool(owner._block_copies)
+
+
+def without_one_block(right: Callable[..., Any], pool: BlockPool, block_ids: list[int]) -> None:
+    right(pool, block_ids[1:])
+
+
+def without_one_copy(right: Callable[..., Any], manager: KVCacheManager) -> list[BlockCopy]:
+    return list(right(manager)[1:])
+
+
+def not_at_all(right: Callable[..., Any], owner: Any, *arguments: Any) -> None:
+    del right, owner, arguments
+
+
+ONE = (1, 30)  # of the calls with an effect
+ALL = (0,)  # a single one may do no harm
+MUTATIONS = {
+    "a reference is not given up": (BlockPool, "free", without_one_block, ONE),
+    "a reference is not counted": (BlockPool, "share", without_one_block, ONE),
+    "a copy is not made": (KVCacheManager, "take_block_copies", without_one_copy, ONE),
+    "a copy's source is not held": (BlockPool, "hold", not_at_all, ALL),
+    "a step's blocks are not published": (KVCacheManager, "publish", not_at_all, ONE),
+    "an evicted block keeps its place in the cache": (PrefixCache, "forget", not_at_all, ALL),
+}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "number"), [(name, number) for name, (*_, numbers) in MUTATIONS.items() for number in numbers]
+)
+def test_what_is_left_out_is_caught(monkeypatch: pytest.MonkeyPatch, mutation: str, number: int) -> None:
+    owner, name, wrong, _ = MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, nth(number, getattr(owner, name), wrong))
+    assert_caught()
+
+
+def test_a_hash_that_forgets_what_is_before_its_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_parent(sequence: Sequence, num_blocks: int, block_size: int) -> None:
+        blocks = range(len(sequence.block_hashes), num_blocks)
+        sequence.block_hashes += [
+            bytes(sequence.token_ids(index * block_size, (index + 1) * block_size)) for index in blocks
+        ]
+
+    monkeypatch.setattr(prefix_cache, "extend_block_hashes", without_parent)
+    assert_caught()
+
+
+def assert_caught() -> None:
+    with pytest.raises((AssertionError, KeyError)):  # KeyError: the books of the prefix cache contradict themselves
+        for seed in range(8):
+            run_random_operations(seed, num_operations=2_000)
