@@ -13,6 +13,7 @@ RETRY_AFTER_SECONDS = {
     "starting": 2,
     "no_worker": 5,  # a restart with cached weights takes about this long on two cores
     "store_unavailable": 2,
+    "store_full": 5,  # room comes as requests end, and ended ones leave after ten minutes
 }
 
 
@@ -25,6 +26,7 @@ class Load:
     ready_workers: int
     was_ready: bool  # a worker has been ready since this gateway began
     open_requests: int
+    store_has_room: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def admit(load: Load, limits: Limits) -> Admitted | Rejected:
         return Rejected("starting", "The model is being loaded; GET /ready tells how far it is.")
     if load.ready_workers == 0:
         return Rejected("no_worker", "No engine worker is ready.")
+    if not load.store_has_room:
+        return Rejected("store_full", "The request store is nearly full; its room is kept for open requests.")
     if load.open_requests >= limits.max_open_requests:
         return Rejected("gateway_full", f"This gateway holds {load.open_requests} open requests, its limit.")
     return Admitted()

@@ -18,7 +18,7 @@
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
     └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full
-                                                | store_unavailable
+                                                | store_unavailable | store_full
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
 anything a client has not sent itself.

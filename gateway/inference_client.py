@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 from gateway.fleet import Fleet, WorkerStatus
 from gateway.queue_stats import QueueStats, read_queue_stats
 from gateway.response_stream import ResponseStream, cancelled_event
+from gateway.store_memory import StoreMemory
 from shared.messages import (
     ErrorCode,
     ErrorEvent,
@@ -101,6 +102,7 @@ class InferenceClient:
         self._quiet_seconds = quiet_seconds
         self._clock = clock
         self._fleet = Fleet(clock)
+        self.store_memory = StoreMemory()
         self._streams: dict[str, ResponseStream] = {}
         self._withdrawn: dict[str, str] = {}  # request id -> priority class: still to be cancelled in the store
         channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
@@ -115,6 +117,7 @@ class InferenceClient:
         """Start the owner tasks; returns at once, also while the store is away."""
         self._own(self._listen())
         self._own(self._recover())
+        self._own(self.store_memory.watch(self._redis))
 
     async def close(self) -> None:
         """Withdraw what still runs and end the owner tasks."""

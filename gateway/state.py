@@ -101,6 +101,7 @@ class GatewayState:
             ready_workers=readiness.ready_workers,
             was_ready=self._was_ready,
             open_requests=self._num_open,
+            store_has_room=self.client.store_memory.has_room,
         )
         decision = admit(load, Limits(max_open_requests=self.settings.max_num_streams))
         if isinstance(decision, Rejected):

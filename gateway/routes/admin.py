@@ -58,6 +58,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def _refresh_gauges(state: GatewayState) -> None:
     gauges = state.metrics
+    gauges.store_memory.set(state.client.store_memory.used_ratio)
     gauges.ready_workers.set(state.readiness().ready_workers)
     try:
         stats = await state.client.queue_stats()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from gateway.inference_client import QueueStats, WorkerStatus
+from gateway.store_memory import StoreMemory
 from shared.messages import (
     FinishEvent,
     FinishReason,
@@ -70,6 +71,7 @@ class FakeInferenceClient:
         self.workers = [heartbeat()]
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
+        self.store_memory = StoreMemory()
         self._streams: dict[str, FakeStream] = {}
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()

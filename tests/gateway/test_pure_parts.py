@@ -25,10 +25,12 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({"ready_workers": 0}, "no_worker"),
         ({"open_requests": 9}, None),
         ({"open_requests": 10}, "gateway_full"),
+        ({"store_has_room": False}, "store_full"),
     ],
 )
 def test_admission(changes: dict[str, int], reason: str | None) -> None:
     usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True, "open_requests": 0}
+    usual["store_has_room"] = True
     decision = admit(Load(**{**usual, **changes}), Limits(max_open_requests=10))  # type: ignore[arg-type]
     if reason is None:
         assert decision == Admitted()
