@@ -15,7 +15,7 @@ Knows nothing of Redis, text or tensors, and no clock but the one passed in. Use
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
@@ -161,9 +161,8 @@ class Engine:
         """None if there is nothing to compute: nobody fits, or all have their last token in flight."""
         started = self._clock()
         batch = self._scheduler.schedule()
-        self._recorder.record_preemptions(len(batch.preempted))
         schedule_seconds = self._clock() - started
-        return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds) if batch.sequences else None
+        return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds) if not batch.is_empty else None
 
     def _end_step(self, step: _StepInFlight) -> list[SequenceUpdate]:
         result = step.handle.collect()
@@ -180,7 +179,9 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             kv_cache=self._scheduler.kv_cache_stats(),
             last_step=self._recorder.last_step,
-            counters=self._recorder.counters(),
+            counters=self._recorder.counters(self._scheduler.kv_totals),
+            kv_totals=replace(self._scheduler.kv_totals),
+            num_swapped=self._scheduler.num_swapped,
         )
 
     def check_integrity(self) -> None:

@@ -16,6 +16,7 @@ from engine_worker.engine import BatchExecutor, Engine
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import ErrorEvent, FinishEvent, GenerationRequest, SamplingParams, StreamEvent, TokenEvent
@@ -65,17 +66,25 @@ def make_sequence(
 
 
 def make_scheduler(
-    *, num_blocks: int = 65, block_size: int = 4, enable_prefix_caching: bool = True, **config: Any
+    *,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    host_tier: HostTierConfig | None = None,
+    **config: Any,
 ) -> Scheduler:
     """64 usable blocks of 4 slots: 256 tokens."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
-    kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    kv_cache = KVCacheManager(
+        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier
+    )
     return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
 
 
 class FakeModelRunner:
     """A BatchExecutor without a model. `failures`: request id -> message, given when that sequence is next in a batch.
 
+    Blocks from the host arrive as late as they may on a device: after the step that fetches them.
     `before_step` is called with every batch, in the thread that executes it: tests look, wait or raise there.
     """
 
@@ -95,11 +104,15 @@ class FakeModelRunner:
         self._before_step = before_step
         self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled, as a device would keep it
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host: dict[int, list[int | None]] = {}
 
     def submit(self, batch: ScheduledBatch) -> "FakeStep":
         """Computes at once, as what is submitted to a device later cannot change what it reads."""
         if self._before_step is not None:
             self._before_step(batch)
+        for copy in batch.swap_out:
+            self._host[copy.target_block_id] = list(self._cache[copy.source_block_id])
+        fetched = {copy.target_block_id: self._host[copy.source_block_id] for copy in batch.swap_in}
         for copy in batch.block_copies:
             self._cache[copy.target_block_id] = list(self._cache[copy.source_block_id])
         for scheduled in batch.sequences:
@@ -112,6 +125,8 @@ class FakeModelRunner:
         sampled = [self._sample(scheduled, failures) for scheduled in batch.sequences]
         pairs = zip(batch.sequences, sampled, strict=True)
         self._inflight_token_ids = {scheduled.sequence: token_id or 0 for scheduled, token_id in pairs}
+        for block_id, slots in fetched.items():
+            self._cache[block_id] = list(slots)
         return FakeStep(StepResult(sampled, failures, {"prepare": 0.0, "forward": 0.0, "sample": 0.0}))
 
     def _store(self, scheduled: ScheduledSequence) -> None:
@@ -185,13 +200,11 @@ def make_engine(
     vocab_size: int = VOCAB_SIZE,
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     clock: Callable[[], float] = lambda: 0.0,
-    enable_prefix_caching: bool = True,
     async_scheduling: bool = False,
     **config: Any,
 ) -> Engine:
-    scheduler = make_scheduler(
-        num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, **config
-    )
+    """`config` is that of make_scheduler."""
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **config)
     return Engine(
         scheduler,
         executor or FakeModelRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size),

@@ -1,4 +1,4 @@
-"""The KV pool: how many blocks fit, the one tensor that holds them, and copies between blocks.
+"""The KV pool: how many blocks fit, the one tensor that holds them, and the moves of blocks before a step.
 
     pool [num_blocks, L, 2, Hkv, BS, D]: all layers of a block are one contiguous run, so moving a block is one copy.
     Block 0 is never allocated to a sequence: padded table entries point there, and it stays zero.
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool
 from engine_worker.execution.memory import DeviceMemory
 from engine_worker.model.config import ModelConfig
-from engine_worker.scheduling.batch import BlockCopy
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
@@ -25,20 +26,41 @@ class KVCacheTooSmall(ValueError):
 
 
 class KVCache:
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.pool = _zeros(shape, dtype, device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+    ):
+        """`num_host_blocks`: of the host pool, its unused block 0 included; 0 = there is none."""
+        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.pool = _zeros((num_blocks, *shape), dtype, device)
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
+        self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
+
+    def apply_transfers(self, batch: ScheduledBatch) -> None:
+        """Begin all block moves of `batch`; whatever is computed after this call sees what it should."""
+        if self.host is not None:
+            self.host.transfer(batch)
+        assert self.host is not None or not (batch.swap_out or batch.swap_in), "swaps without a host pool"
+        self.copy_blocks(batch.block_copies)
+
+    def finished_transfers(self) -> list[TransferTime]:
+        return self.host.finished_transfers() if self.host is not None else []
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         if not copies:
             return
-        pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies], device=self.pool.device)
+        pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies])
         if self.pool.is_cuda:
             from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
 
-            copy_kv_blocks(self.pool, pairs)
+            copy_kv_blocks(self.pool, pairs.pin_memory().to(self.pool.device, non_blocking=True))
         else:
             self.pool[pairs[:, 1]] = self.pool[pairs[:, 0]]
 
@@ -89,6 +111,13 @@ def check_capacity(
         f"the budget of {_mib(num_blocks * bytes_per_block)} holds {num_blocks}. "
         + (f"This would fit: {' or '.join(advice)}" if advice else "Nothing fits here; use a smaller model.")
     )
+
+
+def _host_pool(device_pool: Tensor, num_blocks: int) -> HostPool:
+    shape = (num_blocks, *device_pool.shape[1:])
+    if device_pool.is_cuda:
+        return CudaHostPool(device_pool, torch.empty(shape, dtype=device_pool.dtype, pin_memory=True))
+    return CpuHostPool(device_pool, _zeros(shape, device_pool.dtype, torch.device("cpu")))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

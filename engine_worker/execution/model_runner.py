@@ -40,7 +40,9 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> FinishedStep:
         started = time.perf_counter()
-        self._kv_cache.copy_blocks(batch.block_copies)
+        self._kv_cache.apply_transfers(batch)
+        if not batch.sequences:  # all that could run waits for blocks from the host
+            return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
         model_input = build_model_input(batch, self.block_size, self._kv_cache.pool.device, self._inflight_token_ids)
         prepared = time.perf_counter()
         logits = self._model.forward(model_input, self._device)
@@ -63,5 +65,6 @@ class ModelRunner:
                 "forward": forwarded - prepared,
                 "sample": time.perf_counter() - forwarded,
             },
+            transfer_times=self._kv_cache.finished_transfers(),
         )
         return FinishedStep(result)

@@ -41,13 +41,38 @@ class BlockCopy:
     target_block_id: int
 
 
+@dataclass(slots=True)
+class Transfers:
+    """Blocks to move in one batch, before it computes anything."""
+
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    batch_number: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class TransferTime:
+    """How long the transfers of one batch took on the device's own streams."""
+
+    batch_number: int
+    swap_out_seconds: float = 0.0
+    swap_in_seconds: float = 0.0
+
+
 @dataclass(slots=True, frozen=True)
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
     block_copies: list[BlockCopy] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
-    swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id
+    swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id; for the next step
+    number: int = 0  # counts batches; names their transfers in events
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute and nothing to move."""
+        return not (self.sequences or self.block_copies or self.swap_out or self.swap_in)
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +90,7 @@ class StepResult:
     failures: dict[str, str] = field(default_factory=dict)  # request id -> why it failed; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    transfer_times: list[TransferTime] = field(default_factory=list)  # of this batch or earlier ones, when they end
 
 
 @dataclass(slots=True, frozen=True)

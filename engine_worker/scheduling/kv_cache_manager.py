@@ -3,28 +3,48 @@
 A sequence gets the blocks for all its tokens when it is admitted, and one more each time its output crosses a block's
 edge; so a half-computed prompt never waits for memory. A forked sequence shares all blocks of its parent, the partly
 filled last one too; a shared block is copied before somebody writes to it (copy-on-write, section 4.4 of the paper).
-With the prefix cache a sequence starts with what others have computed of its prefix. The manager decides nothing: the
-scheduler says who is admitted and who yields.
+With the prefix cache a sequence starts with what others have computed of its prefix; with a host tier it also finds
+there what the device has lost, and a preempted sequence can be swapped instead of computed again (section 4.5).
+
+The scheduler says who is admitted and who yields. The block moves that this takes are collected until
+take_transfers() gives them to the batch, and each is an event.
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
-from engine_worker.scheduling.batch import BlockCopy
+from engine_worker.scheduling.batch import BlockCopy, Transfers
 from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.host_tier import HostTier
+from engine_worker.scheduling.kv_events import KVEventKind, KVEventLog
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionChoice, PreemptionMode
 from engine_worker.scheduling.prefix_cache import PrefixCache, PrefixMatch
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.stats import KVCacheStats
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        host_tier: HostTierConfig | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
         """`num_blocks` is the executor's count and includes block 0, which no sequence ever gets."""
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         self.block_size = block_size
+        self.events = events or KVEventLog()
         self._pool = BlockPool(num_blocks, self._on_evict)
         self._prefix_cache = PrefixCache(self._pool, block_size) if enable_prefix_caching else None
+        self._costs = host_tier.costs if host_tier else None
+        self._host = HostTier(host_tier.num_blocks, self._pool, block_size) if host_tier else None
+        self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
         self._block_copies: list[BlockCopy] = []
+        self._evictions = [0, 0]  # of the batch being planned: dropped, kept on the host
         self._step = 0  # of the batch that is being planned
 
     @property
@@ -55,32 +75,79 @@ class KVCacheManager:
         sequence.block_table += self._pool.allocate(self.num_missing_blocks(sequence))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """Give a sequence without blocks all it needs, the cached prefix first, if `headroom_blocks` would be left.
-
-        Its num_computed_tokens says then how much it need not compute.
+        """Give a waiting sequence all blocks it needs, if `headroom_blocks` would be left: its own KV if it was swapped
+        out, else the cached prefix first. Its num_computed_tokens says then how much it need not compute.
         """
-        match = self._prefix_cache.match(sequence, self._step) if self._prefix_cache else PrefixMatch([])
+        if sequence.host_block_table:
+            return self.try_swap_in([sequence], headroom_blocks)
+        match = self._match(sequence)
         num_new = self.num_missing_blocks(sequence) - len(match.block_ids)
         spare = self._pool.num_available_blocks - num_new - headroom_blocks
         spare -= sum(map(self._pool.is_cached, match.block_ids))
         if spare < 0:
             return False
-        self._pool.share(match.block_ids)
-        sequence.num_computed_tokens = len(match.block_ids) * self.block_size
-        source = match.copied_block_id
-        if source is not None and self._pool.is_cached(source) and spare == 0:
-            source = None  # keeping it for the copy would take one block too many
-        if source is not None:
-            self._pool.share([source])
-            self._pool.hold(source)
-        sequence.block_table = match.block_ids + self._pool.allocate(num_new)
-        if source is not None:
-            self._pool.free([source])
-            self._block_copies.append(BlockCopy(source, sequence.block_table[len(match.block_ids)]))
-            sequence.num_computed_tokens += match.num_copied_tokens
-        sequence.num_published_blocks = len(match.block_ids)
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        if match.copied_block_id is not None and self._pool.is_cached(match.copied_block_id) and spare == 0:
+            match = replace(match, copied_block_id=None)  # keeping it for the copy would take one block too many
+        self._adopt(sequence, match, num_new)
+        return True
+
+    def is_arriving(self, sequence: Sequence) -> bool:
+        """Whether `sequence` can't run in the batch being planned, because that batch fetches some of its KV."""
+        return self._host is not None and self._host.is_arriving(sequence.block_table)
+
+    def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
+        """Take all blocks of `sequences`, together; the mode says whether they keep their KV in host memory."""
+        mode, reason = self._preemption.choose(sequences)
+        num_tokens = sum(sequence.num_computed_tokens for sequence in sequences)
+        num_blocks = 0
+        if mode is PreemptionMode.SWAP:
+            assert self._host is not None
+            num_blocks = self._host.swap_out(sequences)
+            self.events.totals.swap_preemptions += 1
+            self.events.totals.swapped_out_blocks += num_blocks
+            self._record(KVEventKind.SWAP_OUT, sequences, reason, num_blocks, num_tokens)
+        else:
+            num_blocks = sum(len(sequence.block_table) for sequence in sequences)
+            self.events.totals.recompute_preemptions += 1
+            self._record(KVEventKind.RECOMPUTE, sequences, reason, num_blocks, num_tokens)
+        for sequence in sequences:
+            sequence.num_preemptions += 1
+            sequence.num_tokens_when_preempted = sequence.num_tokens
+            self._free_on_device(sequence)
+            if mode is PreemptionMode.RECOMPUTE:
+                sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.num_computed_tokens)
+                sequence.num_computed_tokens = 0
+        return mode
+
+    def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
+        """Give swapped sequences their KV and the blocks they need, together, if `headroom_blocks` would be left."""
+        assert self._host is not None, "there is no host tier"
+        here: dict[int, int] = {}  # host block id -> device block with the same content
+        missing: set[int] = set()
+        for sequence in sequences:
+            for host_block_id, block_id in zip(sequence.host_block_table, self._host.on_device(sequence), strict=True):
+                if block_id is None:
+                    missing.add(host_block_id)
+                else:
+                    here[host_block_id] = block_id
+        growth = {s: self.num_missing_blocks(s) - len(s.host_block_table) for s in sequences}
+        num_taken = len(missing) + sum(growth.values()) + sum(map(self._pool.is_cached, set(here.values())))
+        if num_taken + headroom_blocks > self._pool.num_available_blocks:
+            return False
+        for sequence in sequences:  # before any allocation, which could evict them
+            self._pool.share(here[block_id] for block_id in sequence.host_block_table if block_id in here)
+        fetched: dict[int, int] = {}
+        for sequence in sequences:
+            self._restore_table(sequence, here, fetched)
+            sequence.block_table += self._pool.allocate(growth[sequence])
+        self._host.fetch(list(fetched), list(fetched.values()))
+        for sequence in sequences:
+            self._host.free(sequence.host_block_table)
+            sequence.host_block_table = []
+            self.publish(sequence, sequence.num_computed_tokens)
+        self.events.totals.swapped_in_blocks += len(fetched)
+        num_tokens = sum(sequence.num_computed_tokens for sequence in sequences)
+        self._record(KVEventKind.SWAP_IN, sequences, "blocks are free again", len(fetched), num_tokens)
         return True
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -111,27 +178,34 @@ class KVCacheManager:
             self._pool.free([source])
             sequence.block_table[index] = target
 
-    def take_block_copies(self) -> list[BlockCopy]:
-        """The copies planned since the last call, for one batch: to be done before it writes anything, in any order.
+    def take_transfers(self) -> Transfers:
+        """The block moves planned since the last call, for one batch that does them before it computes anything.
 
         Until this call their sources are held: blocks that were freed meanwhile can be given out again after it.
         """
-        copies, self._block_copies = self._block_copies, []
+        self._record_evictions()
+        if self._block_copies:
+            num_copies = len(self._block_copies)
+            self.events.totals.copied_blocks += num_copies
+            self._record(KVEventKind.COPY, (), "a shared block is written to", num_copies, 0)
+        transfers = self._host.take_transfers() if self._host else Transfers()
+        transfers.block_copies, self._block_copies = self._block_copies, []
+        transfers.batch_number = self._step
         self._step += 1
         self._pool.release_held()
-        return copies
+        return transfers
 
     def free(self, sequence: Sequence) -> None:
-        """Give up the whole block table; what is computed stays in the cache until its blocks are needed.
+        """Give up all blocks, on device and host; what is computed stays in the cache until its blocks are needed.
 
         Last block first: without a cache a table that is handed out again has its blocks in order, and with it leaves
         are evicted before their prefixes.
         """
-        if self._prefix_cache and sequence.block_table:
-            self._prefix_cache.publish_end(sequence, self._step - 1)
-        self._pool.free(reversed(sequence.block_table))
-        sequence.block_table = []
-        sequence.num_published_blocks = 0
+        self._free_on_device(sequence)
+        if sequence.host_block_table:
+            assert self._host is not None
+            self._host.free(sequence.host_block_table)
+            sequence.host_block_table = []
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """`running`: every sequence that has blocks."""
@@ -144,18 +218,109 @@ class KVCacheManager:
             num_active_blocks=active,
             num_wasted_slots=self._num_wasted_slots(running),
             sharing_ratio=1 - active / references if references else 0.0,
+            num_host_blocks=self._host.pool.num_usable_blocks if self._host else 0,
+            num_host_cached_blocks=self._host.pool.num_cached_blocks if self._host else 0,
+            num_host_free_blocks=self._host.pool.num_free_blocks if self._host else 0,
         )
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raise AssertionError unless the pool agrees with the tables of `sequences`, which are all there are."""
+        """Raise AssertionError unless the pools agree with the tables of `sequences`, which are all there are."""
         self._pool.check_integrity(sequence.block_table for sequence in sequences)
+        if self._host:
+            self._host.check_integrity(sequences)
         for sequence in sequences:
-            num_slots = len(sequence.block_table) * self.block_size
+            assert not (sequence.block_table and sequence.host_block_table), f"{sequence.request_id} is in two places"
+            num_slots = (len(sequence.block_table) + len(sequence.host_block_table)) * self.block_size
             assert sequence.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
 
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        if self._prefix_cache is None:
+            return PrefixMatch([])
+        match = self._prefix_cache.match(sequence, self._step)
+        if self._host is None:
+            return match
+        last = (sequence.num_known_tokens - 1) // self.block_size
+        run = self._host.find_run(sequence.block_hashes[len(match.block_ids) : last])
+        costs = self._costs
+        if not run or (costs and costs.load_seconds(len(run)) >= costs.compute_seconds(len(run) * self.block_size)):
+            return match
+        return PrefixMatch(match.block_ids, host_block_ids=run)
+
+    def _adopt(self, sequence: Sequence, match: PrefixMatch, num_new: int) -> None:
+        num_shared, num_fetched = len(match.block_ids), len(match.host_block_ids)
+        self._pool.share(match.block_ids)
+        source = match.copied_block_id
+        if source is not None:
+            self._pool.share([source])
+            self._pool.hold(source)
+        if self._host:
+            self._host.share(match.host_block_ids)  # before the allocation: what it evicts goes to the host
+        sequence.block_table = match.block_ids + self._pool.allocate(num_new)
+        sequence.num_computed_tokens = (num_shared + num_fetched) * self.block_size
+        sequence.num_published_blocks = num_shared
+        if source is not None:
+            self._pool.free([source])
+            self._block_copies.append(BlockCopy(source, sequence.block_table[num_shared]))
+            sequence.num_computed_tokens += match.num_copied_tokens
+        if self._host and num_fetched:
+            self._host.fetch(match.host_block_ids, sequence.block_table[num_shared : num_shared + num_fetched])
+            self._host.free(match.host_block_ids)
+            self.publish(sequence, sequence.num_computed_tokens)
+        self._count_hits(sequence, num_fetched)
+
+    def _count_hits(self, sequence: Sequence, num_fetched: int) -> None:
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        totals, num_host_tokens = self.events.totals, num_fetched * self.block_size
+        totals.queried_tokens += sequence.num_tokens
+        totals.device_hit_tokens += sequence.num_computed_tokens - num_host_tokens
+        totals.host_hit_tokens += num_host_tokens
+        totals.fetched_blocks += num_fetched
+        if num_fetched:
+            self._record(KVEventKind.FETCH, [sequence], "prefix found on the host", num_fetched, num_host_tokens)
+
+    def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
+        """A device block for each host block: a shared one of `here`, or a new one, which `fetched` notes."""
+        for host_block_id in sequence.host_block_table:
+            block_id = here.get(host_block_id)
+            if block_id is None:
+                block_id = fetched.get(host_block_id)
+                if block_id is None:
+                    (block_id,) = self._pool.allocate(1)
+                    fetched[host_block_id] = block_id
+                else:
+                    self._pool.share([block_id])
+            sequence.block_table.append(block_id)
+
+    def _free_on_device(self, sequence: Sequence) -> None:
+        if self._prefix_cache and sequence.block_table:
+            self._prefix_cache.publish_end(sequence, self._step - 1)
+        self._pool.free(reversed(sequence.block_table))
+        sequence.block_table = []
+        sequence.num_published_blocks = 0
+
     def _on_evict(self, block_id: int, block_hash: bytes) -> None:
-        if self._prefix_cache:
-            self._prefix_cache.forget(block_id)
+        is_full = self._prefix_cache is not None and self._prefix_cache.forget(block_id)
+        is_kept = is_full and self._host is not None and self._host.keep(block_id, block_hash)
+        self._evictions[is_kept] += 1
+
+    def _record_evictions(self) -> None:
+        dropped, kept = self._evictions
+        self._evictions = [0, 0]
+        self.events.totals.evicted_blocks += dropped + kept
+        self.events.totals.offloaded_blocks += kept
+        if dropped:
+            self._record(KVEventKind.EVICT, (), "dropped", dropped, dropped * self.block_size)
+        if kept:
+            self._record(KVEventKind.EVICT, (), "to the host", kept, kept * self.block_size)
+
+    def _record(
+        self, kind: KVEventKind, sequences: Collection[Sequence], reason: str, num_blocks: int, num_tokens: int
+    ) -> None:
+        request_id = next((sequence.request_id for sequence in sequences), "")
+        self.events.record(
+            kind, self._step, request_id=request_id, reason=reason, num_blocks=num_blocks, num_tokens=num_tokens
+        )
 
     def _num_wasted_slots(self, running: Iterable[Sequence]) -> int:
         """Slots of active blocks without a computed token; a shared block counts once, as its fullest owner has it."""

@@ -1,10 +1,13 @@
 """Who is admitted next and who yields when the KV cache is full. Order only: blocks and budgets are the scheduler's.
 
 First come, first served, all or nothing: the newest running sequence yields all its blocks and goes to the front of the
-waiting queue, so every running sequence is older than every waiting one, and the oldest always moves on.
+waiting queue, so every running sequence is older than every waiting one, and the oldest always moves on. The exception:
+one that was preempted twice is pinned until it got a token further, so that it is not preempted again and again.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import takewhile
 
 from engine_worker.scheduling.sequence import Sequence
 
@@ -16,6 +19,9 @@ class FirstComeFirstServed:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
         """A new request: the last in the queue."""
@@ -36,6 +42,10 @@ class FirstComeFirstServed:
         """The sequence, if it was waiting."""
         return self._waiting.pop(request_id, None)
 
-    def choose_victim(self, running: dict[str, Sequence]) -> Sequence:
-        """`running` is in order of admission and not empty; the newest yields."""
-        return next(reversed(running.values()))
+    def choose_victim(self, running: dict[str, Sequence], needing: Sequence) -> Sequence:
+        """Who yields so that `needing` gets a block. `running` is in order of admission: the newest of those after it.
+
+        One that is pinned yields only if all after `needing` are; if there is none, `needing` yields itself.
+        """
+        newest_first = takewhile(lambda sequence: sequence is not needing, reversed(running.values()))
+        return next((s for s in newest_first if not s.is_pinned), next(reversed(running.values())))

@@ -11,7 +11,7 @@ Decides nothing about admission or eviction; blocks and their references are the
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from engine_worker.scheduling.block_hashes import extend_block_hashes, pack_token_ids, parent_hash
@@ -21,11 +21,12 @@ from engine_worker.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks to share, and perhaps one to copy, whose first `num_copied_tokens` slots are right."""
+    """Blocks to share, then blocks to fetch from the host, or one to copy for its first `num_copied_tokens`."""
 
     block_ids: list[int]
     copied_block_id: int | None = None
     num_copied_tokens: int = 0
+    host_block_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class PrefixCache:
         self._block_size = block_size
         self._children: dict[bytes, _Child] = {}  # parent hash -> the block published last under it
         self._parents: dict[int, bytes] = {}  # the same by block id
+        self._partly_filled: set[int] = set()
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
         """The longest prefix that the cache has; at least one token is left to compute, as it must give the logits."""
@@ -74,22 +76,28 @@ class PrefixCache:
         if num_tokens % self._block_size and not self._pool.is_shared(sequence.block_table[index]):
             packed = pack_token_ids(sequence.token_ids(index * self._block_size, num_tokens))
             block_hash = sha256(parent_hash(sequence, index) + packed).digest()
-            self._publish(sequence, index, block_hash, packed, step)
+            if self._publish(sequence, index, block_hash, packed, step):
+                self._partly_filled.add(sequence.block_table[index])
 
-    def forget(self, block_id: int) -> None:
-        """The pool gave the block to somebody else."""
+    def forget(self, block_id: int) -> bool:
+        """The pool gives the block to somebody else; whether it was a full one."""
         parent = self._parents.pop(block_id, None)
         if parent is not None:
             del self._children[parent]
+        is_full = block_id not in self._partly_filled
+        self._partly_filled.discard(block_id)
+        return is_full
 
-    def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> None:
+    def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
         block_id = sequence.block_table[index]
-        if self._pool.publish(block_id, block_hash):
-            parent = parent_hash(sequence, index)
-            if (older := self._children.get(parent)) is not None:
-                del self._parents[older.block_id]
-            self._children[parent] = _Child(block_id, packed, step)
-            self._parents[block_id] = parent
+        if not self._pool.publish(block_id, block_hash):
+            return False
+        parent = parent_hash(sequence, index)
+        if (older := self._children.get(parent)) is not None:
+            del self._parents[older.block_id]
+        self._children[parent] = _Child(block_id, packed, step)
+        self._parents[block_id] = parent
+        return True
 
     def _with_copy(self, sequence: Sequence, block_ids: list[int], limit: int, step: int) -> PrefixMatch:
         child = self._children.get(parent_hash(sequence, len(block_ids)))

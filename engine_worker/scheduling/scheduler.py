@@ -11,10 +11,10 @@ One token budget a step; there is no prefill or decode phase: every sequence's c
     2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
     3. waiting sequences, in order, while seats, budget and blocks last
 
-When a running sequence needs a block and none is free, the newest sequence is preempted: its KV is dropped and computed
-again later. It can't return in the same step, as it needs the blocks it gave, and nobody is admitted into the last free
-blocks (see _headroom_blocks). A sequence that is alone always fits, because none gets longer than `max_num_tokens`: so
-the oldest moves on in every step, and no sequence waits for ever.
+When a running sequence needs a block and none is free, the newest sequence is preempted: its KV goes to host memory, or
+is dropped and computed again later. Nobody is admitted in the same step, and never into the last free blocks (see
+_headroom_blocks). A sequence that is alone always fits, because none gets longer than `max_num_tokens`: so the oldest
+moves on in every step, and no sequence waits for ever.
 
 A sequence that ends while a step with it is running is out at once, and what that step samples for it is dropped. One
 that is preempted then keeps its sample.
@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_events import KVTotals
 from engine_worker.scheduling.policy import FirstComeFirstServed
+from engine_worker.scheduling.preemption import PreemptionMode
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.stats import KVCacheStats
 from engine_worker.scheduling.stop_conditions import ends_with_inflight_token, finish_reason
@@ -96,6 +98,11 @@ class Scheduler:
         return len(self._policy)
 
     @property
+    def num_swapped(self) -> int:
+        """Of those that wait: with their KV in host memory."""
+        return sum(sequence.status is SequenceStatus.SWAPPED for sequence in self._policy)
+
+    @property
     def needs_last_tokens(self) -> bool:
         """Whether a sequence is running whose next step can't be prepared before its last token is known."""
         return any(sequence.needs_last_token_on_host for sequence in self._running.values())
@@ -128,15 +135,25 @@ class Scheduler:
             if sequence.num_uncomputed_tokens == 1 and not ends_with_inflight_token(sequence, self.max_num_tokens)
         ]
         budget = self._prefill_budget(len(scheduled))
-        prefills = self._prefills()
+        prefills = self._prefills(may_admit=not preempted)
         while budget > 0 and (sequence := next(prefills, None)) is not None:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
             scheduled.append(self._plan(sequence, num_new_tokens))
             budget -= num_new_tokens
-        return ScheduledBatch(scheduled, self._kv_cache.take_block_copies(), preempted)
+        transfers = self._kv_cache.take_transfers()
+        return ScheduledBatch(
+            scheduled,
+            transfers.block_copies,
+            preempted,
+            transfers.swap_out,
+            transfers.swap_in,
+            transfers.batch_number,
+        )
 
     def apply(self, batch: ScheduledBatch, result: StepResult) -> list[SequenceUpdate]:
         """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""
+        for time in result.transfer_times:
+            self._kv_cache.events.measured(time.batch_number, time.swap_out_seconds, time.swap_in_seconds)
         updates = []
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
@@ -153,9 +170,15 @@ class Scheduler:
     def kv_cache_stats(self) -> KVCacheStats:
         return self._kv_cache.stats(self._running.values())
 
+    @property
+    def kv_totals(self) -> KVTotals:
+        return self._kv_cache.events.totals
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
-        self._kv_cache.check_integrity(self._running.values())
+        self._kv_cache.check_integrity([*self._running.values(), *self._policy])
+        for sequence in self._policy:
+            assert bool(sequence.host_block_table) == (sequence.status is SequenceStatus.SWAPPED), sequence.request_id
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running.values())
         assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in self._running.values())
         assert self.num_running <= self.config.max_num_seqs
@@ -175,7 +198,7 @@ class Scheduler:
     def _make_room_for(self, sequence: Sequence) -> list[Sequence]:
         preempted: list[Sequence] = []
         while not self._kv_cache.can_allocate(sequence):
-            victim = self._policy.choose_victim(self._running)
+            victim = self._policy.choose_victim(self._running, sequence)
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
@@ -195,11 +218,16 @@ class Scheduler:
         cap = self.config.max_prefill_tokens_with_decodes
         return budget if cap is None or num_decodes == 0 else min(budget, cap)
 
-    def _prefills(self) -> Iterator[Sequence]:
-        """Running sequences that lack more than one token, then new ones, each admitted when it is asked for."""
+    def _prefills(self, may_admit: bool) -> Iterator[Sequence]:
+        """Running sequences that lack more than one token, then new ones, each admitted when it is asked for.
+
+        One whose KV comes from the host is admitted now and takes part in the next step, so that the copy and this step
+        run at the same time.
+        """
         yield from [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens > 1]
-        while (sequence := self._admit()) is not None:
-            yield sequence
+        while may_admit and (sequence := self._admit()) is not None:
+            if not self._kv_cache.is_arriving(sequence):
+                yield sequence
 
     def _admit(self) -> Sequence | None:
         sequence = self._policy.first()
@@ -219,9 +247,9 @@ class Scheduler:
         return self.num_running + 1 if self._running else 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        sequence.num_preemptions += 1
-        self._leave(sequence, SequenceStatus.WAITING)
-        sequence.num_computed_tokens = 0
+        del self._running[sequence.request_id]
+        mode = self._kv_cache.preempt([sequence])
+        sequence.status = SequenceStatus.SWAPPED if mode is PreemptionMode.SWAP else SequenceStatus.WAITING
         self._policy.put_back(sequence)
 
     def _update(
@@ -242,6 +270,7 @@ class Scheduler:
             self._leave(sequence, SequenceStatus.FINISHED)
         else:  # it was preempted while the step that ends it was running, or it never started
             self._policy.remove(sequence.request_id)
+            self._kv_cache.free(sequence)  # in host memory
             sequence.status = SequenceStatus.FINISHED
 
     def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:

@@ -7,8 +7,9 @@
 
 A sequence is never "in prefill" or "in decode": each step computes some tokens more, and a step that reaches the end
 samples the next one. Both counts move when a step is scheduled; the token itself comes when the step is applied, one
-step later if the engine runs ahead. A preempted sequence has num_computed_tokens = 0 again and is otherwise unchanged.
-One whose prefix is in the cache starts with num_computed_tokens > 0.
+step later if the engine runs ahead. A sequence preempted by recompute has num_computed_tokens = 0 again, one that is
+swapped keeps its count; they are otherwise unchanged. One whose prefix is in the cache starts with num_computed_tokens
+> 0.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from shared.messages import SamplingParams
 
 
 class SequenceStatus(StrEnum):
-    WAITING = "waiting"  # never scheduled, or preempted: holds no blocks
+    WAITING = "waiting"  # never scheduled, or preempted by recompute: holds no blocks
+    SWAPPED = "swapped"  # preempted: waits, and its KV is in the blocks of its host block table
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -37,6 +39,9 @@ class Sequence:
     num_computed_tokens: int = 0  # those of steps that still run included
     num_inflight_tokens: int = 0  # of steps that still run: 0 or 1 between two calls of the scheduler
     num_preemptions: int = 0
+    num_tokens_when_preempted: int = 0
+    num_dropped_tokens: int = 0  # that had been computed when it was preempted by recompute
+    host_block_table: list[int] = field(default_factory=list)  # while swapped: blocks in host memory
     # The prefix cache's notes. A block's hash covers all tokens up to its end, and the root: who may share with whom.
     cache_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed once
@@ -60,6 +65,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_inflight_tokens
+
+    @property
+    def is_pinned(self) -> bool:
+        """Preempted more than once and no token further since it came back: others yield before it, so it moves on."""
+        return self.num_preemptions > 1 and self.num_tokens <= self.num_tokens_when_preempted
 
     @property
     def num_known_tokens(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from engine_worker.scheduling.kv_events import KVTotals
 from shared.messages import FinishReason
 
 ERROR = "error"  # the end of a request that has no FinishReason
@@ -23,6 +24,9 @@ class KVCacheStats:
     num_active_blocks: int
     num_wasted_slots: int  # internal waste: slots of active blocks that hold no computed token (yet)
     sharing_ratio: float  # blocks saved by sharing: 1 - active blocks / entries in all block tables
+    num_host_blocks: int = 0  # in host memory; used by swapped sequences + cached + free
+    num_host_cached_blocks: int = 0
+    num_host_free_blocks: int = 0
 
     @property
     def num_available_blocks(self) -> int:
@@ -56,8 +60,9 @@ class EngineCounters:
     computed_tokens: int  # every token that went through the model, those computed again after a preemption too
     prompt_tokens_computed: int  # those of them that belong to prompts
     generated_tokens: int
+    recomputed_tokens: int  # computed again because their sequence was preempted
     preemptions: Mapping[str, int]  # by mode: recompute, swap
-    swapped_in_blocks: int
+    swapped_in_blocks: int  # from the host to the device, for returning sequences and for prefixes
     swapped_out_blocks: int
     finished: Mapping[str, int]  # by reason: stop, length, cancelled, error
 
@@ -69,22 +74,24 @@ class EngineStats:
     kv_cache: KVCacheStats
     last_step: StepStats
     counters: EngineCounters
+    kv_totals: KVTotals = field(default_factory=KVTotals)
+    num_swapped: int = 0  # of those that wait
 
 
 class StepRecorder:
     def __init__(self) -> None:
         self.last_step = StepStats()
-        self._steps = self._computed = self._prompt_computed = self._generated = self._preemptions = 0
+        self._steps = self._computed = self._prompt_computed = self._recomputed = self._generated = 0
         self._finished = dict.fromkeys([*FinishReason, ERROR], 0)
-
-    def record_preemptions(self, number: int) -> None:
-        self._preemptions += number
 
     def record_no_step(self) -> None:
         """Requests may have ended, or a step begun that ends later; nothing was computed."""
         self.last_step = StepStats()
 
     def record_step(self, batch: ScheduledBatch, num_sampled_tokens: int, phase_seconds: Mapping[str, float]) -> None:
+        if not batch.sequences:  # it only moved blocks
+            self.record_no_step()
+            return
         self.last_step = StepStats(
             num_sequences=len(batch.sequences),
             num_tokens=batch.num_tokens,
@@ -94,20 +101,22 @@ class StepRecorder:
         self._steps += 1
         self._computed += batch.num_tokens
         self._prompt_computed += sum(map(_num_prompt_tokens, batch.sequences))
+        self._recomputed += sum(map(_num_recomputed_tokens, batch.sequences))
         self._generated += num_sampled_tokens
 
     def record_end(self, reason: str) -> None:
         self._finished[reason] += 1
 
-    def counters(self) -> EngineCounters:
+    def counters(self, kv: KVTotals) -> EngineCounters:
         return EngineCounters(
             steps=self._steps,
             computed_tokens=self._computed,
             prompt_tokens_computed=self._prompt_computed,
             generated_tokens=self._generated,
-            preemptions={"recompute": self._preemptions, "swap": 0},
-            swapped_in_blocks=0,
-            swapped_out_blocks=0,
+            recomputed_tokens=self._recomputed,
+            preemptions={"recompute": kv.recompute_preemptions, "swap": kv.swap_preemptions},
+            swapped_in_blocks=kv.swapped_in_blocks + kv.fetched_blocks,
+            swapped_out_blocks=kv.swapped_out_blocks + kv.offloaded_blocks,
             finished={str(reason): count for reason, count in self._finished.items()},
         )
 
@@ -115,3 +124,7 @@ class StepRecorder:
 def _num_prompt_tokens(scheduled: ScheduledSequence) -> int:
     num_prompt = scheduled.sequence.num_prompt_tokens
     return min(scheduled.start + scheduled.num_new_tokens, num_prompt) - min(scheduled.start, num_prompt)
+
+
+def _num_recomputed_tokens(scheduled: ScheduledSequence) -> int:
+    return max(0, min(scheduled.end, scheduled.sequence.num_dropped_tokens) - scheduled.start)

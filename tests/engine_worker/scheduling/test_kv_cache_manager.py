@@ -85,8 +85,8 @@ def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() 
     kv_cache.allocate(first)
     kv_cache.allocate(second)  # alone in its block now: no copy
     assert (first.block_table, second.block_table) == ([1, 3], [1, 2])
-    assert kv_cache.take_block_copies() == [BlockCopy(2, 3)]
-    assert kv_cache.take_block_copies() == []
+    assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
+    assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([first, second])
 
 
@@ -98,7 +98,7 @@ def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
         assert kv_cache.num_missing_blocks(child) == 1
         kv_cache.allocate(child)
     assert [child.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
-    assert kv_cache.take_block_copies() == []
+    assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([parent, *children])
 
 
@@ -112,7 +112,7 @@ def test_the_source_of_a_copy_is_not_given_out_in_the_same_schedule() -> None:
     kv_cache.allocate(other)
     assert other.block_table == [4, 5]
     assert not kv_cache.can_allocate(make_sequence(1))
-    assert kv_cache.take_block_copies() == [BlockCopy(2, 3)]
+    assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.can_allocate(make_sequence(4))
     kv_cache.check_integrity([child, other])
 
@@ -124,7 +124,7 @@ def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None
     kv_cache.fork(parent, child)
     parent.num_computed_tokens = child.num_computed_tokens = 4
     kv_cache.allocate(child)
-    assert (child.block_table, kv_cache.take_block_copies()) == ([1, 3], [])
+    assert (child.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])
 
 
 def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> None:

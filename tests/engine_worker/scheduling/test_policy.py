@@ -1,6 +1,9 @@
 """First come, first served: the queue's order, also after put_back and remove."""
 
+import pytest
+
 from engine_worker.scheduling.policy import FirstComeFirstServed
+from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
 
@@ -17,6 +20,36 @@ def test_order_of_admission() -> None:
     assert policy.first() is None
 
 
-def test_the_newest_running_sequence_yields() -> None:
-    running = {sequence.request_id: sequence for sequence in (make_sequence() for _ in range(3))}
-    assert FirstComeFirstServed().choose_victim(running) is list(running.values())[-1]
+def running_sequences(*num_preemptions: int) -> dict[str, Sequence]:
+    """In order of admission; none has got a token since it was preempted."""
+    running = {}
+    for number in num_preemptions:
+        sequence = make_sequence()
+        sequence.num_preemptions, sequence.num_tokens_when_preempted = number, sequence.num_tokens
+        running[sequence.request_id] = sequence
+    return running
+
+
+@pytest.mark.parametrize(
+    ("num_preemptions", "needing", "victim"),
+    [
+        ((0, 0, 0), 0, 2),  # the newest
+        ((0, 0, 1), 0, 2),
+        ((0, 0, 2), 0, 1),  # the newest is pinned
+        ((0, 2, 2), 0, 2),  # all that are newer are
+        ((0, 0, 2), 1, 2),  # nobody yields to one that is newer
+        ((0, 0, 0), 2, 2),  # itself
+        ((2, 2, 2), 2, 2),
+    ],
+)
+def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
+    running = running_sequences(*num_preemptions)
+    in_order = list(running.values())
+    assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
+
+
+def test_a_token_more_unpins() -> None:
+    running = running_sequences(0, 0, 2)
+    first, _, newest = running.values()
+    newest.output_token_ids.append(1)
+    assert FirstComeFirstServed().choose_victim(running, first) is newest

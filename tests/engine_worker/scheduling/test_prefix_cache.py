@@ -40,7 +40,7 @@ def admit(
 def finish_step(kv_cache: KVCacheManager, *sequences: Sequence) -> list[BlockCopy]:
     for sequence in sequences:
         sequence.num_computed_tokens = sequence.num_tokens
-    return kv_cache.take_block_copies()
+    return kv_cache.take_transfers().block_copies
 
 
 def test_full_blocks_are_shared_while_their_owner_runs_and_after_it_left() -> None:

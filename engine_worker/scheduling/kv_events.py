@@ -1,0 +1,99 @@
+"""Why blocks moved: each preemption, swap, eviction and copy as an event in a bounded ring, and as totals.
+
+An event says who gave or got blocks, why, how many blocks and tokens, and, once the executor has measured it, how long
+the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clock is passed in.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from itertools import islice
+
+RING_EVENTS = 4_096  # about 1 MiB; a busy worker under pressure fills it in minutes
+
+
+class KVEventKind(StrEnum):
+    SWAP_OUT = "swap_out"  # a running sequence yields; its KV goes to host memory
+    RECOMPUTE = "recompute"  # a running sequence yields; its KV is computed again later
+    SWAP_IN = "swap_in"  # a swapped sequence comes back
+    EVICT = "evict"  # the prefix cache loses blocks that no sequence uses; `reason` says where they go
+    FETCH = "fetch"  # a prefix comes back from host memory
+    COPY = "copy"  # blocks are copied on the device before a sequence writes to them
+
+
+@dataclass(slots=True)
+class KVEvent:
+    number: int  # counts from 1
+    step: int
+    time_seconds: float
+    kind: KVEventKind
+    request_id: str  # "" for evictions: nobody used the blocks
+    reason: str
+    num_blocks: int  # that are moved, copied or dropped
+    num_bytes: int
+    num_tokens: int  # of the sequence that are affected
+    milliseconds: float | None = None  # of the transfers of that step in this direction, when they have been measured
+
+
+@dataclass(slots=True)
+class KVTotals:
+    """Since the worker started; in blocks, or tokens where the name says so."""
+
+    swap_preemptions: int = 0
+    recompute_preemptions: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    offloaded_blocks: int = 0  # evicted prefixes copied to the host
+    fetched_blocks: int = 0  # prefixes copied back
+    copied_blocks: int = 0
+    evicted_blocks: int = 0  # on the device
+    evicted_host_blocks: int = 0
+    queried_tokens: int = 0  # of prompts that were looked up in the prefix cache
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    swap_out_seconds: float = 0.0
+    swap_in_seconds: float = 0.0
+
+
+class KVEventLog:
+    def __init__(self, block_bytes: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._events: deque[KVEvent] = deque(maxlen=RING_EVENTS)
+        self._num_recorded = 0
+        self.totals = KVTotals()
+
+    def record(
+        self, kind: KVEventKind, step: int, *, request_id: str = "", reason: str, num_blocks: int, num_tokens: int
+    ) -> None:
+        self._num_recorded += 1
+        num_bytes = num_blocks * self._block_bytes
+        now = self._clock()
+        event = KVEvent(self._num_recorded, step, now, kind, request_id, reason, num_blocks, num_bytes, num_tokens)
+        self._events.append(event)
+
+    def measured(self, step: int, swap_out_seconds: float, swap_in_seconds: float) -> None:
+        """How long the transfers of the batch of `step` took on their streams."""
+        self.totals.swap_out_seconds += swap_out_seconds
+        self.totals.swap_in_seconds += swap_in_seconds
+        for event in reversed(self._events):
+            if event.step < step:
+                return
+            if event.step == step and event.kind in _OUT:
+                event.milliseconds = swap_out_seconds * 1e3
+            elif event.step == step and event.kind in _IN:
+                event.milliseconds = swap_in_seconds * 1e3
+
+    def since(self, number: int, limit: int = RING_EVENTS) -> dict[str, object]:
+        """Events after `number`, oldest first; `num_lost` of them have left the ring before they were asked for."""
+        oldest = self._events[0].number if self._events else self._num_recorded + 1
+        first = max(0, number + 1 - oldest)
+        events: Iterable[KVEvent] = islice(self._events, first, first + limit)
+        found = [asdict(event) for event in events]
+        num_lost = max(0, oldest - number - 1)
+        return {"events": found, "last": found[-1]["number"] if found else number, "num_lost": num_lost}
+
+
+_OUT = frozenset({KVEventKind.SWAP_OUT, KVEventKind.EVICT})
+_IN = frozenset({KVEventKind.SWAP_IN, KVEventKind.FETCH})

@@ -1,0 +1,63 @@
+"""How a sequence that must yield its blocks gets its KV back: from host memory, or by computing it again.
+
+By setting, or by what costs fewer seconds with the speeds that were measured when the worker started (transfer_costs).
+Swapping overlaps with the steps and computing does not, so counting its whole time is in favour of computing. A group
+of sequences is swapped as a whole or not at all. Moves nothing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.host_tier import HostTier
+from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.transfer_costs import TransferCosts
+
+
+class PreemptionMode(StrEnum):
+    """How a sequence that must yield its blocks gets its KV back."""
+
+    AUTO = "auto"  # whichever is measured to be cheaper
+    SWAP = "swap"  # by host memory, as long as there is room
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTierConfig:
+    num_blocks: int  # of the executor's host pool, block 0 included
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    costs: TransferCosts | None = None  # None: a transfer is always cheaper than computing again
+
+
+class PreemptionChoice:
+    def __init__(self, config: HostTierConfig | None, host: HostTier | None, pool: BlockPool, block_size: int) -> None:
+        self._config = config
+        self._host = host
+        self._pool = pool
+        self._block_size = block_size
+
+    def choose(self, sequences: Collection[Sequence]) -> tuple[PreemptionMode, str]:
+        """SWAP or RECOMPUTE for all of `sequences` together, and why."""
+        if self._host is None or self._config is None:
+            return PreemptionMode.RECOMPUTE, "there is no host pool"
+        if not any(sequence.num_computed_tokens for sequence in sequences):
+            return PreemptionMode.RECOMPUTE, "nothing is computed"
+        if self._config.preemption_mode is not PreemptionMode.RECOMPUTE and not self._host.has_room(sequences):
+            return PreemptionMode.RECOMPUTE, "the host pool is full"
+        if self._config.preemption_mode is not PreemptionMode.AUTO:
+            return self._config.preemption_mode, "by setting"
+        costs = self._config.costs
+        if costs is None or self._swap_seconds(self._host, sequences, costs) < self._compute_seconds(sequences, costs):
+            return PreemptionMode.SWAP, "cheaper than computing again"
+        return PreemptionMode.RECOMPUTE, "cheaper than swapping"
+
+    def _swap_seconds(self, host: HostTier, sequences: Collection[Sequence], costs: TransferCosts) -> float:
+        num_blocks = len({block_id for sequence in sequences for block_id in sequence.block_table})
+        return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.load_seconds(num_blocks)
+
+    def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
+        """Of the tokens that no other sequence keeps on the device."""
+        num_computed = sum(sequence.num_computed_tokens for sequence in sequences)
+        num_shared = sum(self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.block_table)
+        return costs.compute_seconds(max(0, num_computed - num_shared * self._block_size))
