@@ -79,15 +79,12 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, Sequence] = {}  # by request id, in order of admission
+        # The longest a sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
+        self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
 
     @property
     def capacity_tokens(self) -> int:
         return self._kv_cache.capacity_tokens
-
-    @property
-    def max_num_tokens(self) -> int:
-        """The longest a sequence gets, prompt and output: the model's context, or the whole KV cache if smaller."""
-        return min(self.config.max_model_len, self._kv_cache.capacity_tokens)
 
     @property
     def num_running(self) -> int:
