@@ -11,6 +11,7 @@ import time
 from engine_worker.__main__ import run
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging
@@ -25,15 +26,23 @@ def main() -> int:
     parser.add_argument("--script-step-seconds", type=float, default=0.0)
     parser.add_argument("--script-hang-at-step", type=int, default=0)
     parser.add_argument("--script-raise-at-step", type=int, default=0)
+    parser.add_argument("--script-poison-token", type=int, default=-1, help="in a prompt, it kills the process")
+    parser.add_argument("--script-poison-after", type=int, default=0, help="from this output index on")
     script, argv = parser.parse_known_args()
     settings = load_settings(WorkerSettings, argv, os.environ, prog="pagestream worker").settings
     configure_logging(settings.log_format)
     num_steps = 0
 
+    def is_lethal(sequence: Sequence) -> bool:
+        poisoned = script.script_poison_token in sequence.prompt_token_ids
+        return poisoned and sequence.num_output_tokens >= script.script_poison_after
+
     def before_step(batch: ScheduledBatch) -> None:
         nonlocal num_steps
         num_steps += 1
         time.sleep(script.script_step_seconds)  # the script's own pace, not a wait
+        if any(is_lethal(scheduled.sequence) for scheduled in batch.sequences):
+            os._exit(139)  # what a segmentation fault would leave
         if num_steps == script.script_hang_at_step:
             time.sleep(3600)
         if num_steps == script.script_raise_at_step:

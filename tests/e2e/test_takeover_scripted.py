@@ -5,18 +5,16 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gateway.inference_client import InferenceClient
-from shared.messages import FinishEvent, GenerationRequest, TokenEvent
 from shared.reaping import reap_workers_with_prefix
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from tests.builders import expected_output, make_request
 from tests.conftest import Valkey
 from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
+from tests.e2e.reader import Reader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 
@@ -48,35 +46,6 @@ async def client(connections: RedisConnections, keys: RedisKeys) -> AsyncIterato
     await client.start()
     yield client
     await client.close()
-
-
-class Reader:
-    """Submits one request and reads its stream; checks that each index comes once, in order."""
-
-    def __init__(self, client: InferenceClient, **sampling: Any) -> None:
-        self.request: GenerationRequest = make_request(20, ignore_eos=True, **sampling)
-        self.tokens: list[int] = []
-        self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client))
-
-    async def _read(self, client: InferenceClient) -> FinishEvent:
-        async for event in await client.submit(self.request):
-            if isinstance(event, TokenEvent):
-                assert event.index == len(self.tokens)
-                self.tokens += event.token_ids
-            else:
-                assert isinstance(event, FinishEvent), event
-                return event
-        raise AssertionError("the stream ended without a terminal event")
-
-    async def has(self, num_tokens: int) -> None:
-        async with asyncio.timeout(STOP_SECONDS):
-            while len(self.tokens) < num_tokens:
-                await asyncio.sleep(0.005)
-
-    async def check_complete(self) -> None:
-        end = await asyncio.wait_for(self.finished, STOP_SECONDS)
-        assert self.tokens == expected_output(self.request, max_num_tokens=2048)
-        assert end.usage.completion_tokens == len(self.tokens)
 
 
 async def exit_status(process: "subprocess.Popen[bytes]") -> int:

@@ -1,0 +1,75 @@
+"""Cuts, silence, delay and lost replies between the store and one side. Every stream is whole in the end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.faults.conftest import World
+from tests.faults.tcp_proxy import TcpProxy
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis]
+StartWorld = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture(params=["worker", "client"])
+def faulty_side(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def running(start_world: StartWorld, faulty_side: str) -> tuple[World, list]:  # type: ignore[type-arg]
+    world = await start_world(client_through_proxy=faulty_side == "client")
+    world.start_worker("w0", "--script-step-seconds", "0.02", through_proxy=faulty_side == "worker")
+    readers = world.read(4, max_tokens=150)
+    await world.all_have(readers, 20)
+    return world, readers
+
+
+async def test_connections_are_reset(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+    world, readers = await running(start_world, faulty_side)
+    for _ in range(5):
+        proxy.cut()
+        await asyncio.sleep(0.1)  # the fault's rhythm
+    await world.all_complete(readers)
+    await world.nothing_is_left()
+
+
+async def test_the_way_is_down_for_three_seconds(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+    world, readers = await running(start_world, faulty_side)
+    proxy.is_down = True
+    proxy.cut()
+    await asyncio.sleep(3)  # the fault's length
+    proxy.is_down = False
+    await world.all_complete(readers)
+
+
+async def test_replies_are_lost(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+    """The store has done what the caller believes undone: scripts that are repeated must change nothing."""
+    world, readers = await running(start_world, faulty_side)
+    for _ in range(8):
+        proxy.swallow_replies(1)
+        await asyncio.sleep(0.1)  # the fault's rhythm
+    await world.all_complete(readers)
+    assert proxy.num_swallowed_replies >= 4
+    await world.nothing_is_left()
+
+
+async def test_every_reply_is_late(start_world: StartWorld, proxy: TcpProxy, faulty_side: str) -> None:
+    world, readers = await running(start_world, faulty_side)
+    proxy.delay_seconds = 0.5
+    await asyncio.sleep(3)  # the fault's length
+    proxy.delay_seconds = 0.0
+    await world.all_complete(readers)
+
+
+async def test_a_half_open_worker_is_replaced_and_fenced(start_world: StartWorld, proxy: TcpProxy) -> None:
+    """Bytes vanish and connections stay: it fences itself after 10 s, after 15 missed beats another goes on."""
+    world, readers = await running(start_world, "worker")
+    proxy.is_silent = True
+    world.start_worker("w1")
+    await world.all_complete(readers)
+    proxy.is_silent = False
+    proxy.cut()
+    later = world.read(2, max_tokens=50)
+    await world.all_complete(later)
+    await world.nothing_is_left()
