@@ -16,13 +16,14 @@ from pagestream.serve_settings import DEMO, ServeSettings, split_flags
 from shared.settings import SettingsError, build_parser, load_settings
 from shared.version import VERSION
 
-MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench"}
+MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench", "estimate": "engine_worker.estimate"}
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
   gateway         the HTTP gateway alone
   worker          one engine worker alone
   bench           measure an OpenAI-compatible server, or the engine alone
+  estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   dlq             requests that kept killing their workers: list, show, retry, drop
   doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk

@@ -1,0 +1,124 @@
+"""pagestream estimate MODEL: what a model will take of a device's memory, and how many sequences fit beside it.
+
+Reads config.json only: no weights, no torch, no device. Tells parameters, bytes of weights, KV per token and block, and
+how many sequences of --max-model-len tokens, and of shorter ones, the KV cache holds. The worker measures instead: it
+sizes the KV cache by what is free after the weights are loaded.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine_worker.model.config import ModelConfig
+from shared.settings import SettingsError, parse_bytes, parse_count
+
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORTER_TOKENS = (1024, 4096, 16384)
+
+
+class DoesNotFit(ValueError):
+    """The weights alone, or one sequence beside them, take more than there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    parameters: int
+    dtype: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_block_bytes: int
+    kv_cache_bytes: int
+    kv_blocks: int
+    max_model_len: int
+    sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        return self.kv_blocks * (self.kv_block_bytes // self.kv_bytes_per_token)
+
+
+def estimate(
+    config: ModelConfig, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
+) -> Estimate:
+    """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit."""
+    itemsize = BYTES_OF_DTYPE[dtype]
+    parameters = num_parameters(config)
+    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
+    kv_bytes = int(memory_bytes * memory_ratio) - parameters * itemsize
+    blocks = max(0, kv_bytes // (per_token * block_size) - 1)  # one is padding
+    fitting = {tokens: blocks // -(-tokens // block_size) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    if not fitting[max_model_len]:
+        raise DoesNotFit(
+            f"{parameters * itemsize / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
+            f"sequence of {max_model_len} tokens takes {per_token * max_model_len / 2**30:.1f} GiB"
+        )
+    return Estimate(
+        parameters=parameters,
+        dtype=dtype,
+        weights_bytes=parameters * itemsize,
+        kv_bytes_per_token=per_token,
+        kv_block_bytes=per_token * block_size,
+        kv_cache_bytes=kv_bytes,
+        kv_blocks=blocks,
+        max_model_len=max_model_len,
+        sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
+    )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    hidden, head = config.hidden_size, config.head_dim
+    attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
+    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return config.num_layers * layer + embeddings + hidden
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        config = ModelConfig.from_directory(options.model)
+        length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
+        found = estimate(
+            config,
+            memory_bytes=parse_bytes(options.gpu_memory),
+            memory_ratio=options.gpu_memory_utilization,
+            block_size=options.block_size,
+            max_model_len=length,
+            dtype=options.dtype or config.dtype,
+        )
+    except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
+        sys.stderr.write(f"pagestream estimate: {error}\n")
+        return 1
+    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found))
+    return 0
+
+
+def _text(found: Estimate) -> str:
+    weights, kv_cache = (num_bytes / 2**30 for num_bytes in (found.weights_bytes, found.kv_cache_bytes))
+    token, block = found.kv_bytes_per_token / 1024, found.kv_block_bytes / 1024
+    lines = [
+        f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}",
+        f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
+        f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block",
+    ]
+    lines += [f"sequences   {count:8,} of {tokens:,} tokens" for tokens, count in found.sequences_at_tokens.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream estimate", description="Memory that a model takes, beforehand.")
+    parser.add_argument("model", type=Path, help="model directory; only config.json is read")
+    parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
+    parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
+    parser.add_argument("--dtype", choices=sorted(BYTES_OF_DTYPE), help="default: as saved")
+    parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32, 64))
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

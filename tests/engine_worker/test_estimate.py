@@ -1,0 +1,74 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.estimate import DoesNotFit, Estimate, estimate, main, num_parameters
+from engine_worker.execution.kv_cache import block_bytes
+from engine_worker.model.config import ModelConfig
+from engine_worker.model.transformer import Transformer
+from engine_worker.model.weights import RandomWeights
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def of_llama(**changes: object) -> Estimate:
+    config = ModelConfig.from_json(LLAMA_8B, {})
+    usual = {"memory_bytes": 141 * 10**9, "memory_ratio": 0.9, "block_size": 16, "max_model_len": 8192}
+    return estimate(config, **{**usual, "dtype": "bfloat16", **changes})  # type: ignore[arg-type]
+
+
+def test_llama_8b_as_its_authors_count_it() -> None:
+    found = of_llama()
+    assert found.parameters == 8_030_261_248  # "8.03B" in the model's card
+    assert found.kv_bytes_per_token == 131_072
+    kv_bytes = int(141 * 10**9 * 0.9) - 2 * 8_030_261_248
+    assert found.kv_blocks == kv_bytes // 2**21 - 1
+    assert found.sequences_at_tokens == {
+        1024: found.kv_blocks // 64,
+        4096: found.kv_blocks // 256,
+        8192: found.kv_blocks // 512,
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
+    config = ModelConfig.from_json(
+        {**LLAMA_8B, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}, {},
+    )  # fmt: skip
+    config = replace(config, tie_word_embeddings=tied)
+    weights = RandomWeights(torch.device("cpu"), torch.float32)
+    Transformer(config, weights, max_len=64)
+    assert num_parameters(config) * 4 == weights.loaded_bytes
+    found = estimate(config, memory_bytes=2**20, memory_ratio=0.9, block_size=8, max_model_len=64, dtype="float32")
+    assert found.kv_block_bytes == block_bytes(config, 8, torch.float32)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(DoesNotFit, match=r"15.0 GiB of weights leave 3.9 GiB for KV; .* 131072 tokens takes 16.0 GiB"):
+        of_llama(memory_bytes=21 * 2**30, max_model_len=131072)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main([str(tmp_path), "--gpu-memory", "80G", "--max-model-len", "8K", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_model_len"] == 8192
+    assert main([str(tmp_path)]) == 0
+    assert "8.03 G parameters in bfloat16" in capsys.readouterr().out
+    assert main([str(tmp_path / "none")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, engine_worker.estimate; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
