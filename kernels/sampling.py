@@ -11,7 +11,7 @@ depends on (seed, output index, group or token id) alone: not on the row's place
 CPU and a GPU draw the same token, but for near-ties that fp32 rounding decides. min-p, top-k and top-p each keep a
 prefix of the row in descending order; equal scores at the edge are kept together.
 
-The functions here are the reference, which serves CPU tensors; those on CUDA go to sampling_kernels.py. Knows nothing
+The functions here are the reference, which serves CPU tensors; those on CUDA go to sampling_cuda.py. Knows nothing
 of sequences, penalties or vocabularies' meaning.
 """
 
@@ -43,7 +43,11 @@ class SamplingRows:
 
 
 def sample_tokens(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
-    return sample_tokens_reference(scores, rows)
+    if not scores.is_cuda:
+        return sample_tokens_reference(scores, rows)
+    from kernels.sampling_cuda import sample_tokens_triton  # noqa: PLC0415 - imports triton, which a CPU has not
+
+    return sample_tokens_triton(scores, rows)
 
 
 def sample_tokens_reference(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,9 @@ def _prefix_floor(
     vocab_size = log_weights.shape[1]
     num_sorted = min(num_sorted, vocab_size)
     largest = log_weights.topk(num_sorted, dim=-1).values.double()
-    left = (torch.arange(num_sorted, device=largest.device) < top_k) & (largest >= floor)
+    kth = largest.gather(1, top_k.clamp(max=num_sorted) - 1)
+    floor = torch.where(top_k <= num_sorted, torch.maximum(floor, kth.to(floor.dtype)), floor)
+    left = largest >= floor
     left_weights = largest.exp() * left
     # Without top-k and min-p the whole row is left, and its mass is known before it is sorted.
     whole_row = (top_k >= vocab_size) & (floor == -math.inf)
@@ -128,7 +134,7 @@ def _prefix_floor(
     kept[:, 0] = True  # top_p = 0 still leaves the best token
     result = largest.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).to(floor.dtype)
 
-    undecided = torch.where(whole_row, kept[:, -1:], left[:, -1:] & (top_k > num_sorted))
+    undecided = torch.where(whole_row, kept[:, -1:], left[:, -1:])
     if num_sorted < vocab_size and undecided.any():
         rows = undecided.squeeze(1).nonzero().squeeze(1)
         result[rows] = _prefix_floor(

@@ -26,6 +26,8 @@ from kernels.kv_cache_store import store_kv_triton
 from kernels.paged_attention import paged_attention_triton
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import rotary_embedding_triton
+from kernels.sampling import SamplingRows
+from kernels.sampling_cuda import sample_tokens_triton
 from kernels.silu_and_mul import silu_and_mul_triton
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -89,6 +91,21 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
     return launch
 
 
+def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
+    def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    integers, numbers = empty(256, dtype=torch.int64), empty(256, dtype=torch.float64)
+    rows = SamplingRows(integers, integers, numbers, numbers, integers, numbers, integers, integers)
+
+    def launch() -> None:
+        scores = empty(256, vocab_size, dtype=dtype)
+        sample_tokens_triton(scores, None)
+        sample_tokens_triton(scores, rows)
+
+    return launch
+
+
 def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
     ptx = kernel.asm["ptx"]
     return {
@@ -125,6 +142,9 @@ def main() -> None:
         "attention smollm2-135m bf16 block 16": attention("smollm2-135m", torch.bfloat16, 16),
         "attention llama-8b bf16 block 64": attention("llama-8b", torch.bfloat16, 64),
         "attention llama-8b fp32 block 16": attention("llama-8b", torch.float32, 16),
+        "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
+        "sampling smollm2-135m bf16": sampling(49_152, torch.bfloat16),
+        "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
     }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench.gpu_check import Check, all_checks
+from bench.sampling import run_checks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,3 +17,8 @@ CHECKS = all_checks()
 def test_kernel_on_the_gpu_equals_the_float64_reference(check: Check) -> None:
     for error in check(torch.Generator(device="cuda").manual_seed(0)):
         assert error.passed, error
+
+
+def test_sampling_on_the_gpu_equals_the_reference() -> None:
+    failed = [result for result in run_checks() if not result["passed"]]
+    assert not failed
