@@ -11,35 +11,15 @@ depends on (seed, output index, group or token id) alone: not on the row's place
 CPU and a GPU draw the same token, but for near-ties that fp32 rounding decides. min-p, top-k and top-p each keep a
 prefix of the row in descending order; equal scores at the edge are kept together.
 
-The functions here are the reference, which serves CPU tensors; those on CUDA go to sampling_cuda.py. Knows nothing
-of sequences, penalties or vocabularies' meaning.
+CPU tensors go to the reference in sampling_reference.py, those on CUDA to sampling_cuda.py. Knows nothing of sequences,
+penalties or vocabularies' meaning.
 """
 
-import math
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from kernels.counter_based_noise import draw_keys, gumbel_noise
+from kernels.sampling_reference import SamplingRows, sample_tokens_reference
 
-# Tokens of one group of the two-level draw. Part of the answer: another value draws other tokens for the same seed.
-# 128 divides the vocabularies of Llama 3 (128256), Qwen (151936) and SmolLM2 (49152), so their logits need no padding.
-GROUP_SIZE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each row is sampled, on the device of the scores. Rows of temperature 0 take the argmax."""
-
-    seeds: Tensor  # [N] int64
-    indices: Tensor  # [N] int64, of the token in its sequence's output
-    temperature: Tensor  # [N] float64, 0 or at least 1e-30: below, a division overflows float32
-    log_min_p: Tensor  # [N] float64; -inf = off
-    top_k: Tensor  # [N] int64; 0 = off
-    top_p: Tensor  # [N] float64; 1 = off
-    random_rows: Tensor  # [R] int64: the rows whose temperature is not 0
-    truncated_rows: Tensor  # [Q] int64: the random rows that have min-p, top-k or top-p
+__all__ = ["SamplingRows", "sample_tokens"]
 
 
 def sample_tokens(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
@@ -48,96 +28,3 @@ def sample_tokens(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Te
     from kernels.sampling_cuda import sample_tokens_triton  # noqa: PLC0415 - imports triton, which a CPU has not
 
     return sample_tokens_triton(scores, rows)
-
-
-def sample_tokens_reference(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
-    scores = scores.float()
-    best, token_ids = scores.max(dim=-1)
-    if rows is None:
-        return token_ids, best
-    drawn = _draw(scores[rows.random_rows], best[rows.random_rows, None], _selected(rows, rows.random_rows))
-    return token_ids.index_copy(0, rows.random_rows, drawn), best
-
-
-def _selected(rows: SamplingRows, chosen: Tensor) -> SamplingRows:
-    everyone = torch.arange(chosen.shape[0], device=chosen.device)
-    return SamplingRows(
-        seeds=rows.seeds[chosen],
-        indices=rows.indices[chosen],
-        temperature=rows.temperature[chosen],
-        log_min_p=rows.log_min_p[chosen],
-        top_k=rows.top_k[chosen],
-        top_p=rows.top_p[chosen],
-        random_rows=everyone,
-        truncated_rows=everyone[torch.isin(chosen, rows.truncated_rows)],
-    )
-
-
-def _draw(scores: Tensor, best: Tensor, rows: SamplingRows) -> Tensor:
-    """One token id for each row of `scores`, which it overwrites; `best` [R, 1] is each row's maximum."""
-    log_weights = scores.sub_(best).div_(rows.temperature.float()[:, None])
-    weights = log_weights.exp()
-    floor = _floor(log_weights, weights, rows) if rows.truncated_rows.shape[0] else None
-    if floor is not None:
-        weights.mul_(log_weights >= floor)
-
-    padding = -scores.shape[1] % GROUP_SIZE
-    if padding:
-        weights = torch.nn.functional.pad(weights, (0, padding))
-        log_weights = torch.nn.functional.pad(log_weights, (0, padding), value=-math.inf)
-    groups = weights.view(scores.shape[0], -1, GROUP_SIZE)
-    keys = draw_keys(rows.seeds, rows.indices)
-    group_ids = torch.arange(groups.shape[1], device=scores.device).expand(scores.shape[0], -1)
-    group = (groups.sum(dim=-1).log() + gumbel_noise(keys, 0, group_ids)).argmax(dim=-1, keepdim=True)
-    token_ids = group * GROUP_SIZE + torch.arange(GROUP_SIZE, device=scores.device)
-    kept = log_weights.gather(1, token_ids)
-    if floor is not None:
-        kept = kept.masked_fill(kept < floor, -math.inf)
-    within = (kept + gumbel_noise(keys, 1, token_ids)).argmax(dim=-1, keepdim=True)
-    # A row that cannot be sampled has NaN everywhere, whose argmax may lie in the padding.
-    return token_ids.gather(1, within).squeeze(1).clamp_(max=scores.shape[1] - 1)
-
-
-def _floor(log_weights: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
-    """The least log weight [R, 1] that min-p, top-k and top-p keep together; -inf in rows that have none of them."""
-    floor = rows.log_min_p.float()[:, None]
-    sorting = ((rows.top_k > 0) | (rows.top_p < 1.0)).nonzero().squeeze(1)
-    if sorting.shape[0]:
-        vocab_size = log_weights.shape[1]
-        top_k, top_p = rows.top_k[sorting, None], rows.top_p[sorting, None]
-        mass = weights.sum(dim=-1, keepdim=True)[sorting]
-        top_k = torch.where(top_k == 0, vocab_size, top_k)
-        floor[sorting] = _prefix_floor(log_weights[sorting], mass, floor[sorting], top_k, top_p)
-    return floor
-
-
-def _prefix_floor(
-    log_weights: Tensor, mass: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, num_sorted: int = 128
-) -> Tensor:
-    """`floor` raised by top-k, then by top-p of what is left.
-
-    Sorts the `num_sorted` largest, and eight times as many of the rows for which these do not decide: sorting a whole
-    vocabulary of 49152 takes a CPU 3.5 ms a row, its 128 largest 0.07 ms, and a nucleus is seldom larger.
-    """
-    vocab_size = log_weights.shape[1]
-    num_sorted = min(num_sorted, vocab_size)
-    largest = log_weights.topk(num_sorted, dim=-1).values.double()
-    kth = largest.gather(1, top_k.clamp(max=num_sorted) - 1)
-    floor = torch.where(top_k <= num_sorted, torch.maximum(floor, kth.to(floor.dtype)), floor)
-    left = largest >= floor
-    left_weights = largest.exp() * left
-    # Without top-k and min-p the whole row is left, and its mass is known before it is sorted.
-    whole_row = (top_k >= vocab_size) & (floor == -math.inf)
-    total = torch.where(whole_row, mass.double(), left_weights.sum(dim=-1, keepdim=True))
-    before = left_weights.cumsum(dim=-1) - left_weights
-    kept = left & ((top_p >= 1.0) | (before < top_p * total))
-    kept[:, 0] = True  # top_p = 0 still leaves the best token
-    result = largest.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).to(floor.dtype)
-
-    undecided = torch.where(whole_row, kept[:, -1:], left[:, -1:])
-    if num_sorted < vocab_size and undecided.any():
-        rows = undecided.squeeze(1).nonzero().squeeze(1)
-        result[rows] = _prefix_floor(
-            log_weights[rows], mass[rows], floor[rows], top_k[rows], top_p[rows], 8 * num_sorted
-        )
-    return result

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.sampling import GROUP_SIZE, SamplingRows
 from kernels.sampling_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
+from kernels.sampling_reference import GROUP_SIZE, SamplingRows
 
 # Measured on an H200 (bench/sampling.py). 4096 scores for 8 warps are two 16-byte loads a thread in bf16, and 12
 # programs for a row of 49152 tokens; a row's search has no other program's work to hide its loads behind.

@@ -1,4 +1,4 @@
-"""The kernels of sampling_cuda.py: the same contract and the same random numbers as the reference in sampling.py.
+"""The kernels of sampling_cuda.py: the contract and the random numbers of the reference in sampling_reference.py.
 
     argmax_kernel   greedy rows, one program a row
     group_kernel    reads the scores once: greatest score and mass of each group of 128 tokens
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.counter_based_noise import GOLDEN, MULTIPLIERS
-from kernels.sampling import GROUP_SIZE
+from kernels.sampling_reference import GROUP_SIZE
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST_MULTIPLIER = tl.constexpr(MULTIPLIERS[0])

@@ -26,8 +26,8 @@ from kernels.kv_cache_store import store_kv_triton
 from kernels.paged_attention import paged_attention_triton
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import rotary_embedding_triton
-from kernels.sampling import SamplingRows
 from kernels.sampling_cuda import sample_tokens_triton
+from kernels.sampling_reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
 
 TARGET = GPUTarget("cuda", 90, 32)

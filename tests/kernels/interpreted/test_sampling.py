@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kernels import sampling_cuda
-from kernels.sampling import SamplingRows, sample_tokens_reference
 from kernels.sampling_cuda import sample_tokens_triton, sum_groups
+from kernels.sampling_reference import SamplingRows, sample_tokens_reference
 
 pytestmark = [
     # exp, log and differences of infinities: numpy, which interprets, warns where a GPU just computes.
