@@ -8,6 +8,7 @@ PROGRAMS = {
     "engine": "bench.engine",  # our engine without HTTP, and transformers beside it
     "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
+    "plots": "bench.plots",  # the pictures of docs/benchmarks.md
 }
 
 
