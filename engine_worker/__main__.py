@@ -12,18 +12,28 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_events import KVEventLog
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.transfer_costs import TransferCosts
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging
 from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
 
+if TYPE_CHECKING:
+    from engine_worker.execution.model_runner import ModelRunner
+
 logger = logging.getLogger("worker")
+
+# A sequence whose KV is fetched takes part in the step after the one that fetches: a few ms, however little it is.
+FETCH_SECONDS = 0.002
 
 EXIT_OK, EXIT_FAILED, EXIT_CANNOT_START = 0, 1, 2
 
@@ -74,6 +84,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             block_size=settings.block_size,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
             kv_cache_memory_ratio=settings.kv_cache_memory_ratio,
+            swap_space_bytes=settings.swap_space_bytes or 0,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -87,8 +98,13 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         max_model_len=runner.max_model_len,
         max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
     )
+    block_bytes = runner.kv_cache_bytes // runner.num_blocks
     kv_cache = KVCacheManager(
-        runner.num_blocks, runner.block_size, enable_prefix_caching=settings.enable_prefix_caching
+        runner.num_blocks,
+        runner.block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        host_tier=host_tier_config(runner, block_bytes, settings.preemption_mode),
+        events=KVEventLog(block_bytes, time.time),
     )
     engine = Engine(
         Scheduler(config, kv_cache),
@@ -101,11 +117,26 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     info = EngineInfo(
         device="gpu" if device == "cuda" else "cpu",
         dtype=runner.dtype_name,
-        block_size_bytes=runner.kv_cache_bytes // runner.num_blocks,
+        block_size_bytes=block_bytes,
         max_model_len=runner.max_model_len,
         memory_bytes={"weights": runner.weights_bytes, "kv": runner.kv_cache_bytes},
     )
     return LoadedEngine(engine, info)
+
+
+def host_tier_config(runner: "ModelRunner", block_bytes: int, preemption_mode: str) -> HostTierConfig | None:
+    """With the costs that the runner measured; None if it has no host pool."""
+    if runner.speeds is None:
+        return None
+    costs = TransferCosts(
+        block_bytes=block_bytes,
+        device_to_host_bytes_per_second=runner.speeds.device_to_host_bytes_per_second,
+        host_to_device_bytes_per_second=runner.speeds.host_to_device_bytes_per_second,
+        prefill_tokens_per_second=runner.speeds.prefill_tokens_per_second,
+        fetch_seconds=FETCH_SECONDS,
+    )
+    mode = PreemptionMode(preemption_mode)
+    return HostTierConfig(num_blocks=runner.num_host_blocks, preemption_mode=mode, costs=costs)
 
 
 def _version() -> str:

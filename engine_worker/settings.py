@@ -11,6 +11,7 @@ from pathlib import Path
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     max_prefill_tokens_with_decodes: int | None
     async_scheduling: bool
+    swap_space_bytes: int
 
 
 # Two cores prefill SmolLM2 at about 1,400 tokens/s: 256 prompt tokens are a pause of 0.2 s in the streams beside them.
-# There is nothing to hide on a CPU: scheduling and the model share its cores.
-CPU_DEFAULTS = DeviceDefaults(64, 512, 256, async_scheduling=False)
-CUDA_DEFAULTS = DeviceDefaults(256, 8192, None, async_scheduling=True)
+# There is nothing to hide on a CPU: scheduling and the model share its cores. Nor is there other memory to swap to: it
+# is better given to the KV cache.
+CPU_DEFAULTS = DeviceDefaults(64, 512, 256, async_scheduling=False, swap_space_bytes=0)
+CUDA_DEFAULTS = DeviceDefaults(256, 8192, None, async_scheduling=True, swap_space_bytes=4 * 2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,14 @@ class WorkerSettings:
     kv_cache_memory_bytes: int | None = setting(None, parse=parse_bytes, help="size of the KV cache, such as 2G")
     kv_cache_memory_ratio: float | None = setting(
         None, aliases=("--gpu-memory-utilization",), help="share of the free memory for the KV cache"
+    )
+    swap_space_bytes: int | None = setting(
+        None,
+        parse=parse_bytes,
+        help="host memory for the KV of preempted sequences and evicted prefixes; default: 4G on cuda, none on cpu",
+    )
+    preemption_mode: str = setting(
+        "auto", choices=PREEMPTION_MODES, help="how a preempted sequence gets its KV back; auto: the cheaper way"
     )
     enable_prefix_caching: bool = setting(True, help="share the KV of common prefixes between requests")
     max_num_seqs: int | None = setting(
@@ -81,6 +92,8 @@ class WorkerSettings:
             raise SettingsError(f"--kv-cache-memory-ratio: over 0 and at most 1; got {self.kv_cache_memory_ratio}")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_ratio is not None:
             raise SettingsError("--kv-cache-memory-bytes and --kv-cache-memory-ratio exclude each other")
+        if self.swap_space_bytes is not None and self.swap_space_bytes < 0:
+            raise SettingsError(f"--swap-space-bytes: 0 or more; got {self.swap_space_bytes}")
         if not 0.0 <= self.drain_seconds < float("inf"):
             raise SettingsError(f"--drain-seconds: 0 or more; got {self.drain_seconds}")
         if not 0 <= self.metrics_port <= 65535:
@@ -98,6 +111,9 @@ class WorkerSettings:
         if tokens < seqs:
             raise SettingsError(f"--max-num-batched-tokens: at least --max-num-seqs, {seqs}; got {tokens}")
         ahead = self.async_scheduling
+        swap = defaults.swap_space_bytes if self.swap_space_bytes is None else self.swap_space_bytes
+        if self.preemption_mode == "swap" and swap == 0:
+            raise SettingsError("--preemption-mode swap: needs --swap-space-bytes, which is 0 here")
         return replace(
             self,
             device=device,
@@ -106,6 +122,7 @@ class WorkerSettings:
             max_prefill_tokens_with_decodes=self.max_prefill_tokens_with_decodes
             or defaults.max_prefill_tokens_with_decodes,
             async_scheduling=defaults.async_scheduling if ahead is None else ahead,
+            swap_space_bytes=swap,
             num_threads=self.num_threads or physical_cores(),
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool
-from engine_worker.execution.memory import DeviceMemory
+from engine_worker.execution.memory import DeviceMemory, host_memory
 from engine_worker.model.config import ModelConfig
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
 
@@ -86,6 +86,22 @@ def num_blocks_that_fit(
     else:
         budget = min(memory.free_bytes * _CPU_DEFAULT_RATIO, _CPU_DEFAULT_LIMIT_BYTES)
     return min(int(budget) // bytes_per_block, max_blocks)
+
+
+def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int:
+    """Blocks of the host pool, its unused block 0 included; 0 if there is to be none."""
+    if swap_space_bytes == 0:
+        return 0
+    num_blocks = swap_space_bytes // bytes_per_block
+    if num_blocks < 2:
+        raise ValueError(f"--swap-space-bytes {swap_space_bytes}: at least two blocks, {2 * bytes_per_block}, or 0")
+    _, free_bytes = host_memory()
+    if swap_space_bytes > free_bytes:
+        raise ValueError(
+            f"--swap-space-bytes {swap_space_bytes}: {_mib(free_bytes)} of memory are free on this host; "
+            "give less, or 0 for none"
+        )
+    return num_blocks
 
 
 def check_capacity(

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import torch
 
-from engine_worker.execution.kv_cache import KVCache, block_bytes, check_capacity, num_blocks_that_fit
+from engine_worker.execution.kv_cache import (
+    KVCache,
+    block_bytes,
+    check_capacity,
+    num_blocks_that_fit,
+    num_host_blocks_that_fit,
+)
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.warmup import warm_up
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
@@ -33,6 +40,7 @@ class ExecutionSettings:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # None = kv_cache_memory_ratio of the free memory
     kv_cache_memory_ratio: float | None = None  # None = the device's default
+    swap_space_bytes: int = 0  # host memory for KV blocks
     max_model_len: int | None = None  # None = the model's own
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -55,6 +63,8 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     runner = ModelRunner(model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
     for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
         report("warmup", progress, detail)
+    if kv_cache.host is not None:
+        runner.speeds = measure_speeds(runner, kv_cache)
     return runner
 
 
@@ -108,13 +118,15 @@ def _allocate_kv_cache(
         max_blocks=settings.max_num_seqs * -(-max_model_len // block_size) + 1,
     )
     check_capacity(num_blocks, block_size, bytes_per_block, max_model_len, memory)
-    return KVCache(model.config, num_blocks, block_size, model.dtype, memory.device)
+    num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes, bytes_per_block)
+    return KVCache(model.config, num_blocks, block_size, model.dtype, memory.device, num_host_blocks)
 
 
 def _description(kv_cache: KVCache) -> str:
     slots = (kv_cache.num_blocks - 1) * kv_cache.block_size
     mib = kv_cache.pool.nbytes / 2**20
-    return f"{mib:,.0f} MiB: {kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens = {slots:,} tokens"
+    text = f"{mib:,.0f} MiB: {kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens = {slots:,} tokens"
+    return f"{text}, {kv_cache.num_host_blocks - 1:,} blocks more on the host" if kv_cache.num_host_blocks else text
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,8 +26,13 @@ def measure_memory(device: torch.device, weights_bytes: int) -> DeviceMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
     else:
-        total, free = _host_memory(_MEMINFO, _CGROUP)
+        total, free = host_memory()
     return DeviceMemory(device=device, total_bytes=total, free_bytes=free, weights_bytes=weights_bytes)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of the host in all, and free."""
+    return _host_memory(_MEMINFO, _CGROUP)
 
 
 def _host_memory(meminfo: Path, cgroup: Path) -> tuple[int, int]:

@@ -4,6 +4,7 @@ Implements engine.BatchExecutor. Knows nothing of the queue, of finishing, or of
 """
 
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,13 @@ from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepRes
 from engine_worker.scheduling.sequence import Sequence
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpeeds:
+    device_to_host_bytes_per_second: float
+    host_to_device_bytes_per_second: float
+    prefill_tokens_per_second: float
+
+
 class ModelRunner:
     def __init__(
         self, model: Transformer, kv_cache: KVCache, sampler: Sampler, max_model_len: int, weights_bytes: int = 0
@@ -26,6 +34,8 @@ class ModelRunner:
         self.weights_bytes = weights_bytes
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
+        self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
+        self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
         self.block_size = kv_cache.block_size
         self.max_model_len = max_model_len
         self._model = model

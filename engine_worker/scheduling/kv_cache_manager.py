@@ -309,6 +309,7 @@ class KVCacheManager:
         self._evictions = [0, 0]
         self.events.totals.evicted_blocks += dropped + kept
         self.events.totals.offloaded_blocks += kept
+        self.events.totals.evicted_host_blocks = self._host.num_evicted_blocks if self._host else 0
         if dropped:
             self._record(KVEventKind.EVICT, (), "dropped", dropped, dropped * self.block_size)
         if kept:

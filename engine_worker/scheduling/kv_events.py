@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
+from typing import Any
 
 RING_EVENTS = 4_096  # about 1 MiB; a busy worker under pressure fills it in minutes
 
@@ -85,7 +86,7 @@ class KVEventLog:
             elif event.step == step and event.kind in _IN:
                 event.milliseconds = swap_in_seconds * 1e3
 
-    def since(self, number: int, limit: int = RING_EVENTS) -> dict[str, object]:
+    def since(self, number: int, limit: int = RING_EVENTS) -> dict[str, Any]:
         """Events after `number`, oldest first; `num_lost` of them have left the ring before they were asked for."""
         oldest = self._events[0].number if self._events else self._num_recorded + 1
         first = max(0, number + 1 - oldest)

@@ -16,6 +16,7 @@ from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.model.config import ModelConfig
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, run_to_end
@@ -66,8 +67,10 @@ class Reference:
         return self._shortfalls[key]
 
 
-def make_runner(directory: Path, *, num_blocks: int, block_size: int = 16, dtype: str = "float32") -> ModelRunner:
-    """`num_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
+def make_runner(
+    directory: Path, *, num_blocks: int, block_size: int = 16, dtype: str = "float32", num_host_blocks: int = 0
+) -> ModelRunner:
+    """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
     config = ModelConfig.from_directory(directory)
     bytes_per_block = block_bytes(config, block_size, getattr(torch, dtype))
     settings = ExecutionSettings(
@@ -76,6 +79,7 @@ def make_runner(directory: Path, *, num_blocks: int, block_size: int = 16, dtype
         dtype=dtype,
         block_size=block_size,
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block,
+        swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=min(num_blocks * block_size, config.max_position_embeddings),
         max_num_seqs=2,  # what is warmed up; the scheduler has its own
         max_num_batched_tokens=16,
@@ -101,9 +105,21 @@ def run_engine_to_end(engine: Engine, requests: list[GenerationRequest]) -> Tran
 
 
 def make_engine(
-    runner: ModelRunner, *, enable_prefix_caching: bool = True, async_scheduling: bool = False, **config: int
+    runner: ModelRunner,
+    *,
+    enable_prefix_caching: bool = True,
+    preemption_mode: PreemptionMode = PreemptionMode.SWAP,
+    async_scheduling: bool = False,
+    **config: int,
 ) -> Engine:
-    manager = KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=enable_prefix_caching)
+    """It swaps if the runner has a host pool."""
+    host_tier = HostTierConfig(num_blocks=runner.num_host_blocks, preemption_mode=preemption_mode)
+    manager = KVCacheManager(
+        runner.num_blocks,
+        runner.block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        host_tier=host_tier if runner.num_host_blocks else None,
+    )
     scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
     vocab_size = runner.model_config.vocab_size
     return Engine(

@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import FinishEvent, GenerationRequest
 from tests.builders import make_request
-from tests.engine_worker.execution.reference import Reference, generate, make_runner, run_engine, write_model
+from tests.engine_worker.execution.reference import (
+    Reference,
+    generate,
+    make_engine,
+    make_runner,
+    run_engine,
+    run_engine_to_end,
+    write_model,
+)
 
 FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
 # bf16 has 8 bits: it moves logits (deviation 3.2) by 0.06 on average. Measured on these prompts: the worst choice lies
@@ -106,6 +115,42 @@ def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, float
         assert (num_preemptions > 0) == (name == "preempted")
     for name, outputs in by_schedule.items():
         assert outputs == by_schedule["one_by_one"], name
+
+
+# name -> (host blocks, preemption mode, prefix cache); 24 device blocks are a third of what the sequences want.
+PRESSURE = {
+    "recompute": (0, PreemptionMode.RECOMPUTE, False),
+    "recompute, prefixes on the host": (24, PreemptionMode.RECOMPUTE, True),
+    "swap": (96, PreemptionMode.SWAP, False),
+    "swap with prefix cache": (96, PreemptionMode.SWAP, True),
+    "swap until the host is full": (8, PreemptionMode.SWAP, True),
+}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "one ahead"])
+def test_how_a_preempted_sequence_gets_its_kv_back_changes_no_output(tiny_dir: Path, async_scheduling: bool) -> None:
+    schedule = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
+    source = random.Random(3)
+    prompts = [[source.randrange(3, 500) for _ in range(20 + 7 * number)] for number in range(10)]
+    requests = [make_request(tokens, f"r{len(tokens)}", max_tokens=50, ignore_eos=True) for tokens in prompts]
+    roomy = make_runner(tiny_dir, num_blocks=200, block_size=8)
+    expected, num_preemptions = generate(roomy, requests, enable_prefix_caching=False, **schedule)
+    assert num_preemptions == 0
+    for name, (num_host_blocks, mode, caches) in PRESSURE.items():
+        runner = make_runner(tiny_dir, num_blocks=24, block_size=8, num_host_blocks=num_host_blocks)
+        engine = make_engine(
+            runner,
+            enable_prefix_caching=caches,
+            preemption_mode=mode,
+            async_scheduling=async_scheduling,
+            **schedule,
+        )
+        assert run_engine_to_end(engine, requests).tokens == expected, name
+        counters, totals = engine.stats().counters, engine.stats().kv_totals
+        assert (counters.preemptions["swap"] > 0) is name.startswith("swap"), name
+        assert (counters.preemptions["recompute"] > 0) is ("recompute" in name or "full" in name), name
+        assert (totals.fetched_blocks > 0) is ("prefixes" in name or "full" in name), name
+        assert (counters.recomputed_tokens == 0) is (num_host_blocks == 96), name
 
 
 def shared_prefix_requests(vocab_size: int) -> list[GenerationRequest]:

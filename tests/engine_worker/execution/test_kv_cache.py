@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.kv_cache import KVCache, KVCacheTooSmall, check_capacity, num_blocks_that_fit
+from engine_worker.execution.host_pool import _runs, copy_runs
+from engine_worker.execution.kv_cache import (
+    KVCache,
+    KVCacheTooSmall,
+    check_capacity,
+    num_blocks_that_fit,
+    num_host_blocks_that_fit,
+)
 from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.model.config import ModelConfig
-from engine_worker.scheduling.batch import BlockCopy
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 
 MIB = 2**20
 CONFIG = ModelConfig(
@@ -87,3 +94,48 @@ def test_a_container_limit_counts_as_the_machine(tmp_path: Path) -> None:
 def test_unknown_memory_asks_for_the_flag(tmp_path: Path) -> None:
     with pytest.raises(MemoryUnknown, match="--kv-cache-memory-bytes"):
         _host_memory(tmp_path / "absent", tmp_path)
+
+
+def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
+    cache = KVCache(CONFIG, 4, 8, torch.float32, torch.device("cpu"), num_host_blocks=3)
+    cache.pool[1], cache.pool[2] = 1.0, 2.0
+    cache.apply_transfers(ScheduledBatch([], swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], number=7))
+    cache.pool[1:3] = 0.0
+    cache.apply_transfers(ScheduledBatch([], swap_in=[BlockCopy(2, 3)], number=8))
+    assert [float(block.unique()) for block in cache.pool] == [0.0, 0.0, 0.0, 1.0]
+    out, back = cache.finished_transfers()
+    assert (out.batch_number, back.batch_number) == (7, 8)
+    assert out.swap_out_seconds > 0 and back.swap_in_seconds > 0
+    assert cache.finished_transfers() == []
+
+
+def test_in_one_batch_blocks_go_out_before_others_come_in_and_copies_follow() -> None:
+    cache = KVCache(CONFIG, 4, 8, torch.float32, torch.device("cpu"), num_host_blocks=3)
+    assert cache.host is not None
+    cache.pool[1], cache.pool[2] = 1.0, 2.0
+    cache.host.blocks[1] = 9.0
+    batch = ScheduledBatch([], [BlockCopy(2, 3)], swap_out=[BlockCopy(1, 2)], swap_in=[BlockCopy(1, 1)])
+    cache.apply_transfers(batch)
+    assert float(cache.host.blocks[2].unique()) == 1.0
+    assert [float(block.unique()) for block in cache.pool] == [0.0, 9.0, 2.0, 2.0]
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    pairs = [(1, 4), (2, 5), (3, 6), (5, 7), (6, 9), (7, 8)]
+    runs = list(_runs([BlockCopy(*pair) for pair in pairs]))
+    assert [[copy.source_block_id for copy in run] for run in runs] == [[1, 2, 3], [5], [6], [7]]
+    source, target = torch.arange(10.0)[:, None], torch.zeros(10, 1)
+    copy_runs(source, target, [BlockCopy(*pair) for pair in pairs])
+    assert target[:, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 5, 7, 6]
+
+
+@pytest.mark.parametrize(("num_bytes", "num_blocks"), [(0, 0), (2 * 4096, 2), (3 * 4096 - 1, 2)])
+def test_size_of_the_host_pool(num_bytes: int, num_blocks: int) -> None:
+    assert num_host_blocks_that_fit(num_bytes, bytes_per_block=4096) == num_blocks
+
+
+def test_a_host_pool_of_one_block_or_more_than_the_host_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least two blocks, 8192, or 0"):
+        num_host_blocks_that_fit(8191, bytes_per_block=4096)
+    with pytest.raises(ValueError, match="of memory are free on this host"):
+        num_host_blocks_that_fit(2**60, bytes_per_block=4096)

@@ -1,0 +1,64 @@
+"""The ring of events: what is in it, what was lost, and times that come later."""
+
+from engine_worker.scheduling.kv_events import RING_EVENTS, KVEventKind, KVEventLog
+
+SWAP_OUT, SWAP_IN, EVICT = KVEventKind.SWAP_OUT, KVEventKind.SWAP_IN, KVEventKind.EVICT
+
+
+def record(log: KVEventLog, kind: KVEventKind, step: int, num_blocks: int = 3) -> None:
+    log.record(kind, step, request_id="r", reason="why", num_blocks=num_blocks, num_tokens=40)
+
+
+def test_an_event_has_all_that_was_asked_for() -> None:
+    log = KVEventLog(block_bytes=100, clock=lambda: 12.5)
+    record(log, SWAP_OUT, step=7)
+    log.measured(7, swap_out_seconds=0.25, swap_in_seconds=0.0)
+    assert log.since(0) == {
+        "events": [
+            {
+                "number": 1,
+                "step": 7,
+                "time_seconds": 12.5,
+                "kind": "swap_out",
+                "request_id": "r",
+                "reason": "why",
+                "num_blocks": 3,
+                "num_bytes": 300,
+                "num_tokens": 40,
+                "milliseconds": 250.0,
+            }
+        ],
+        "last": 1,
+        "num_lost": 0,
+    }
+
+
+def test_a_time_belongs_to_the_transfers_of_its_step_and_direction() -> None:
+    log = KVEventLog()
+    for kind, step in ((SWAP_OUT, 1), (SWAP_OUT, 2), (EVICT, 2), (SWAP_IN, 2), (SWAP_OUT, 3)):
+        record(log, kind, step)
+    log.measured(2, swap_out_seconds=1.0, swap_in_seconds=2.0)
+    assert [event["milliseconds"] for event in log.since(0)["events"]] == [None, 1000.0, 1000.0, 2000.0, None]
+    assert (log.totals.swap_out_seconds, log.totals.swap_in_seconds) == (1.0, 2.0)
+
+
+def test_reading_on_from_where_one_was() -> None:
+    log = KVEventLog()
+    for step in range(5):
+        record(log, SWAP_OUT, step)
+    assert [event["number"] for event in log.since(3)["events"]] == [4, 5]
+    assert log.since(5) == {"events": [], "last": 5, "num_lost": 0}
+    page = log.since(0, limit=2)
+    assert ([event["number"] for event in page["events"]], page["last"]) == ([1, 2], 2)
+
+
+def test_the_ring_is_bounded_and_says_what_was_lost() -> None:
+    log = KVEventLog()
+    for step in range(RING_EVENTS + 10):
+        record(log, SWAP_OUT, step)
+    answer = log.since(4)
+    assert (len(answer["events"]), answer["events"][0]["number"], answer["num_lost"]) == (RING_EVENTS, 11, 6)
+
+
+def test_an_empty_log() -> None:
+    assert KVEventLog().since(0) == {"events": [], "last": 0, "num_lost": 0}
