@@ -108,7 +108,7 @@ def _admit_and_free(manager: KVCacheManager, number: int) -> None:
     sequence = _sequence("a", range(first, first + PROMPT_TOKENS), max_tokens=1)
     assert manager.try_admit(sequence)
     manager.publish(sequence, PROMPT_TOKENS)
-    manager.take_block_copies()
+    manager.take_transfers()
     sequence.num_computed_tokens = PROMPT_TOKENS
     manager.free(sequence)
 

@@ -23,6 +23,8 @@ def load(*argv: str) -> WorkerSettings:
         (["--metrics-port", "70000"], "--metrics-port"),
         (["--step-timeout-seconds", "0"], "--step-timeout-seconds"),
         (["--dtype", "int8"], "--dtype"),
+        (["--swap-space-bytes", "-1"], "--swap-space-bytes"),
+        (["--preemption-mode", "drop"], "--preemption-mode"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(argv: list[str], flag: str) -> None:
@@ -44,6 +46,15 @@ def test_a_budget_below_the_sequences_is_refused() -> None:
     with pytest.raises(SettingsError, match="--max-num-batched-tokens: at least --max-num-seqs, 64; got 32"):
         load("--max-num-seqs", "64", "--max-num-batched-tokens", "32").for_device("cpu")
     assert load("--max-num-batched-tokens", "32").for_device("cpu").max_num_seqs == 32
+
+
+def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
+    assert load().for_device("cpu").swap_space_bytes == 0
+    assert load().for_device("cuda").swap_space_bytes == 4 * 2**30
+    assert load("--swap-space-bytes", "1G").for_device("cpu").swap_space_bytes == 2**30
+    assert load("--swap-space-bytes", "0").for_device("cuda").swap_space_bytes == 0
+    with pytest.raises(SettingsError, match="--preemption-mode swap: needs --swap-space-bytes"):
+        load("--preemption-mode", "swap").for_device("cpu")
 
 
 def test_the_models_name_is_its_directorys_unless_told() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
@@ -35,15 +36,27 @@ class Newcomer:
 
 
 class KVWorld:
-    def __init__(self, num_blocks: int, block_size: int, **options: bool) -> None:
-        self.manager = KVCacheManager(num_blocks, block_size, **options)
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
+        """With a host pool, who yields is swapped as long as there is room in it."""
+        host_tier = HostTierConfig(num_blocks=num_host_blocks, preemption_mode=PreemptionMode.SWAP)
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            host_tier=host_tier if num_host_blocks else None,
+        )
         self.running: list[Sequence] = []
+        self.swapped: list[Sequence] = []
         self.num_operations = 0
         self.num_copies = 0
         self.num_cached_tokens = 0
+        self.num_swapped_blocks = 0
         self._memory = [[_GARBAGE] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
-        self._is_caching = options.get("enable_prefix_caching", True)
+        self._host_memory = [[_GARBAGE] * block_size for _ in range(num_host_blocks)]
+        self._is_caching = enable_prefix_caching
         self._num_sequences = 0
 
     def fork(self, parent: Sequence) -> Sequence:
@@ -53,9 +66,15 @@ class KVWorld:
         return child
 
     def leave(self, sequence: Sequence) -> None:
-        """Finished, aborted or preempted: its blocks are given up."""
-        self.running.remove(sequence)
+        """Finished or aborted: its blocks are given up, wherever they are."""
+        (self.running if sequence in self.running else self.swapped).remove(sequence)
         self.manager.free(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """By recompute it leaves: the test may admit it again."""
+        self.running.remove(sequence)
+        if self.manager.preempt([sequence]) is PreemptionMode.SWAP:
+            self.swapped.append(sequence)
 
     def compute(self, chosen: Iterable[tuple[Sequence, int]], newcomers: Iterable[Newcomer] = ()) -> None:
         """One step, as the scheduler plans it: room for the chosen sequences, the newest yields where there is none;
@@ -70,20 +89,29 @@ class KVWorld:
             if sequence in self.running and sequence.num_uncomputed_tokens > 0
         ]
         for newcomer in newcomers:
-            if (sequence := self._admit(newcomer)) is not None:
+            sequence = self._admit(newcomer)
+            if sequence is not None and not self.manager.is_arriving(sequence):
                 planned.append(self._plan(sequence, newcomer.num_tokens))
         self._execute(planned)
+
+    def swap_in(self, chosen: Iterable[Sequence]) -> None:
+        """One step in which these come back, as far as there is room, and nothing is computed."""
+        for sequence in chosen:
+            if self.manager.try_admit(sequence):
+                self.swapped.remove(sequence)
+                self.running.append(sequence)
+        self._execute([])
 
     def check(self) -> None:
         """Between steps: nothing is planned that was not carried out."""
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
-        self.manager.check_integrity(self.running)
+        self.manager.check_integrity([*self.running, *self.swapped])
 
     def _make_room_for(self, sequence: Sequence) -> None:
         while sequence in self.running and not self.manager.can_allocate(sequence):
-            self.leave(self.running[-1])
+            self.preempt(self.running[-1])
         if sequence in self.running:
             self.manager.allocate(sequence)
 
@@ -109,8 +137,13 @@ class KVWorld:
         return sequence, start, end
 
     def _execute(self, planned: list[tuple[Sequence, int, int]]) -> None:
-        copies = self.manager.take_block_copies()
+        """Blocks go out before anything else; those that come in do so as late as they may, after the step."""
+        transfers = self.manager.take_transfers()
+        copies = transfers.block_copies
         self.num_copies += len(copies)
+        self.num_swapped_blocks += len(transfers.swap_in)
+        for copy in transfers.swap_out:
+            self._host_memory[copy.target_block_id] = list(self._memory[copy.source_block_id])
         targets = {copy.target_block_id for copy in copies}
         assert len(targets) == len(copies), "two copies into one block"
         assert not targets & {copy.source_block_id for copy in copies}, "the order of the copies matters"
@@ -122,6 +155,10 @@ class KVWorld:
                 block_id = sequence.block_table[position // self._block_size]
                 self._memory[block_id][position % self._block_size] = values[position]
             sequence.num_computed_tokens = end
+        for sequence, _, _ in planned:  # attention reads all that is before it in this very step
+            self._check_contents(sequence)
+        for copy in transfers.swap_in:
+            self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
 
     def _check_contents(self, sequence: Sequence) -> None:
         slots = [value for block_id in sequence.block_table for value in self._memory[block_id]]

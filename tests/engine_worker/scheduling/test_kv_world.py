@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine_worker.scheduling import prefix_cache
-from engine_worker.scheduling.batch import BlockCopy
+from engine_worker.scheduling.batch import Transfers
 from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.host_tier import HostTier
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.prefix_cache import PrefixCache
 from engine_worker.scheduling.sequence import Sequence
@@ -27,9 +28,14 @@ prompts = st.lists(st.sampled_from(TOKEN_IDS), min_size=1, max_size=20)
 
 
 class KVMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 24), block_size=st.sampled_from([1, 2, 4]), cached=st.booleans())
-    def build(self, num_blocks: int, block_size: int, cached: bool) -> None:
-        self.world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached)
+    @initialize(
+        num_blocks=st.integers(3, 24),
+        num_host_blocks=st.sampled_from([0, 3, 24]),
+        block_size=st.sampled_from([1, 2, 4]),
+        cached=st.booleans(),
+    )
+    def build(self, num_blocks: int, num_host_blocks: int, block_size: int, cached: bool) -> None:
+        self.world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks)
 
     def pick(self, data: st.DataObject) -> Sequence | None:
         running = self.world.running
@@ -50,6 +56,15 @@ class KVMachine(RuleBasedStateMachine):
             self.world.leave(sequence)
             if again:
                 self.world.compute([], [Newcomer(sequence.prompt_token_ids, sequence.output_token_ids)])
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        if (sequence := self.pick(data)) is not None:
+            self.world.preempt(sequence)
+
+    @rule(number=st.integers(1, 3))
+    def swap_in(self, number: int) -> None:
+        self.world.swap_in(self.world.swapped[:number])
 
     @rule(data=st.data(), token_id=st.sampled_from(TOKEN_IDS))
     def append(self, data: st.DataObject, token_id: int) -> None:
@@ -86,14 +101,16 @@ def test_a_hundred_thousand_operations_break_nothing(cached: bool) -> None:
     assert sum(world.num_operations for world in worlds) == NUM_SEEDS * NUM_OPERATIONS // 2  # both cases together: 10^5
     assert sum(world.num_copies for world in worlds) > 1_000, "else copy-on-write was hardly tried"
     assert (sum(world.num_cached_tokens for world in worlds) > 10_000) == cached
-    print(sum(world.num_copies for world in worlds), sum(world.num_cached_tokens for world in worlds))
+    assert sum(world.num_swapped_blocks for world in worlds) > 1_000, "else swapping was hardly tried"
 
 
 def run_random_operations(seed: int, num_operations: int, *, cached: bool = True) -> KVWorld:
     random = Random(seed)
-    world = KVWorld(random.randrange(8, 60), random.choice([1, 2, 4, 8]), enable_prefix_caching=cached)
+    num_blocks, block_size, num_host_blocks = random.randrange(8, 60), random.choice([1, 2, 4, 8]), 15 * (seed % 4)
+    world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks)
     for _ in range(num_operations):
-        random.choices([admit, fork, leave, append, compute], weights=[2, 2, 2, 6, 6])[0](world, random)
+        operations = [admit, fork, leave, preempt, swap_in, append, compute]
+        random.choices(operations, weights=[2, 2, 2, 1, 2, 6, 6])[0](world, random)
         world.check()
     return world
 
@@ -119,6 +136,17 @@ def leave(world: KVWorld, random: Random) -> None:
         world.leave(sequence)
         if random.random() < 0.5:  # preempted, and admitted again
             world.compute([], [Newcomer(sequence.prompt_token_ids, sequence.output_token_ids)])
+
+
+def preempt(world: KVWorld, random: Random) -> None:
+    if world.running:
+        world.preempt(random.choice(world.running))
+
+
+def swap_in(world: KVWorld, random: Random) -> None:
+    world.swap_in(world.swapped[: random.choice([1, 2])])
+    if world.swapped and random.random() < 0.1:
+        world.leave(random.choice(world.swapped))
 
 
 def append(world: KVWorld, random: Random) -> None:
@@ -149,6 +177,8 @@ def has_effect(owner: Any, *arguments: Any) -> bool:
     if isinstance(owner, KVCacheManager) and arguments:  # publish(sequence, num_computed_tokens)
         sequence, num_computed_tokens = arguments
         return bool(num_computed_tokens // owner.block_size > sequence.num_published_blocks)
+    if isinstance(owner, HostTier):
+        return bool(owner._planned.swap_out and owner._planned.swap_in)
     return bool(arguments[0]) if arguments else bool(owner._block_copies)
 
 
@@ -156,12 +186,27 @@ def without_one_block(right: Callable[..., Any], pool: BlockPool, block_ids: lis
     right(pool, block_ids[1:])
 
 
-def without_one_copy(right: Callable[..., Any], manager: KVCacheManager) -> list[BlockCopy]:
-    return list(right(manager)[1:])
+def without_one_copy(right: Callable[..., Any], manager: KVCacheManager) -> Transfers:
+    transfers: Transfers = right(manager)
+    del transfers.block_copies[:1]
+    return transfers
 
 
-def not_at_all(right: Callable[..., Any], owner: Any, *arguments: Any) -> None:
+def without_one_store(right: Callable[..., Any], host: HostTier) -> Transfers:
+    transfers: Transfers = right(host)
+    del transfers.swap_out[:1]
+    return transfers
+
+
+def without_one_fetch(right: Callable[..., Any], host: HostTier) -> Transfers:
+    transfers: Transfers = right(host)
+    del transfers.swap_in[:1]
+    return transfers
+
+
+def not_at_all(right: Callable[..., Any], owner: Any, *arguments: Any) -> bool:
     del right, owner, arguments
+    return False
 
 
 ONE = (1, 30)  # of the calls with an effect
@@ -169,7 +214,10 @@ ALL = (0,)  # a single one may do no harm
 MUTATIONS = {
     "a reference is not given up": (BlockPool, "free", without_one_block, ONE),
     "a reference is not counted": (BlockPool, "share", without_one_block, ONE),
-    "a copy is not made": (KVCacheManager, "take_block_copies", without_one_copy, ONE),
+    "a copy is not made": (KVCacheManager, "take_transfers", without_one_copy, ONE),
+    "a block is not stored": (HostTier, "take_transfers", without_one_store, ALL),
+    "a block is not fetched": (HostTier, "take_transfers", without_one_fetch, ONE),
+    "what arrives is computed with at once": (HostTier, "is_arriving", not_at_all, ALL),
     "a copy's source is not held": (BlockPool, "hold", not_at_all, ALL),
     "a step's blocks are not published": (KVCacheManager, "publish", not_at_all, ONE),
     "an evicted block keeps its place in the cache": (PrefixCache, "forget", not_at_all, ALL),
