@@ -1,0 +1,109 @@
+"""The Kubernetes manifests: valid, and true to the code, to Compose and to the alerts."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine_worker.settings import WorkerSettings
+from gateway.access import OPEN_ROUTES
+from gateway.settings import GatewaySettings
+from shared.redis_keys import GROUP, RedisKeys
+
+ROOT = Path(__file__).parents[2]
+KUSTOMIZE = ROOT / "deploy" / "kustomize"
+OVERLAYS = ("cpu", "gpu", "keda", "monitoring")
+CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule"}  # no schema of theirs is in Kubernetes
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def built(request: pytest.FixtureRequest) -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, whose kustomize builds the overlays, is not on this machine")
+    command = ["kubectl", "kustomize", str(KUSTOMIZE / "overlays" / request.param)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_every_object_is_valid(built: str, tmp_path: Path) -> None:
+    objects = [item for item in yaml.safe_load_all(built) if item["kind"] not in CUSTOM_KINDS]
+    (tmp_path / "built.yaml").write_text(yaml.safe_dump_all(objects))
+    validate = str(Path(sys.executable).with_name("kubernetes-validate"))
+    done = subprocess.run([validate, "--strict", tmp_path / "built.yaml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("passed") + done.stdout.count("passed") == len(objects)
+
+
+def test_references_inside_a_build_resolve(built: str) -> None:
+    objects = list(yaml.safe_load_all(built))
+    config_maps = {item["metadata"]["name"] for item in objects if item["kind"] == "ConfigMap"}
+    for container in containers(objects):
+        assert {source["configMapRef"]["name"] for source in container.get("envFrom", [])} <= config_maps
+    for item in objects:
+        if item["kind"] == "ScaledObject":
+            targets = {other["metadata"]["name"] for other in objects if other["kind"] == "Deployment"}
+            assert item["spec"]["scaleTargetRef"]["name"] in targets
+
+
+def documents(path: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((KUSTOMIZE / path).read_text()))
+
+
+def containers(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    workloads = [item for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
+    return [container for item in workloads for container in item["spec"]["template"]["spec"]["containers"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings),
+     ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings)],
+)  # fmt: skip
+def test_named_options_exist(path: str, settings: type) -> None:
+    known = {f"PAGESTREAM_{field.name.upper()}" for field in dataclasses.fields(settings)}
+    for container in containers(documents(path)):
+        named = {entry["name"] for entry in container.get("env", []) if entry["name"].startswith("PAGESTREAM_")}
+        assert named <= known
+
+
+def test_common_options_are_known_to_both_programs() -> None:
+    (kustomization,) = documents("base/kustomization.yaml")
+    named = {entry.partition("=")[0] for entry in kustomization["configMapGenerator"][0]["literals"]}
+    for settings in (GatewaySettings, WorkerSettings):
+        assert named <= {f"PAGESTREAM_{field.name.upper()}" for field in dataclasses.fields(settings)}
+
+
+def test_probes_ask_open_routes_and_pods_are_hardened() -> None:
+    for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
+        for container in containers(documents(path)):
+            probes = [container[kind] for kind in container if kind.endswith("Probe")]
+            assert probes
+            assert {probe["httpGet"]["path"] for probe in probes if "httpGet" in probe} <= OPEN_ROUTES
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_a_drain_fits_into_the_grace_time() -> None:
+    for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
+        (drain,) = [field.default for field in dataclasses.fields(settings) if field.name == "drain_seconds"]
+        (workload,) = [item for item in documents(path) if item["kind"] == "Deployment"]
+        assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= drain + 20
+
+
+def test_scaling_looks_at_every_queue() -> None:
+    (scaled,) = documents("overlays/keda/scaled-object.yaml")
+    triggers = [trigger["metadata"] for trigger in scaled["spec"]["triggers"]]
+    assert sorted(trigger["stream"] for trigger in triggers) == sorted(RedisKeys("SmolLM2-135M-Instruct").queues)
+    assert {trigger["consumerGroup"] for trigger in triggers} == {GROUP}
+    assert scaled["spec"]["minReplicaCount"] >= 1  # lag above the threshold wakes it, and one request is not above
+
+
+def test_the_rules_are_those_that_are_tested() -> None:
+    (rule,) = documents("overlays/monitoring/prometheus-rule.yaml")
+    assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "prometheus" / "alerts.yml").read_text())
