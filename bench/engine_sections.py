@@ -2,7 +2,8 @@
 
     decode     time between two tokens with all of a batch decoding      prefill   time to the first token, alone
     trace      a length trace, all requests at once                      prefix    a shared beginning
-    pressure   the trace in a KV cache that is far too small             parallel  n = 4 against n = 1
+    parallel   n = 4 against n = 1                                       beam      the best of four beams
+    pressure   the trace, and how often a sequence lost its place; meant for a KV cache that is far too small
 
 Prompts are seeded random token ids, no two runs share one, and every answer has its full length. Knows no device.
 """
@@ -23,6 +24,7 @@ PREFILL_TOKENS = (8192, 32768)
 PREFILL_REPEATS = 4  # the first one is not counted
 PREFIX_REQUESTS, PREFIX_TOKENS, OWN_TOKENS, PREFIX_OUTPUT_TOKENS = 500, 1024, 64, 64
 PARALLEL_REQUESTS, PARALLEL_CHOICES = 100, 4
+BEAM_WIDTH, BEAM_TOKENS = 4, 64
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Bench:
 
 
 def sampling(output_tokens: int, temperature: float = 0.0, n: int = 1) -> SamplingParams:
-    choices = {"n": n} if n > 1 else {}
-    return SamplingParams(max_tokens=output_tokens, seed=0, temperature=temperature, ignore_eos=True, **choices)
+    return SamplingParams(max_tokens=output_tokens, seed=0, temperature=temperature, ignore_eos=True, n=n)
 
 
 def decode(bench: Bench) -> Rows:
@@ -94,10 +95,36 @@ def parallel(bench: Bench) -> Rows:
         yield {"what": f"parallel_n{n}_trace{PARALLEL_REQUESTS}", **_throughput(load, bench.session.run(load))}
 
 
+def beam(bench: Bench) -> Rows:
+    params = SamplingParams(
+        max_tokens=BEAM_TOKENS,
+        seed=0,
+        temperature=0.0,
+        ignore_eos=True,
+        n=BEAM_WIDTH,
+        use_beam_search=True,
+        beam_width=BEAM_WIDTH,
+    )
+    load = [(bench.prompt(prompt), params) for prompt, _ in bench.lengths[:PARALLEL_REQUESTS]]
+    log = bench.session.run(load)
+    yield {"what": "beam4_trace100_64tok", **_throughput(load, log)}
+
+
 def pressure(bench: Bench) -> Rows:
     for _ in range(bench.repeats):
         load = [(bench.prompt(prompt), sampling(output)) for prompt, output in bench.lengths]
-        yield {"what": "kv_pressure_trace", **_throughput(load, bench.session.run(load))}
+        before = bench.session.stats().counters
+        figures = _throughput(load, bench.session.run(load))
+        after = bench.session.stats().counters
+        yield {
+            "what": "kv_pressure_trace",
+            **figures,
+            "preemptions": {
+                mode: after.preemptions[mode] - before.preemptions.get(mode, 0) for mode in after.preemptions
+            },
+            "recomputed_tokens": after.recomputed_tokens - before.recomputed_tokens,
+            "swapped_out_blocks": after.swapped_out_blocks - before.swapped_out_blocks,
+        }
 
 
 SECTIONS: dict[str, Callable[[Bench], Rows]] = {
@@ -106,6 +133,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "trace": trace,
     "prefix": prefix,
     "parallel": parallel,
+    "beam": beam,
     "pressure": pressure,
 }
 

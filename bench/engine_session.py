@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from engine_worker.engine import Engine
+from engine_worker.engine import Engine, EngineStats
 from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent
 
 # Cut off a run of full steps: its first ones still share the device with the end of the prefill.
@@ -59,6 +59,9 @@ class EngineSession:
         self._engine = engine
         self._clock = clock
         self._num_requests = 0
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
 
     def run(self, load: Load, each_step: Callable[[RunLog], None] = lambda log: None) -> RunLog:
         """Until every request has ended. Raises RequestFailed."""
