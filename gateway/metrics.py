@@ -79,6 +79,7 @@ class GatewayMetrics:
         self.queue_depth = self._gauge("queue_depth", "Accepted requests that no worker has claimed", _STREAM_LABEL)
         self.queue_pending = self._gauge("queue_pending", "Requests claimed by a worker, not finished", _STREAM_LABEL)
         self.queue_oldest_age = self._gauge("queue_oldest_age_seconds", "Age of the oldest unclaimed request")
+        self.dead_letters = self._gauge("dead_letters", "Requests that kept killing their workers")
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
         self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers whose heartbeats say ready")

@@ -18,6 +18,7 @@ class QueueStats:
     pending: int = 0  # held by a worker
     waiting: int = 0
     oldest_waiting_seconds: float = 0.0
+    dead_letters: int = 0
 
 
 async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
@@ -34,7 +35,8 @@ async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
     seconds, microseconds = await redis.time()
     now_milliseconds = seconds * 1000 + microseconds // 1000
     oldest = max((now_milliseconds - added for added in oldest_milliseconds), default=0)
-    return QueueStats(depth, pending, depth - pending, max(oldest, 0) / 1000)
+    dead_letters = await redis.xlen(keys.dead_letters)
+    return QueueStats(depth, pending, depth - pending, max(oldest, 0) / 1000, dead_letters)
 
 
 async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:

@@ -204,11 +204,12 @@ def engine_panels() -> list[Panel]:
                 SELECTED),
         lines(
             "Queue",
-            "Requests that wait for a worker, and those that a worker holds",
+            "Requests that wait for a worker, those that a worker holds, and those that kept killing workers",
             "short",
             {
                 "waiting": 'max(pagestream_queue_depth{stream="all"})',
                 "claimed": 'max(pagestream_queue_pending{stream="all"})',
+                "dead letters": "max(pagestream_dead_letters)",
             },
         ),
         stack(

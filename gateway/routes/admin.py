@@ -68,6 +68,7 @@ async def _refresh_gauges(state: GatewayState) -> None:
     gauges.redis_up.set(1)
     gauges.queue_depth.labels(_ALL_QUEUES).set(stats.waiting)
     gauges.queue_pending.labels(_ALL_QUEUES).set(stats.pending)
+    gauges.dead_letters.set(stats.dead_letters)
     gauges.queue_oldest_age.set(stats.oldest_waiting_seconds)
 
 

@@ -10,43 +10,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from engine_worker.metrics import EngineInfo, WorkerMetrics
-from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.stats import EngineStats, KVCacheStats, StepRecorder, StepStats
-from engine_worker.status import WorkerStatus
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from monitoring.build_dashboards import DASHBOARDS, build
 from tests.gateway.fake_inference import FakeInferenceClient
+from tests.monitoring.loaded_worker import LoadedWorker
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 COUNTER_SUFFIX = "_total"
-
-
-def worker_registry() -> CollectorRegistry:
-    status = WorkerStatus("worker-1", "0")
-    recorder = StepRecorder()
-    recorder.record_step(ScheduledBatch([]), 0, {})
-    status.stats = EngineStats(
-        num_running=0,
-        num_waiting=0,
-        kv_cache=KVCacheStats(
-            block_size=16,
-            num_blocks=8,
-            num_free_blocks=8,
-            num_cached_blocks=0,
-            num_active_blocks=0,
-            num_wasted_slots=0,
-            sharing_ratio=0.0,
-        ),
-        last_step=StepStats(),
-        counters=recorder.counters(),
-    )
-    metrics = WorkerMetrics("worker-1", "model", "0", status)
-    metrics.engine_is_ready(
-        EngineInfo(device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes={"kv": 1})
-    )
-    metrics.observe_step(StepStats(num_sequences=1, num_tokens=1, phase_seconds={"forward": 0.1}), 0.1)
-    return metrics.registry
 
 
 def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
@@ -62,7 +32,7 @@ def series_of(registry: CollectorRegistry) -> Iterator[tuple[str, str]]:
 def exported() -> dict[str, str]:
     gateway = GatewayMetrics(CollectorRegistry()).registry
     gateway.register(DeliveryCollector(FakeInferenceClient()))
-    return dict([*series_of(worker_registry()), *series_of(gateway)])
+    return dict([*series_of(LoadedWorker().metrics.registry), *series_of(gateway)])
 
 
 def panels() -> list[tuple[str, dict[str, Any]]]:

@@ -16,19 +16,19 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from engine_worker.metrics import EngineInfo, WorkerMetrics
-from engine_worker.status import WorkerStatus
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from monitoring.build_dashboards import DASHBOARDS
-from tests.builders import make_engine, make_request
 from tests.e2e.fleet import free_port
 from tests.gateway.fake_inference import FakeInferenceClient
+from tests.monitoring.loaded_worker import LoadedWorker
 from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
 
 RULES = MONITORING / "prometheus"
 # Nothing of this kind happens in the load below.
 EMPTY_BY_NATURE = {"PagestreamNoWorker", "PagestreamWorkerStalled", "PagestreamRedisDown", "PagestreamQueueBacklog",
-                   "PagestreamKVCacheNearlyFull", "PagestreamPreemptionStorm", "PagestreamKVLeak"}  # fmt: skip
+                   "PagestreamKVCacheNearlyFull", "PagestreamPreemptionStorm", "PagestreamKVLeak",
+                   "PagestreamSwapThrashing", "PagestreamHighTTFT", "PagestreamErrorRate", "PagestreamDeadLetters",
+                   "PagestreamStoreNearlyFull"}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -145,27 +145,6 @@ def test_the_variables_of_the_dashboards_find_values(query: Callable[[str], list
 
 def _selected(expression: str) -> str:
     return expression.replace("$model", ".*").replace("$worker", ".*").replace("[5m]", "[10s]")
-
-
-class LoadedWorker:
-    """A real engine over a fake model: more is asked of it than its few blocks hold."""
-
-    def __init__(self) -> None:
-        self._engine = make_engine(num_blocks=12)
-        self._status = WorkerStatus("worker-1", "0")
-        self.metrics = WorkerMetrics("worker-1", "model", "0", self._status)
-        self.metrics.engine_is_ready(
-            EngineInfo(device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes={"kv": 1})
-        )
-        self.work()
-
-    def work(self) -> None:
-        for _ in range(3):
-            self._engine.add_request(make_request(10, max_tokens=20))
-        for _ in range(10):
-            self._engine.step()
-            self.metrics.observe_step(self._engine.last_step, publish_seconds=0.001)
-        self._status.stats = self._engine.stats()
 
 
 def _gateway(registry: CollectorRegistry) -> GatewayMetrics:
