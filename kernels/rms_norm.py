@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,12 +34,17 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, normed, new_residual, x_row_stride, residual_row_stride, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # One program a row: the result of a row cannot depend on how many rows the batch has.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
+    if DEPENDENT:
+        gdc_launch_dependents()
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
     values = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + row * residual_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -44,7 +52,7 @@ def _rms_norm_kernel(
         tl.store(new_residual + row * HIDDEN + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
-    scaled = values * inverse_rms * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    scaled = values * inverse_rms * scale
     tl.store(normed + row * HIDDEN + columns, scaled.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -78,6 +86,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         HAS_RESIDUAL=residual is not None,
         # 8 elements a thread are one 16-byte load in bf16; more than 16 warps only add to the cost of the reduction.
         num_warps=min(16, max(1, block // 256)),
+        **dependent_launch(x),
     )
     return normed, new_residual
 

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
 
 # 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
 _BLOCK = 1024
@@ -21,7 +24,10 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -37,7 +43,7 @@ def silu_and_mul_triton(x: Tensor) -> Tensor:
     width = double_width // 2
     output = x.new_empty(num_rows, width)
     grid = (num_rows, triton.cdiv(width, _BLOCK))
-    _silu_and_mul_kernel[grid](x, output, x.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4)
+    _silu_and_mul_kernel[grid](x, output, x.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4, **dependent_launch(x))
     return output
 
 
