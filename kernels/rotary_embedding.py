@@ -1,13 +1,15 @@
-"""Rotary position embedding of queries and keys, half-split convention (element i is paired with i + D / 2).
+"""Rotary position embedding of new queries and keys, and their way into the paged KV cache, in one pass.
 
-    rotary_embedding(query, key, positions, cos_sin_table) -> (query, key), rotated copies
-        query          [T, Hq, D]      heads and tokens may be strided, D is contiguous and even
-        key            [T, Hkv, D]     likewise
-        positions      [T]             int32 or int64, each in [0, max_len)
-        cos_sin_table  [max_len, D]    float32, contiguous: D / 2 cosines, then D / 2 sines
+    rotate_and_store(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping) -> None
+        qkv                      [T, Hq + 2 * Hkv, D]  queries, keys, values of each token; contiguous, D even
+        positions                [T]                   int32 or int64, each in [0, max_len)
+        cos_sin_table            [max_len, D]          float32, contiguous: D / 2 cosines, then D / 2 sines
+        key_cache, value_cache   [N, Hkv, BS, D]       equal strides (views of one pool); D is contiguous
+        slot_mapping             [T]                   int32 or int64: block * BS + offset; -1 = padding, not stored
 
-Float32 inside, one rounding at the end, to the dtype of the input. Does not know how the table was made (base,
-scaling).
+Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
+rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
+cache changes. Does not know how the table was made (base, scaling), or which sequence a token belongs to.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
@@ -16,89 +18,103 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+from kernels.kv_cache_store import store_kv_reference
+
+# 8 heads of 128 for 4 warps: 8 elements a thread, and a token of Llama 8B is 6 programs, not one long one.
+_HEADS_PER_PROGRAM = 8
 
 
-def rotary_embedding_reference(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_table: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
+    """heads [T, H, D] -> rotated copy."""
     cos, sin = cos_sin_table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    return _rotate_reference(query, cos, sin), _rotate_reference(key, cos, sin)
-
-
-def _rotate_reference(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.to(torch.promote_types(heads.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
-@triton.jit
-def _rotate_heads(
-    source, target, token, token_stride, head_stride, cos, sin,
-    NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    heads = tl.arange(0, BLOCK_HEADS)[:, None]
-    lanes = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (heads < NUM_HEADS) & (lanes < HALF_DIM)
-    read = source + token * token_stride + heads * head_stride + lanes
-    first = tl.load(read, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(read + HALF_DIM, mask=inside, other=0.0).to(tl.float32)
-    write = target + (token * NUM_HEADS + heads) * (2 * HALF_DIM) + lanes
-    tl.store(write, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
-    tl.store(write + HALF_DIM, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)
+def rotate_and_store_reference(
+    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    num_kv_heads = key_cache.shape[1]
+    rotated, value = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    rotated.copy_(rotate_reference(rotated, positions, cos_sin_table))
+    store_kv_reference(rotated[:, -num_kv_heads:], value, key_cache, value_cache, slot_mapping)
 
 
 @triton.jit
-def _rotary_embedding_kernel(
-    query, key, positions, cos_sin_table, rotated_query, rotated_key, query_token_stride, query_head_stride,
-    key_token_stride, key_head_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
-    HALF_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+def _rotate_and_store_kernel(
+    qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, cache_block_stride, cache_head_stride,
+    cache_slot_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_HALF)
     angles = cos_sin_table + tl.load(positions + token).to(tl.int64) * (2 * HALF_DIM) + lanes
     cos = tl.load(angles, mask=lanes < HALF_DIM, other=0.0)[None, :]
     sin = tl.load(angles + HALF_DIM, mask=lanes < HALF_DIM, other=0.0)[None, :]
-    _rotate_heads(
-        query, rotated_query, token, query_token_stride, query_head_stride, cos, sin,
-        NUM_HEADS, BLOCK_HEADS, HALF_DIM, BLOCK_HALF,
-    )  # fmt: skip
-    _rotate_heads(
-        key, rotated_key, token, key_token_stride, key_head_stride, cos, sin,
-        NUM_KV_HEADS, BLOCK_KV_HEADS, HALF_DIM, BLOCK_HALF,
-    )  # fmt: skip
+    # int64: a block's stride is L * 2 * Hkv * BS * D elements (1 Mi for an 8B model), so 2048 blocks overflow int32.
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (lanes < HALF_DIM)[None, :]
+    read = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * (2 * HALF_DIM) + lanes[None, :]
+    first, second = tl.load(read, mask=inside), tl.load(read + HALF_DIM, mask=inside)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    is_rotated = heads < NUM_HEADS + NUM_KV_HEADS
+    first = tl.where(is_rotated, (x * cos - y * sin).to(first.dtype), first)
+    second = tl.where(is_rotated, (y * cos + x * sin).to(second.dtype), second)
+    tl.store(read, first, mask=inside & is_rotated)
+    tl.store(read + HALF_DIM, second, mask=inside & is_rotated)
+
+    kv_head = (heads - NUM_HEADS) % NUM_KV_HEADS
+    target = slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_slot_stride
+    target += kv_head * cache_head_stride + lanes[None, :]
+    is_key = inside & is_rotated & (heads >= NUM_HEADS) & (slot >= 0)
+    is_value = inside & (heads >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    tl.store(key_cache + target, first, mask=is_key)
+    tl.store(key_cache + target + HALF_DIM, second, mask=is_key)
+    tl.store(value_cache + target, first, mask=is_value)
+    tl.store(value_cache + target + HALF_DIM, second, mask=is_value)
 
 
-def rotary_embedding_triton(
-    query: Tensor, key: Tensor, positions: Tensor, cos_sin_table: Tensor
-) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    assert key.shape == (num_tokens, num_kv_heads, head_dim) and query.stride(2) == key.stride(2) == 1
-    assert cos_sin_table.dtype == torch.float32 and cos_sin_table.is_contiguous() and positions.is_contiguous()
-    rotated_query, rotated_key = query.new_empty(query.shape), key.new_empty(key.shape)
-    _rotary_embedding_kernel[(num_tokens,)](
-        query,
-        key,
+def rotate_and_store_triton(
+    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    num_tokens, num_qkv_heads, head_dim = qkv.shape
+    num_kv_heads = key_cache.shape[1]
+    assert qkv.is_contiguous() and positions.is_contiguous() and slot_mapping.is_contiguous()
+    assert cos_sin_table.dtype == torch.float32 and cos_sin_table.is_contiguous()
+    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1 and key_cache.shape[3] == head_dim
+    assert qkv.dtype == key_cache.dtype == value_cache.dtype
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_qkv_heads, _HEADS_PER_PROGRAM))](
+        qkv,
         positions,
         cos_sin_table,
-        rotated_query,
-        rotated_key,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        NUM_HEADS=num_heads,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        NUM_HEADS=num_qkv_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
-        BLOCK_HEADS=triton.next_power_of_2(num_heads),
-        BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
         HALF_DIM=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=key_cache.shape[2],
         num_warps=4,
+        **dependent_launch(qkv),
     )
-    return rotated_query, rotated_key
 
 
-def rotary_embedding(query: Tensor, key: Tensor, positions: Tensor, cos_sin_table: Tensor) -> tuple[Tensor, Tensor]:
-    if query.is_cuda:
-        return rotary_embedding_triton(query, key, positions, cos_sin_table)
-    return rotary_embedding_reference(query, key, positions, cos_sin_table)
+def rotate_and_store(
+    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    operation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
+    operation(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping)
