@@ -8,7 +8,6 @@ PROGRAMS = {
     "engine": "bench.engine",  # our engine without HTTP, and transformers beside it
     "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
-    "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it
     "plots": "bench.plots",  # the pictures of docs/benchmarks.md
 }
 

@@ -35,8 +35,10 @@ from kernels.kv_block_copy import copy_kv_blocks
 from kernels.kv_cache_store import store_kv, store_kv_reference
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.rotary_embedding import rotary_embedding, rotary_embedding_reference
+from kernels.rotary_embedding import rotate_and_store, rotate_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from kernels.skinny_linear import gated_skinny_linear, skinny_linear
+from kernels.skinny_linear_tiles import H200_TILES, tiles_for
 
 READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -138,9 +140,8 @@ def same_bits(output: Tensor, expected: Tensor) -> Error:
 
 
 def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
-    """RMSNorm alone and with the addition, SiLU gate, rotary embedding; inputs are strided views."""
+    """RMSNorm alone and with the addition, SiLU gate; inputs are strided views."""
     hidden, intermediate = HIDDEN[shape]
-    heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
         def random(*size: int) -> Tensor:
@@ -152,19 +153,63 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
         added, new_residual = poisoned(lambda: add_rms_norm(x, residual, weight, 1e-5))
         gate_up = 3 * random(num_tokens, 2 * intermediate)
         gated = poisoned(lambda: silu_and_mul(gate_up))
-        qkv = random(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
-        query, key, _ = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
-        positions = torch.randint(8192, (num_tokens,), device=generator.device, generator=generator)
-        angles = torch.rand(8192, heads.head_dim // 2, device=generator.device, generator=generator) * 6.28
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        rotated = poisoned(lambda: rotary_embedding(query, key, positions, table))
-        exact_rotated = rotary_embedding_reference(query.double(), key.double(), positions, table.double())
         return [
             measure_error(normed, rms_norm_reference(x.double(), weight.double(), 1e-5), tolerance),
             measure_error(new_residual, x.double() + residual.double(), tolerance),
             measure_error(added, rms_norm_reference(new_residual.double(), weight.double(), 1e-5), tolerance),
             measure_error(gated, silu_and_mul_reference(gate_up.double()), tolerance),
-            *(measure_error(out, exact, tolerance) for out, exact in zip(rotated, exact_rotated, strict=True)),
+        ]
+
+    return check
+
+
+def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
+    """Queries and keys rotated in place, keys and values in their slots, and no other byte of the pool changed."""
+    heads = HEAD_SHAPES[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        device, kv_heads, rotated = generator.device, heads.num_kv_heads, heads.num_heads + heads.num_kv_heads
+        pool = torch.full((130, 2, 2, kv_heads, 16, heads.head_dim), torch.nan, dtype=dtype, device=device)
+        qkv = torch.randn(num_tokens, rotated + kv_heads, heads.head_dim, device=device, generator=generator).to(dtype)
+        positions = torch.randint(8192, (num_tokens,), device=device, generator=generator)
+        angles = torch.rand(8192, heads.head_dim // 2, device=device, generator=generator) * 6.28
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        slots = torch.randperm(130 * 16, device=device, generator=generator)[:num_tokens]
+        slots[1::7] = -1
+        exact = rotate_reference(qkv[:, :rotated].double(), positions, table.double())
+        values, expected = qkv[:, rotated:].clone(), pool.clone()
+        rotate_and_store(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots)
+        store_kv_reference(qkv[:, heads.num_heads : rotated], values, expected[:, 1, 0], expected[:, 1, 1], slots)
+        return [
+            measure_error(qkv[:, :rotated], exact, rounding_tolerance(dtype)),
+            same_bits(qkv[:, rotated:], values),
+            same_bits(pool.nan_to_num(7.0), expected.nan_to_num(7.0)),
+        ]
+
+    return check
+
+
+def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int) -> Check:
+    """Against float64; the same bits as cuBLAS has for many rows, which sums in the same order; no race."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=torch.bfloat16, device=generator.device, generator=generator)
+
+        x, weight = random(512, num_inputs), random(num_outputs * (1 + is_gated), num_inputs) * 0.02
+        tiles = tiles_for(weight, num_rows, is_gated)
+        assert tiles is not None, "no tiles for this device"
+        operation = gated_skinny_linear if is_gated else skinny_linear
+        output = poisoned(lambda: operation(x[:num_rows], weight, tiles))
+        exact = x[:num_rows].double() @ weight.double().T
+        library = torch.nn.functional.linear(x, weight)
+        if is_gated:
+            # Gate and up are rounded before they are multiplied: eps / 2 each, next to that of the result.
+            exact, library = silu_and_mul_reference(exact), silu_and_mul(library)
+        return [
+            measure_error(output, exact, rounding_tolerance(torch.bfloat16) * (2 if is_gated else 1)),
+            same_bits(output, library[:num_rows]),
+            *(same_bits(operation(x[:num_rows], weight, tiles), output) for _ in range(5)),
         ]
 
     return check
@@ -196,11 +241,17 @@ def check_cache_writes(shape: str, block_size: int, dtype: torch.dtype) -> Check
 
 def all_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
+    for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
+        for num_rows in (1, 7, 16, 31, 64, 100):
+            if num_rows <= choices[-1][0]:
+                name = f"linear {num_outputs} x {num_inputs}{' gated' if is_gated else ''} T={num_rows}"
+                checks[name] = check_skinny_linear(num_outputs, num_inputs, is_gated, num_rows)
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"
             for num_tokens in (1, 7, 1000):
                 checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
+                checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype)
             # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
             for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
                 checks[f"cache writes {name} block {block_size}"] = check_cache_writes(shape, block_size, dtype)
@@ -212,9 +263,10 @@ def all_checks() -> dict[str, Check]:
     return checks
 
 
-def run_checks(time_limit_seconds: float) -> list[dict[str, Any]]:
+def run_checks(time_limit_seconds: float, only: list[str]) -> list[dict[str, Any]]:
     started = time.monotonic()
-    return [run_check(name, check, started + time_limit_seconds) for name, check in all_checks().items()]
+    chosen = {name: check for name, check in all_checks().items() if not only or name.startswith(tuple(only))}
+    return [run_check(name, check, started + time_limit_seconds) for name, check in chosen.items()]
 
 
 def run_check(name: str, check: Check, deadline: float) -> dict[str, Any]:
@@ -273,8 +325,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--time-limit-seconds", type=float, default=110.0, help="checks beyond it count as failed")
     parser.add_argument("--no-timings", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of the cases to run")
     options = parser.parse_args(argv)
-    results = run_checks(options.time_limit_seconds)
+    results = run_checks(options.time_limit_seconds, options.only)
     timings = [] if options.no_timings else [time_attention(name, lengths) for name, lengths in TIMED.items()]
     print_checks(results)
     print_timings(timings)

@@ -1,4 +1,4 @@
-"""What one forward pass does on a CPU beside matrix products: norms, rotation, KV store, attention, gate.
+"""What one forward pass does on a CPU: matrix products, norms, rotation, KV store, attention, gate.
 
 Made once a step; it gathers there what all layers share. Few operators, because at batch 1 each costs 2-10 us against
 120 us of products in a layer (SmolLM2, 2 cores). Same methods as CudaStep.
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import NormWeight, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from kernels.paged_attention_cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 
@@ -69,6 +69,10 @@ class CpuStep:
         store_kv_cpu(key_value, self._layers[layer], self._store_rows)
         return self._plan.attend(qkv[:, : self._query_size], self._layers[layer], self._scale)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return linear(x)
+
+    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""
+        gate, up = gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)

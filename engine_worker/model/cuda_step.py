@@ -1,15 +1,19 @@
-"""What one forward pass does on CUDA beside matrix products, by the Triton kernels. Same methods as CpuStep."""
+"""What one forward pass does on CUDA: Triton kernels, and the library's matrix products where these are faster.
+
+Same methods as CpuStep. A product of few rows goes to skinny_linear where its table says so: by shape alone.
+"""
 
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import NormWeight, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
-from kernels.kv_cache_store import store_kv
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm
-from kernels.rotary_embedding import rotary_embedding
+from kernels.rotary_embedding import rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
+from kernels.skinny_linear import gated_skinny_linear, skinny_linear
+from kernels.skinny_linear_tiles import tiles_for
 
 
 class CudaDevice:
@@ -33,15 +37,15 @@ class CudaStep:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def attention(self, qkv: Tensor, layer: int) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: rotate, store, attend."""
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: rotate, store, attend. Rotates inside qkv."""
         config, inputs = self._device.config, self._input
         heads = qkv.view(len(qkv), -1, config.head_dim)
-        query, key, value = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        query, key = rotary_embedding(query, key, inputs.positions, self._device.cos_sin_table)
         key_cache, value_cache = self._device.layers[layer]
-        store_kv(key, value, key_cache, value_cache, inputs.slot_mapping)
+        rotate_and_store(
+            heads, inputs.positions, self._device.cos_sin_table, key_cache, value_cache, inputs.slot_mapping
+        )
         output = paged_attention(
-            query,
+            heads[:, : config.num_heads],
             key_cache,
             value_cache,
             inputs.block_tables,
@@ -53,5 +57,13 @@ class CudaStep:
         )
         return output.flatten(1)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        tiles = tiles_for(linear.weight, len(x), is_gated=False)
+        return linear(x) if tiles is None else skinny_linear(x, linear.weight, tiles)
+
+    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""
+        tiles = tiles_for(gate_up.weight, len(x), is_gated=True)
+        if tiles is None:
+            return silu_and_mul(gate_up(x))
+        return gated_skinny_linear(x, gate_up.weight, tiles)

@@ -22,8 +22,9 @@ class DeviceStep(Protocol):
     """The operators of one forward pass on one device."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
+    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
+    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
     def attention(self, qkv: Tensor, layer: int) -> Tensor: ...
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
 class Device(Protocol):
@@ -64,9 +65,9 @@ class DecoderLayer:
     def __call__(self, step: DeviceStep, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`hidden` is what the layer before computed and not yet added to `residual`."""
         normed, residual = step.add_rms_norm(hidden, residual, self._input_norm)
-        hidden = self._o(step.attention(self._qkv(normed), self._index))
+        hidden = step.linear(step.attention(step.linear(normed, self._qkv), self._index), self._o)
         normed, residual = step.add_rms_norm(hidden, residual, self._post_attention_norm)
-        return self._down(step.silu_and_mul(self._gate_up(normed))), residual
+        return step.linear(step.gated_linear(normed, self._gate_up), self._down), residual
 
 
 class Transformer:
@@ -103,4 +104,4 @@ class Transformer:
             hidden, residual = layer(step, hidden, residual)
         wanted = model_input.logits_indices
         normed, _ = step.add_rms_norm(hidden[wanted], residual[wanted], self._norm)
-        return self._head(normed)
+        return step.linear(normed, self._head)

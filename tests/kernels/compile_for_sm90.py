@@ -25,10 +25,12 @@ from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.kv_cache_store import store_kv_triton
 from kernels.paged_attention import paged_attention_triton
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from kernels.rotary_embedding import rotary_embedding_triton
+from kernels.rotary_embedding import rotate_and_store_triton
 from kernels.sampling_cuda import sample_tokens_triton
 from kernels.sampling_reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
+from kernels.skinny_linear import gated_skinny_linear, skinny_linear
+from kernels.skinny_linear_tiles import H200_TILES
 
 TARGET = GPUTarget("cuda", 90, 32)
 # name: hidden, query heads, kv heads, head dim, intermediate, layers
@@ -78,13 +80,14 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
 
     def launch() -> None:
         x, qkv = empty(1024, hidden), empty(1024, heads + 2 * kv_heads, head_dim)
-        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        _, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         pool = empty(4096, layers, 2, kv_heads, 16, head_dim)
         slots = empty(1024, dtype=torch.int64)
         rms_norm_triton(x, empty(hidden), 1e-5)
         add_rms_norm_triton(x, x, empty(hidden), 1e-5)
         silu_and_mul_triton(empty(1024, 2 * intermediate))
-        rotary_embedding_triton(query, key, slots, empty(8192, head_dim, dtype=torch.float32))
+        table = empty(8192, head_dim, dtype=torch.float32)
+        rotate_and_store_triton(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots)
         store_kv_triton(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
         copy_kv_blocks_triton(pool, empty(4, 2, dtype=torch.int64))
 
@@ -106,6 +109,15 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
     return launch
 
 
+def skinny_products() -> None:
+    """Every entry of the table, at its greatest number of rows."""
+    for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
+        weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
+        for max_rows, tiles in choices:
+            x = torch.empty(max_rows, num_inputs, dtype=torch.bfloat16, device="meta")
+            (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+
+
 def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
     ptx = kernel.asm["ptx"]
     return {
@@ -117,6 +129,8 @@ def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
         "num_warps": kernel.metadata.num_warps,
         "async_copies_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*0x10", ptx)),
         "async_copies_narrower": len(re.findall(r"cp\.async\.ca", ptx)),
+        "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
+        "waits_for_the_kernel_before": ptx.count("griddepcontrol.wait"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
     }
@@ -147,6 +161,7 @@ def main() -> None:
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
+        "products llama-8b bf16": skinny_products,
     }
     with compile_only() as compiled:
         for case, launch in cases.items():

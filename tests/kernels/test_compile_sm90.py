@@ -40,7 +40,8 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "prefill_kernel",
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",
-        "_rotary_embedding_kernel",
+        "_rotate_and_store_kernel",
+        "skinny_linear_kernel",
         "_store_kv_kernel",
         "_copy_kv_blocks_kernel",
         "argmax_kernel",
@@ -72,3 +73,18 @@ def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str)
     for report in of(reports, "prefill_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0, report
         assert report["async_copies_16_bytes"] > 0 and report["async_copies_narrower"] == 0, report
+
+
+def test_skinny_products_keep_their_ring_full(reports: list[Report]) -> None:
+    for report in of(reports, "skinny_linear_kernel", "llama-8b"):
+        assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
+        # One program an SM: less than 180 KiB would be a stage or two that the configuration lost.
+        assert report["shared_bytes"] >= 180 * 1024, report
+
+
+@pytest.mark.parametrize(
+    "kernel", ["_rms_norm_kernel", "_silu_and_mul_kernel", "_rotate_and_store_kernel", "skinny_linear_kernel"]
+)
+def test_kernels_that_may_start_early_wait_once(reports: list[Report], kernel: str) -> None:
+    for report in of(reports, kernel, "llama-8b"):
+        assert report["waits_for_the_kernel_before"] == 1, report

@@ -1,0 +1,206 @@
+"""A product of few rows with a large weight, at the speed of reading the weight: for Hopper GPUs.
+
+    skinny_linear(x, weight, tiles)          x [T, K], weight [N, K]      -> x @ weight.T [T, N]
+    gated_skinny_linear(x, weight, tiles)    x [T, K], weight [2 * N, K]  -> silu(gate) * up [T, N]
+        gate, up = rows [0, N) and [N, 2 * N) of the weight
+
+T <= 128, bfloat16, contiguous. Each output is one chain of float32 sums over K in its order, rounded once (the gated
+one: gate and up are rounded, as if they were stored, then the product). So a row's result depends neither on T nor on
+its neighbours, and it has the bits of every matrix product that sums the same way (ADR 0026).
+
+A tile is BLOCK_N rows of the weight; each program, one an SM, takes an even share of them, and runs through it with one
+ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by the copy engine. Weights do not depend on the kernel
+before: the whole ring is asked for before the dependency wait, so the memory does not idle from one kernel to the next.
+Weights are the 64-row operand of wgmma and the rows of x its columns: 16 rows of x cost 16 columns, and weights never
+pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py does. Gluon has no
+interpreter, so without a GPU the kernel can only be compiled.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_ROWS = 128
+NUM_SMS = 132  # of an H100 or H200
+# A program may have 227 KiB; what the ring leaves is for barriers and for turning the outputs.
+_SHARED_BYTES = 216 * 1024
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+
+
+def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(exact) @ weight.to(exact).T).to(x.dtype)
+
+
+def gated_skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = skinny_linear_reference(x, weight).to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+@gluon.jit
+def _load_weights(
+    weight, ring, barriers, step, num_steps, first_tile,
+    UP: gl.constexpr, BOXES: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+    STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Asks for the weights of a step. Its barrier also expects the rows of x, which _load_rows asks for."""
+    wanted = step < num_steps
+    barrier = barriers.index(step % NUM_STAGES)
+    row = (first_tile + step // STEPS) * BOX_N
+    mbarrier.expect(barrier, (BOXES * BOX_N + BLOCK_M) * BLOCK_K * 2, pred=wanted)
+    for box in gl.static_range(BOXES):
+        place = [row + box * UP, step % STEPS * BLOCK_K]
+        target = ring.index(step % NUM_STAGES * BOXES + box)
+        tma.async_copy_global_to_shared(weight, place, barrier, target, pred=wanted)
+
+
+@gluon.jit
+def _load_rows(
+    x, ring, barriers, step, num_steps, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = step % NUM_STAGES
+    place = [0, step % STEPS * BLOCK_K]
+    tma.async_copy_global_to_shared(x, place, barriers.index(stage), ring.index(stage), pred=step < num_steps)
+
+
+@gluon.jit
+def _store(
+    values, output, tile, num_rows, NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """values [BOX_N, BLOCK_M] are columns of output [num_rows, NUM_OUTPUTS]: turned, so that writes are 16 bytes."""
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
+    turned = gl.convert_layout(values, layout)
+    columns = tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))[:, None]
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
+    gl.store(output + rows * NUM_OUTPUTS + columns, turned, mask=rows < num_rows)
+
+
+# The number of rows changes from step to step and must not compile anything.
+@gluon.jit(do_not_specialize=["num_rows"])
+def skinny_linear_kernel(
+    weight, x, output, num_rows,
+    NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    # A gated tile is BLOCK_N / 2 rows of the gate and the same rows of up, NUM_OUTPUTS further down.
+    BOXES: gl.constexpr = 2 if GATED else 1
+    BOX_N: gl.constexpr = BLOCK_N // BOXES
+    STEPS: gl.constexpr = NUM_INPUTS // BLOCK_K
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    weights = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * BOXES, BOX_N, BLOCK_K], weight.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES, BLOCK_M, BLOCK_K], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(NUM_STAGES):
+        mbarrier.init(barriers.index(early), count=1)
+    NUM_TILES: gl.constexpr = NUM_OUTPUTS // BOX_N
+    first_tile = gl.program_id(0) * NUM_TILES // NUM_PROGRAMS
+    num_tiles = (gl.program_id(0) + 1) * NUM_TILES // NUM_PROGRAMS - first_tile
+    num_steps = num_tiles * STEPS
+    for early in gl.static_range(NUM_STAGES):
+        _load_weights(
+            weight, weights, barriers, early, num_steps, first_tile,
+            NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, BLOCK_K, STEPS, NUM_STAGES,
+        )  # fmt: skip
+    gdc_wait()
+    for early in gl.static_range(NUM_STAGES):
+        _load_rows(x, rows, barriers, early, num_steps, BLOCK_K, STEPS, NUM_STAGES)
+    step = 0
+    for tile in range(first_tile, first_tile + num_tiles):
+        first = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
+        second = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
+        for _ in range(STEPS):
+            stage = step % NUM_STAGES
+            mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
+            columns = rows.index(stage).permute((1, 0))
+            first = warpgroup_mma(weights.index(stage * BOXES), columns, first, is_async=True)
+            if GATED:
+                second = warpgroup_mma(weights.index(stage * BOXES + 1), columns, second, is_async=True)
+                first, second = warpgroup_mma_wait(2, deps=(first, second))
+            else:
+                first = warpgroup_mma_wait(1, deps=(first,))
+            # The products of the step before are done, so its stage is free; those of this step still run.
+            ahead = gl.where(step > 0, step - 1 + NUM_STAGES, num_steps)
+            _load_weights(
+                weight, weights, barriers, ahead, num_steps, first_tile,
+                NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, BLOCK_K, STEPS, NUM_STAGES,
+            )  # fmt: skip
+            _load_rows(x, rows, barriers, ahead, num_steps, BLOCK_K, STEPS, NUM_STAGES)
+            step += 1
+        if GATED:
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
+            gate = first.to(output.dtype.element_ty).to(gl.float32)
+            up = second.to(output.dtype.element_ty).to(gl.float32)
+            result = gate / (1.0 + gl.exp(-gate)) * up
+        else:
+            result = warpgroup_mma_wait(0, deps=(first,))
+        _store(result.to(output.dtype.element_ty), output, tile, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+
+
+def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
+    return _launch(x, weight, tiles, is_gated=False)
+
+
+def gated_skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
+    return _launch(x, weight, tiles, is_gated=True)
+
+
+def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
+    num_rows, num_inputs = x.shape
+    boxes = 2 if is_gated else 1
+    num_outputs, box_n = len(weight) // boxes, tiles.block_n // boxes
+    assert num_rows <= MAX_ROWS and x.dtype == weight.dtype == torch.bfloat16
+    assert weight.shape[1] == num_inputs and x.is_contiguous() and weight.is_contiguous()
+    assert num_outputs % box_n == 0 and num_inputs % tiles.block_k == 0
+    output = x.new_empty(num_rows, num_outputs)
+    if num_rows == 0:
+        return output
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    stage_bytes = (tiles.block_n + block_m) * tiles.block_k * 2
+    num_programs = min(num_outputs // box_n, NUM_SMS)
+    skinny_linear_kernel[(num_programs,)](
+        _descriptor(weight, box_n, tiles.block_k),
+        _descriptor(x, block_m, tiles.block_k),
+        output,
+        num_rows,
+        NUM_OUTPUTS=num_outputs,
+        NUM_INPUTS=num_inputs,
+        GATED=is_gated,
+        BLOCK_N=tiles.block_n,
+        BLOCK_M=block_m,
+        BLOCK_K=tiles.block_k,
+        NUM_STAGES=(_SHARED_BYTES - 2 * box_n * block_m) // stage_bytes,
+        NUM_PROGRAMS=num_programs,
+        num_warps=tiles.num_warps,
+        launch_pdl=True,
+    )
+    return output
+
+
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], _layout(rows, columns))
+
+
+@cache
+def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
