@@ -6,6 +6,7 @@ be read then leaves the keys as they were.
 """
 
 import asyncio
+import base64
 import ipaddress
 import logging
 import time
@@ -129,10 +130,21 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _basic_password(encoded: str) -> str:
+    try:
+        return base64.b64decode(encoded, validate=True).decode("utf-8", "surrogateescape").partition(":")[2]
+    except ValueError:
+        return ""
+
+
 def _presented(headers: Mapping[str, str]) -> bytes:
-    """Of `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic). Header bytes outside ASCII come from
-    aiohttp as surrogates, which no key has."""
+    """Of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or the password of HTTP Basic (browsers).
+
+    Header bytes outside ASCII come from aiohttp as surrogates, which no key has.
+    """
     scheme, _, key = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
+    if scheme.lower() == "basic":
+        key = _basic_password(key)
+    elif scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
     return key.strip().encode("utf-8", "surrogateescape")

@@ -13,7 +13,7 @@ from gateway.keys import STATE
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.request_body import MAX_BODY_BYTES
-from gateway.routes import admin, chat, completions, models, tokenize
+from gateway.routes import admin, chat, completions, kv, models, page, tokenize
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 
@@ -43,7 +43,8 @@ def create_app(
     metrics.registry.register(DeliveryCollector(client))
     app[STATE] = GatewayState(settings, client, metrics)
     app.on_response_prepare.append(set_headers)
-    for group in (chat, completions, models, tokenize, admin):
+    groups = [chat, completions, models, tokenize, admin, kv, *([page] if settings.ui else [])]
+    for group in groups:
         app.add_routes(group.routes())
     app.cleanup_ctx.append(_inference_client)
     app.cleanup_ctx.append(_served_model)

@@ -77,7 +77,8 @@ class Unauthenticated(GatewayError):
     default_code = "invalid_api_key"
 
     def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer"}
+        # A browser that opens the page asks its user for the password of Basic: the key.
+        return {"WWW-Authenticate": 'Bearer, Basic realm="pagestream"'}
 
 
 class ModelNotFound(GatewayError):

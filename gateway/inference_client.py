@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from gateway.fleet import Fleet, WorkerStatus
+from gateway.kv_watch import KVWatch
 from gateway.queue_stats import QueueStats, read_queue_stats
 from gateway.response_stream import ResponseStream, cancelled_event
 from gateway.store_memory import StoreMemory
@@ -103,6 +104,7 @@ class InferenceClient:
         self._clock = clock
         self._fleet = Fleet(clock)
         self.store_memory = StoreMemory()
+        self.kv = KVWatch(connections, keys)
         self._streams: dict[str, ResponseStream] = {}
         self._withdrawn: dict[str, str] = {}  # request id -> priority class: still to be cancelled in the store
         channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
@@ -127,6 +129,7 @@ class InferenceClient:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await asyncio.shield(self._own(self._cancel_withdrawn()))
         await cancel_and_wait(self._tasks)
+        await self.kv.aclose()
         await self._subscription.aclose()
 
     async def submit(self, request: GenerationRequest, *, owner_key_hash: str = "") -> ResponseStream:

@@ -21,6 +21,7 @@ GATEWAY_FLAGS = frozenset(
         "--write-stall-seconds",
         "--body-timeout-seconds",
         "--force-include-usage",
+        "--ui",
         "--api-key",
         "--api-keys-file",
         "--allow-unauthenticated",

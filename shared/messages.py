@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgpack
 import msgspec
 
+from shared.kv_snapshot import KVSnapshot
+
 PROTOCOL_VERSION = 2  # 2: one request has n choices; events and frames name theirs
 
 MAX_FRAME_BYTES = 16 * 2**20
@@ -235,6 +237,10 @@ def decode_event_batch(data: bytes) -> EventBatch:
 
 def decode_heartbeat(data: bytes) -> WorkerHeartbeat:
     return _checked(_unpack(data), WorkerHeartbeat)
+
+
+def decode_kv_snapshot(data: bytes) -> KVSnapshot:
+    return _checked(_unpack(data), KVSnapshot)
 
 
 def decode_terminal_event(data: bytes) -> TerminalEvent:

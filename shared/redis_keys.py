@@ -66,5 +66,13 @@ class RedisKeys:
     def heartbeat_channel(self) -> str:
         return self._name("hb")
 
+    @property
+    def kv_channel(self) -> str:
+        return self._name("kv")
+
+    @property
+    def kv_watch(self) -> str:
+        return self._name("kvw")
+
     def _name(self, suffix: str) -> str:
         return f"{{{self.model_name}}}:{suffix}"

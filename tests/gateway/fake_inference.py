@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 
 from gateway.inference_client import QueueStats, WorkerStatus
 from gateway.store_memory import StoreMemory
+from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
     FinishEvent,
     FinishReason,
@@ -58,6 +60,26 @@ class FakeStream(AsyncIterator[StreamEvent]):
         return event
 
 
+class FakeKVWatch:
+    """Watchers get what a test puts into `snapshots`."""
+
+    def __init__(self) -> None:
+        self.snapshots: asyncio.Queue[KVSnapshot] = asyncio.Queue()
+        self.num_watchers = 0
+
+    @asynccontextmanager
+    async def watcher(self) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
+        self.num_watchers += 1
+        try:
+            yield self._read()
+        finally:
+            self.num_watchers -= 1
+
+    async def _read(self) -> AsyncIterator[KVSnapshot]:
+        while True:
+            yield await self.snapshots.get()
+
+
 class FakeInferenceClient:
     """Without a script a test gets each stream from `next_stream()` and sends its events itself."""
 
@@ -72,6 +94,7 @@ class FakeInferenceClient:
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
+        self.kv = FakeKVWatch()
         self._streams: dict[str, FakeStream] = {}
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()

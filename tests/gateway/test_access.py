@@ -1,5 +1,6 @@
 """API keys: who gets in, what a key may spend, and that no route is forgotten."""
 
+import base64
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,10 @@ PROMPT = {"prompt": "the capital of France", "max_tokens": 4}
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def basic(text: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(text.encode()).decode()}
 
 
 def entry(name: str, key: str, **limits: int) -> str:
@@ -159,6 +164,7 @@ class TestRoutes:
 
     @pytest.mark.parametrize("headers", [
         {}, bearer(""), bearer(KEY + "x"), {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY},
+        basic(KEY), basic(":wrong-key-wrong-key"), {"Authorization": "Basic ===="},
         {"x-api-key": "wrong-key-wrong-key"}, {"Authorization": "Bearer käse"},
     ])  # fmt: skip
     async def test_no_key_no_answer(self, start_gateway: Callable[..., Any], headers: dict[str, str]) -> None:
@@ -166,11 +172,13 @@ class TestRoutes:
         for path in ("/v1/completions", "/nowhere"):
             async with gateway.session.post(path, json=PROMPT, headers=headers) as response:
                 assert response.status == 401
-                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert response.headers["WWW-Authenticate"] == 'Bearer, Basic realm="pagestream"'
                 assert (await response.json())["error"]["code"] == "invalid_api_key"
         assert gateway.engine.requests == []
 
-    @pytest.mark.parametrize("headers", [bearer(KEY), {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}])
+    @pytest.mark.parametrize(
+        "headers", [bearer(KEY), {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}, basic(f"anybody:{KEY}")]
+    )
     async def test_the_key_is_the_tenant(
         self, start_gateway: Callable[..., Any], keys_file: Path, headers: dict[str, str]
     ) -> None:

@@ -1,0 +1,40 @@
+"""GET /: the page in gateway/ui, and its parts. Files are read once; nothing comes from anywhere else.
+
+The page holds no data of its own. With API keys set it is behind them like everything else; a browser asks for the key
+by itself, as the password of HTTP Basic, and shows it with every request of the page.
+"""
+
+from importlib.resources import files
+
+from aiohttp import web
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def routes() -> list[web.RouteDef]:
+    folder = files("gateway") / "ui"
+    contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+
+    async def show_part(request: web.Request) -> web.Response:
+        return _part(contents, request.match_info["name"])
+
+    async def show_page(request: web.Request) -> web.Response:
+        return _part(contents, "index.html")
+
+    return [web.get("/", show_page), web.get("/ui/{name}", show_part)]
+
+
+def _part(contents: dict[str, bytes], name: str) -> web.Response:
+    content_type = _TYPES.get(name.rpartition(".")[2])
+    if name not in contents or content_type is None:
+        raise web.HTTPNotFound
+    return web.Response(body=contents[name], content_type=content_type, charset="utf-8", headers=_HEADERS)

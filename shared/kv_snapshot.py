@@ -1,0 +1,43 @@
+"""What a worker tells of its KV memory while somebody watches: every block, who has it, and what moved it lately.
+
+Published about once a second on channel {m}:kv, only while {m}:kvw exists; read by the gateway's live page.
+"""
+
+import msgspec
+
+WATCH_SECONDS = 5  # {m}:kvw lives this long; each gateway with watchers renews it
+SNAPSHOT_SECONDS = 1.0
+
+
+class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence of the engine."""
+
+    id: str
+    state: str  # running | waiting | swapped
+    num_tokens: int
+    num_computed_tokens: int
+    blocks: list[int]  # its block table on the device
+
+
+class KVMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Why blocks moved, in the words of the worker's KV events."""
+
+    number: int
+    kind: str
+    request_id: str
+    reason: str
+    num_blocks: int
+    num_bytes: int
+    num_tokens: int
+    milliseconds: float | None = None
+
+
+class KVSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    device: str
+    block_size: int  # tokens
+    states: str  # a letter a block: p(adding) f(ree) c(ached) a(ctive) s(hared)
+    requests: list[KVRequest]
+    events: list[KVMove]  # since the snapshot before
+    host_blocks: int = 0
+    host_used_blocks: int = 0

@@ -1,0 +1,106 @@
+"""The page and its feed: served whole, from here alone, and only while it is watched."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.kv_watch import KVWatch
+from shared.kv_snapshot import WATCH_SECONDS, KVRequest, KVSnapshot
+from shared.messages import encode
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.gateway.conftest import Gateway
+
+UI = Path(__file__).parents[2] / "gateway" / "ui"
+
+
+def snapshot(worker: str = "w") -> KVSnapshot:
+    request = KVRequest(id="r", state="running", num_tokens=20, num_computed_tokens=19, blocks=[1, 2])
+    return KVSnapshot(worker=worker, device="cpu", block_size=16, states="pasf", requests=[request], events=[])
+
+
+async def test_the_page_and_all_that_it_names_is_there(gateway: Gateway) -> None:
+    async with gateway.session.get("/") as response:
+        assert response.status == 200
+        policy = response.headers["Content-Security-Policy"]
+        page = await response.text()
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    named = set(re.findall(r'(?:src|href)="(ui/[^"]+)"', page))
+    sources = {path.name: path.read_text() for path in UI.glob("*.js")}
+    named |= {f"ui/{name}" for text in sources.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    assert {path.name for path in UI.iterdir()} - {"index.html"} == {name.removeprefix("ui/") for name in named}
+    for name in named:
+        async with gateway.session.get(f"/{name}") as response:
+            assert response.status == 200, name
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_the_policy_has_nothing_to_forbid() -> None:
+    """No inline script or style, nothing from elsewhere, and no way to put HTML together out of data."""
+    for path in UI.iterdir():
+        text = path.read_text()
+        assert not re.search(r"https?://|<style|\sstyle=|\son\w+=", text)
+        assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        assert not re.search(r"<script(?![^>]*\ssrc=)", text)
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "__init__.py"])
+async def test_nothing_else_is_served(gateway: Gateway, name: str) -> None:
+    async with gateway.session.get(f"/ui/{name}") as response:
+        assert response.status == 404
+
+
+async def test_no_ui_no_page(start_gateway: Callable[..., Any]) -> None:
+    gateway = await start_gateway(ui=False)
+    async with gateway.session.get("/") as response:
+        assert response.status == 404
+
+
+async def test_the_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
+    gateway.engine.kv.snapshots.put_nowait(snapshot())
+    async with gateway.session.get("/debug/kv/stream") as response:
+        line = await response.content.readline()
+        assert json.loads(line.removeprefix(b"data: "))["requests"][0]["blocks"] == [1, 2]
+        assert gateway.engine.kv.num_watchers == 1
+    async with asyncio.timeout(10):
+        while gateway.engine.kv.num_watchers:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.redis
+class TestWatch:
+    @pytest.fixture
+    async def watch(self, connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[KVWatch]:
+        watch = KVWatch(connections, keys)
+        yield watch
+        await watch.aclose()
+
+    async def test_asks_while_somebody_watches(
+        self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys
+    ) -> None:
+        redis = connections.commands
+        assert not await redis.exists(keys.kv_watch)
+        async with watch.watcher() as first, watch.watcher() as second:
+            while not (await redis.pubsub_numsub(keys.kv_channel))[0][1]:
+                await asyncio.sleep(0.01)
+            assert 0 < await redis.ttl(keys.kv_watch) <= WATCH_SECONDS
+            await redis.publish(keys.kv_channel, b"no snapshot")
+            await redis.publish(keys.kv_channel, encode(snapshot()))
+            assert await anext(first) == await anext(second) == snapshot()
+        assert (await redis.pubsub_numsub(keys.kv_channel))[0][1] == 0
+
+    async def test_a_slow_watcher_misses_the_oldest(
+        self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys
+    ) -> None:
+        async with watch.watcher() as slow, watch.watcher() as quick:
+            while not (await connections.commands.pubsub_numsub(keys.kv_channel))[0][1]:
+                await asyncio.sleep(0.01)
+            for number in range(20):
+                await connections.commands.publish(keys.kv_channel, encode(snapshot(f"w{number}")))
+                assert (await anext(quick)).worker == f"w{number}"
+            assert (await anext(slow)).worker == "w12"
