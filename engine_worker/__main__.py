@@ -89,6 +89,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             num_threads=settings.num_threads,
+            deterministic=settings.deterministic,
         ),
         report,
     )

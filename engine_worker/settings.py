@@ -77,6 +77,7 @@ class WorkerSettings:
     async_scheduling: bool | None = setting(
         None, help="schedule a step while the one before it runs; default: off on cpu, on on cuda"
     )
+    deterministic: bool = setting(False, help="no bit of a result depends on the batch or its steps (cuda only)")
 
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
@@ -112,6 +113,8 @@ class WorkerSettings:
             raise SettingsError(f"--max-num-batched-tokens: at least --max-num-seqs, {seqs}; got {tokens}")
         ahead = self.async_scheduling
         swap = defaults.swap_space_bytes if self.swap_space_bytes is None else self.swap_space_bytes
+        if self.deterministic and device != "cuda":
+            raise SettingsError("--deterministic: only on cuda; on a cpu bits depend on the batch")
         if self.preemption_mode == "swap" and swap == 0:
             raise SettingsError("--preemption-mode swap: needs --swap-space-bytes, which is 0 here")
         return replace(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from engine_worker.execution.deterministic import use_batch_invariant_products
 from engine_worker.execution.kv_cache import (
     KVCache,
     block_bytes,
@@ -45,12 +46,17 @@ class ExecutionSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # None = torch's choice (physical cores)
+    deterministic: bool = False  # results do not depend on the batch; to be chosen before the process uses CUDA
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
     config = ModelConfig.from_directory(settings.model)
     max_model_len = _max_model_len(settings, config)
     device = _device(settings.device)
+    if settings.deterministic:
+        if device.type != "cuda":
+            raise ValueError("--deterministic: only on cuda")
+        use_batch_invariant_products()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     weights = _weights(settings, config, device, report)

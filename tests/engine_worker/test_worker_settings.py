@@ -48,6 +48,12 @@ def test_a_budget_below_the_sequences_is_refused() -> None:
     assert load("--max-num-batched-tokens", "32").for_device("cpu").max_num_seqs == 32
 
 
+def test_only_a_gpu_can_be_deterministic() -> None:
+    assert load("--deterministic").for_device("cuda").deterministic
+    with pytest.raises(SettingsError, match="--deterministic: only on cuda"):
+        load("--deterministic").for_device("cpu")
+
+
 def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
     assert load().for_device("cpu").swap_space_bytes == 0
     assert load().for_device("cuda").swap_space_bytes == 4 * 2**30
