@@ -40,3 +40,19 @@ def figure_13(data: Data, path: Path) -> None:
             axis.set_title(f"{name}, {data['requests_per_second'][name]['rate']:g} requests/s", fontsize=9)
 
     plots.save(path, draw, num_panels=len(data["sequences"]))
+
+
+def figure_16(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        for axis, (name, sweep) in zip(axes, data["prefixes"].items(), strict=True):
+            plots.latency_curves(axis, f"WMT16, {name} prefix", sweep["curves"], sweep["unloaded_seconds_per_token"])
+
+    plots.save(path, draw, num_panels=len(data["prefixes"]))
+
+
+def figure_17(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        chat = data["chat"]
+        plots.latency_curves(axes[0], "chat, last 1024 tokens", chat["curves"], chat["unloaded_seconds_per_token"])
+
+    plots.save(path, draw)

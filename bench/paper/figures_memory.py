@@ -3,18 +3,14 @@
 Figures 2 and 13 are averages over simulated time under the paper's load; figure 12 is a sweep of rates.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from bench.paper.cost_model import A100_OPT_13B
-from bench.paper.knee import Curve, rising_rates, summary, sweep
+from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, poisson_trace
-from bench.paper.reservation import ReservationPolicy, make_manager
-from bench.paper.simulation import Simulation, SimulationResult
-
-NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
-BLOCK_SIZE = 16
+from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager
+from bench.paper.simulation import SimulationResult, simulate, sweep_managers
 
 PAPER_FIGURE_2 = {  # per cent of the KV memory: tokens, reserved, internal, external
     "max": [20.4, 13.3, 57.3, 8.9],
@@ -48,12 +44,11 @@ LOADS = (
 
 
 def run_policy(
-    policy: ReservationPolicy, load: Load, rate: float, duration_seconds: float, *, drain: bool, seed: int = 0
+    policy: ReservationPolicy, load: Load, rate: float, duration_seconds: float, seed: int = 0
 ) -> SimulationResult:
-    max_model_len = load.dataset.max_model_len
-    manager = make_manager(policy, NUM_SLOTS, BLOCK_SIZE, max_model_len)
-    simulation = Simulation(manager=manager, cost=A100_OPT_13B, max_model_len=max_model_len)
-    return simulation.run(poisson_trace(load.dataset, rate, duration_seconds, seed), drain=drain)
+    """Until the last arrival: averages under a load that may be too much."""
+    trace = poisson_trace(load.dataset.lengths(seed), rate, duration_seconds, seed=seed)
+    return simulate(make_manager(policy, NUM_SLOTS, BLOCK_SIZE), trace, drain=False)
 
 
 def figure_2(scale: float) -> dict[str, Any]:
@@ -61,7 +56,7 @@ def figure_2(scale: float) -> dict[str, Any]:
     load = LOADS[0]
     ours = {}
     for policy in ReservationPolicy:
-        result = run_policy(policy, load, load.saturating_rate, load.batch_duration_seconds * scale, drain=False)
+        result = run_policy(policy, load, load.saturating_rate, load.batch_duration_seconds * scale)
         shares = result.occupancy.shares()
         ours[policy.value] = {
             **{f"{name}_percent": round(100 * share, 1) for name, share in shares.items()},
@@ -89,34 +84,18 @@ def figure_13(scale: float) -> dict[str, Any]:
 
 
 def figure_12(scale: float) -> dict[str, Any]:
-    data = {}
-    for load in LOADS:
-        curves = {}
-        rates = rising_rates(*load.sweep_rates)
-        latency = _latency(ReservationPolicy.PAGED, load, scale)
-        unloaded = latency(rates[0])
-        for policy in ReservationPolicy:
-            curves[policy.value] = sweep(rates, _latency(policy, load, scale), unloaded)
-        data[load.dataset.name] = {
-            "unloaded_seconds_per_token": unloaded,
-            **summary(curves, unloaded, reference="paged"),
-            "curves": {name: rounded(curve) for name, curve in curves.items()},
-        }
+    managers = {policy.value: partial(make_manager, policy, NUM_SLOTS, BLOCK_SIZE) for policy in ReservationPolicy}
+    data = {
+        load.dataset.name: sweep_managers(
+            managers,
+            lambda rate, load=load: poisson_trace(load.dataset.lengths(0), rate, load.sweep_duration_seconds * scale),
+            rising_rates(*load.sweep_rates),
+            reference="paged",
+        )
+        for load in LOADS
+    }
     return {"datasets": data, "paper": PAPER_FIGURE_12}
 
 
-def rounded(curve: Curve) -> Curve:
-    return [(round(rate, 3), round(latency_seconds, 4)) for rate, latency_seconds in curve]
-
-
 def _mean_sequences(policy: ReservationPolicy, load: Load, rate: float, scale: float) -> float:
-    result = run_policy(policy, load, rate, load.batch_duration_seconds * scale, drain=False)
-    return result.occupancy.mean_sequences
-
-
-def _latency(policy: ReservationPolicy, load: Load, scale: float) -> Callable[[float], float]:
-    def latency_seconds(rate: float) -> float:
-        result = run_policy(policy, load, rate, load.sweep_duration_seconds * scale, drain=True)
-        return result.mean_normalized_latency_seconds
-
-    return latency_seconds
+    return run_policy(policy, load, rate, load.batch_duration_seconds * scale).occupancy.mean_sequences

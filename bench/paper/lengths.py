@@ -11,7 +11,7 @@ not give their spread, which decides how much a reservation wastes. Coefficients
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -48,22 +48,46 @@ ALPACA = Dataset("Alpaca", LengthDistribution(19.31, 0.7), LengthDistribution(58
 TRANSLATION = Dataset("WMT16", LengthDistribution(30.0, 0.5), LengthDistribution(45.0, 0.5))
 
 
+def chat_lengths(rounds: Dataset, window_tokens: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Turns of conversations. The prompt is all that was said before, its last `window_tokens`; so long is the output.
+
+    A conversation has another turn with probability 0.8, a guess; so most prompts fill the window, as the paper says.
+    """
+    generator = random.Random(f"chat/{seed}")
+    history_tokens = 0
+    for prompt_tokens, output_tokens in rounds.lengths(seed):
+        yield min(window_tokens, history_tokens + prompt_tokens), min(window_tokens, output_tokens)
+        history_tokens += prompt_tokens + output_tokens
+        if generator.random() > 0.8:
+            history_tokens = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
     arrival_seconds: float
     prompt_tokens: int
     output_tokens: int
+    shared_prefix_tokens: int = 0  # the first of the prompt tokens, the same in all requests
 
 
 def poisson_trace(
-    dataset: Dataset, requests_per_second: float, duration_seconds: float, seed: int = 0
+    lengths: Iterable[tuple[int, int]],
+    requests_per_second: float,
+    duration_seconds: float,
+    *,
+    seed: int = 0,
+    shared_prefix_tokens: int = 0,
 ) -> list[TimedRequest]:
-    """Arrivals within [0, duration). Every rate meets the same lengths in the same order, and the same gaps scaled."""
+    """Arrivals within [0, duration). Every rate meets the same lengths in the same order, and the same gaps scaled.
+
+    `lengths` do not count the shared prefix.
+    """
     generator = random.Random(seed)
     gaps = iter(lambda: generator.expovariate(1.0) / requests_per_second, None)
     trace = []
-    for arrival_seconds, (prompt_tokens, output_tokens) in zip(accumulate(gaps), dataset.lengths(seed), strict=False):
+    for arrival_seconds, (prompt_tokens, output_tokens) in zip(accumulate(gaps), lengths, strict=False):
         if arrival_seconds >= duration_seconds:
             break
-        trace.append(TimedRequest(arrival_seconds, prompt_tokens, output_tokens))
+        all_prompt_tokens = shared_prefix_tokens + prompt_tokens
+        trace.append(TimedRequest(arrival_seconds, all_prompt_tokens, output_tokens, shared_prefix_tokens))
     return trace

@@ -16,6 +16,10 @@ from bench.paper.buddy_allocator import BuddyAllocator
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.sequence import Sequence
 
+NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2048
+
 
 class ReservationPolicy(StrEnum):
     MAX = "max"
@@ -80,7 +84,12 @@ class ReservedKVCacheManager(KVCacheManager):
         assert len(blocks) == len(set(blocks)) <= self._buddies.num_allocated_blocks, "a block is reserved twice"
 
 
-def make_manager(policy: ReservationPolicy, num_slots: int, block_size: int, max_model_len: int) -> KVCacheManager:
+def make_manager(
+    policy: ReservationPolicy,
+    num_slots: int = NUM_SLOTS,
+    block_size: int = BLOCK_SIZE,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> KVCacheManager:
     num_blocks = num_slots // block_size + 1
     if policy is ReservationPolicy.PAGED:
         return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # nor had the paper's system

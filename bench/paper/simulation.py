@@ -4,18 +4,23 @@ The executor computes nothing: it moves the clock and answers with a token. So a
 same on every machine, and differs between policies in nothing but the memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from bench.paper.cost_model import StepCost
+from bench.paper.cost_model import A100_OPT_13B, StepCost
+from bench.paper.knee import summary, sweep
 from bench.paper.lengths import TimedRequest
 from bench.paper.occupancy import Occupancy
+from bench.paper.reservation import MAX_MODEL_LEN
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
 
-VOCAB_SIZE = 2**31 - 1  # token ids are request numbers here, so that no two prompts share a prefix by accident
+VOCAB_SIZE = 2**31 - 1  # token ids are request numbers, so that prompts share what they are told to and no more
 
 
 @dataclass
@@ -47,8 +52,43 @@ class SimulationResult:
         return sum(self.normalized_latencies_seconds) / len(self.normalized_latencies_seconds)
 
 
+def simulate(
+    manager: KVCacheManager,
+    trace: list[TimedRequest],
+    *,
+    drain: bool = True,
+    cost: StepCost = A100_OPT_13B,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> SimulationResult:
+    """All of `trace`, in order of arrival. Without `drain` it ends at the last arrival, for averages under load."""
+    return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len).run(trace, drain=drain)
+
+
+def sweep_managers(
+    managers: dict[str, Callable[[], KVCacheManager]],
+    trace_at: Callable[[float], list[TimedRequest]],
+    rates: list[float],
+    reference: str,
+    cost: StepCost = A100_OPT_13B,
+) -> dict[str, Any]:
+    """Latency against load for each of `managers`, and how much more the `reference` sustains than each other one."""
+
+    def latency_seconds(name: str, rate: float) -> float:
+        return simulate(managers[name](), trace_at(rate), cost=cost).mean_normalized_latency_seconds
+
+    unloaded = latency_seconds(reference, rates[0])
+    curves = {name: sweep(rates, partial(latency_seconds, name), unloaded) for name in managers}
+    return {
+        "unloaded_seconds_per_token": round(unloaded, 5),
+        **summary(curves, unloaded, reference),
+        "curves": {
+            name: [(round(rate, 3), round(latency, 4)) for rate, latency in curve] for name, curve in curves.items()
+        },
+    }
+
+
 @dataclass(kw_only=True)
-class Simulation:
+class _Simulation:
     manager: KVCacheManager
     cost: StepCost
     max_model_len: int
@@ -56,8 +96,7 @@ class Simulation:
     max_num_batched_tokens: int = 2560  # vLLM's default in the paper's year
     requests: dict[str, TimedRequest] = field(default_factory=dict)
 
-    def run(self, trace: list[TimedRequest], *, drain: bool = True) -> SimulationResult:
-        """All of `trace`, in order of arrival. Without `drain` it ends at the last arrival, for averages under load."""
+    def run(self, trace: list[TimedRequest], *, drain: bool) -> SimulationResult:
         occupancy = Occupancy(self.manager.num_usable_blocks * self.manager.block_size, self.manager.block_size)
         executor = SimulatedExecutor(self.cost, occupancy)
         engine = self._engine(executor)
@@ -95,7 +134,8 @@ class Simulation:
         request_id = str(number)
         self.requests[request_id] = request
         sampling = SamplingParams(max_tokens=request.output_tokens, seed=0, temperature=0.0, ignore_eos=True)
-        prompt = [number] * request.prompt_tokens
+        shared = request.shared_prefix_tokens
+        prompt = [0] * shared + [number + 1] * (request.prompt_tokens - shared)
         engine.add_request(GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
 
     def _step(self, engine: Engine, executor: SimulatedExecutor) -> list[float]:

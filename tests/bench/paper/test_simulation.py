@@ -8,44 +8,44 @@ from bench.paper.cost_model import StepCost
 from bench.paper.figures_memory import LOADS, run_policy
 from bench.paper.lengths import SHAREGPT, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager
-from bench.paper.simulation import Simulation, SimulationResult
+from bench.paper.simulation import SimulationResult, simulate
 
 ONE_SECOND = StepCost("one second a step", 1.0, 0.0, 0.0, 0.0)
 
 
-def simulate(policy: ReservationPolicy, *requests: TimedRequest, cost: StepCost = ONE_SECOND) -> SimulationResult:
+def run(policy: ReservationPolicy, *requests: TimedRequest, cost: StepCost = ONE_SECOND) -> SimulationResult:
     """64 slots in blocks of 4, a context of 32."""
     manager = make_manager(policy, num_slots=64, block_size=4, max_model_len=32)
-    return Simulation(manager=manager, cost=cost, max_model_len=32).run(list(requests))
+    return simulate(manager, list(requests), cost=cost, max_model_len=32)
 
 
 def test_a_step_costs_its_sequences_tokens_and_context() -> None:
     """Prompt of 3: a step with 3 tokens and a context of 3; then one with 1 token and a context of 4."""
     cost = StepCost("priced", 1000.0, 100.0, 10.0, 1.0)
-    result = simulate(ReservationPolicy.PAGED, TimedRequest(0.0, 3, 2), cost=cost)
+    result = run(ReservationPolicy.PAGED, TimedRequest(0.0, 3, 2), cost=cost)
     assert result.simulated_seconds == (1100 + 30 + 3) + (1100 + 10 + 4)
     assert result.normalized_latencies_seconds == [2247 / 2]
 
 
 def test_latency_counts_from_the_arrival_and_time_jumps_to_it() -> None:
-    result = simulate(ReservationPolicy.PAGED, TimedRequest(10.0, 3, 4), TimedRequest(11.5, 3, 2))
+    result = run(ReservationPolicy.PAGED, TimedRequest(10.0, 3, 4), TimedRequest(11.5, 3, 2))
     assert result.simulated_seconds == 14.0
     assert result.normalized_latencies_seconds == [4.0 / 4, 2.5 / 2]  # the second waits for the step in progress
 
 
 def test_max_batches_what_its_reservations_allow_and_the_rest_waits() -> None:
     requests = [TimedRequest(0.0, 4, 4)] * 3
-    assert simulate(ReservationPolicy.MAX, *requests).normalized_latencies_seconds == [1.0, 1.0, 2.0]
-    assert simulate(ReservationPolicy.PAGED, *requests).normalized_latencies_seconds == [1.0, 1.0, 1.0]
+    assert run(ReservationPolicy.MAX, *requests).normalized_latencies_seconds == [1.0, 1.0, 2.0]
+    assert run(ReservationPolicy.PAGED, *requests).normalized_latencies_seconds == [1.0, 1.0, 1.0]
 
 
 def test_every_slot_is_accounted_for() -> None:
     """One request of 6 + 3 tokens for three steps, which hold 6, 7 and 8 computed tokens."""
     request = TimedRequest(0.0, 6, 3)
-    shares = simulate(ReservationPolicy.MAX, request).occupancy.shares()
+    shares = run(ReservationPolicy.MAX, request).occupancy.shares()
     tokens, reserved = 7 / 64, 2 / 64
     assert shares == pytest.approx({"tokens": tokens, "reserved": reserved, "internal": 23 / 64, "external": 0.5})
-    shares = simulate(ReservationPolicy.PAGED, request).occupancy.shares()  # two blocks: 8 slots all the time
+    shares = run(ReservationPolicy.PAGED, request).occupancy.shares()  # two blocks: 8 slots all the time
     assert shares == pytest.approx({"tokens": tokens, "reserved": 1 / 64, "internal": 0.0, "external": 56 / 64})
 
 
@@ -57,7 +57,7 @@ def test_the_lengths_have_the_papers_means() -> None:
 
 
 def test_a_rate_scales_the_gaps_and_nothing_else() -> None:
-    slow, fast = poisson_trace(SHAREGPT, 1.0, 100.0), poisson_trace(SHAREGPT, 2.0, 50.0)
+    slow, fast = (poisson_trace(SHAREGPT.lengths(0), rate, 100.0 / rate) for rate in (1.0, 2.0))
     assert [(request.prompt_tokens, request.output_tokens) for request in slow] == [
         (request.prompt_tokens, request.output_tokens) for request in fast
     ]
@@ -68,8 +68,7 @@ def test_a_rate_scales_the_gaps_and_nothing_else() -> None:
 def test_the_policies_batch_in_the_papers_order() -> None:
     load = LOADS[0]
     batched = [
-        run_policy(policy, load, load.saturating_rate, 60.0, drain=False).occupancy.mean_sequences
-        for policy in ReservationPolicy
+        run_policy(policy, load, load.saturating_rate, 60.0).occupancy.mean_sequences for policy in ReservationPolicy
     ]
     assert batched == sorted(batched)
     assert batched[0] == pytest.approx(7.0, abs=0.2)
