@@ -71,6 +71,11 @@ class KVWorld:
         self.manager.free(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
+        """One step in which nothing happens but this."""
+        self._preempt(sequence)
+        self._execute([])
+
+    def _preempt(self, sequence: Sequence) -> None:
         """By recompute it leaves: the test may admit it again."""
         self.running.remove(sequence)
         if self.manager.preempt([sequence]) is PreemptionMode.SWAP:
@@ -107,11 +112,13 @@ class KVWorld:
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
+        for sequence in self.swapped:
+            self._check_contents(sequence, on_host=True)
         self.manager.check_integrity([*self.running, *self.swapped])
 
     def _make_room_for(self, sequence: Sequence) -> None:
         while sequence in self.running and not self.manager.can_allocate(sequence):
-            self.preempt(self.running[-1])
+            self._preempt(self.running[-1])
         if sequence in self.running:
             self.manager.allocate(sequence)
 
@@ -160,10 +167,13 @@ class KVWorld:
         for copy in transfers.swap_in:
             self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
 
-    def _check_contents(self, sequence: Sequence) -> None:
-        slots = [value for block_id in sequence.block_table for value in self._memory[block_id]]
+    def _check_contents(self, sequence: Sequence, *, on_host: bool = False) -> None:
+        memory, table = (
+            (self._host_memory, sequence.host_block_table) if on_host else (self._memory, sequence.block_table)
+        )
+        slots = [value for block_id in table for value in memory[block_id]]
         expected = contents(sequence.token_ids(0, sequence.num_computed_tokens))
-        assert slots[: len(expected)] == expected, f"{sequence.request_id} reads what is not its own"
+        assert slots[: len(expected)] == expected, f"{sequence.request_id} has what is not its own"
 
     def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
         """At this moment; later a block may lose its place to one with the same content that is evicted first."""
