@@ -1,8 +1,8 @@
 """Figures 16 and 17: requests with a shared prefix, and the turns of chats; against Orca's reservations in one pool.
 
 The model is LLaMA-13B in the paper's figure 16 and OPT-13B in 17: both have the memory and the speed of OPT-13B here.
-Figure 16 is also drawn with the speed of a GPU of today, where a token of a prompt costs more of a decode step, over the
-same pool.
+Figure 16 is also drawn with the speed of a GPU of today, where a prompt costs more decode steps; the pool is the
+same.
 """
 
 from functools import partial
