@@ -14,6 +14,7 @@ from gateway.event_stream import EventStream
 from gateway.generation import ChoiceUpdate, Generation
 from gateway.http_body import read_body
 from gateway.keys import STATE
+from gateway.logprobs import LogprobEntry
 from gateway.middlewares import route_name
 from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import ChatPrompt, CompletionRequest, Prompt
@@ -55,7 +56,8 @@ async def answer(
             if request.stream:
                 stream = EventStream(http, headers, state.watch)
                 return await _stream(stream, _Chunks(generation, response_format, request, include_usage), prefixes)
-            return await _collect(generation, response_format, prefixes, headers)
+            with_logprobs = request.num_logprobs is not None
+            return await _collect(generation, response_format, prefixes, headers, with_logprobs)
         finally:
             generation.abandon()
             account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
@@ -119,9 +121,9 @@ class _Chunks:
                 self._begun.add(update.index)
                 chunks.append(self._format.first(update.index))
                 text = prefixes[update.index] + text
-            if text or update.reason is None:
+            if text or update.logprobs or update.reason is None:
                 usage = self.generation.usage if self._continuous_usage else None
-                chunks.append(self._format.text(update.index, text, usage))
+                chunks.append(self._format.text(update.index, text, usage, update.logprobs))
             if update.reason is not None:
                 chunks.append(self._format.finish(update.index, update.reason))
         return b"".join(chunks)
@@ -152,17 +154,23 @@ async def _stream(stream: EventStream, chunks: _Chunks, prefixes: Sequence[str])
 
 
 async def _collect(
-    generation: Generation, response_format: ResponseFormat, prefixes: Sequence[str], headers: dict[str, str]
+    generation: Generation,
+    response_format: ResponseFormat,
+    prefixes: Sequence[str],
+    headers: dict[str, str],
+    with_logprobs: bool,
 ) -> web.StreamResponse:
     texts = [[prefix] for prefix in prefixes]
+    logprobs: list[list[LogprobEntry]] = [[] for _ in prefixes]
     reasons = [FinishReason.STOP] * len(prefixes)
     async for updates in generation.updates():
         for update in updates:
             texts[update.index].append(update.text)
+            logprobs[update.index] += update.logprobs
             if update.reason is not None:
                 reasons[update.index] = update.reason
     results = [
-        ChoiceResult(index, "".join(pieces), reason)
+        ChoiceResult(index, "".join(pieces), reason, logprobs[index] if with_logprobs else None)
         for index, (pieces, reason) in enumerate(zip(texts, reasons, strict=True))
     ]
     body = response_format.body(results, generation.usage)

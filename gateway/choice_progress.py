@@ -6,10 +6,13 @@ Knows nothing of streams, HTTP or JSON.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
+from gateway.logprobs import LogprobEntry, logprob_entry
 from gateway.metrics import GatewayMetrics
 from gateway.output_text import OutputText
-from shared.messages import FinishReason
+from gateway.token_bytes import TokenBytes
+from shared.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +20,13 @@ class ChoiceUpdate:
     index: int
     text: str
     reason: FinishReason | None  # set once, in the choice's last update
+    logprobs: tuple[LogprobEntry, ...] = ()
 
 
 class ChoiceProgress:
-    def __init__(self, index: int, output: OutputText, metrics: GatewayMetrics, arrived_at: float) -> None:
+    def __init__(
+        self, index: int, output: OutputText, token_bytes: TokenBytes, metrics: GatewayMetrics, arrived_at: float
+    ) -> None:
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
         self._index = index
@@ -29,34 +35,50 @@ class ChoiceProgress:
         self._arrived_at = arrived_at
         self._first_token_at = 0.0
         self._last_token_at = 0.0
+        self._token_bytes = token_bytes
+        self._held_logprobs: tuple[LogprobEntry, ...] = ()  # of a token that may have ended the sequence
 
     @property
     def num_tokens(self) -> int:
         return self._output.num_tokens
 
-    def take(self, token_ids: Sequence[int], reason: FinishReason | None) -> list[ChoiceUpdate]:
+    def take(
+        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] | None = None
+    ) -> list[ChoiceUpdate]:
         """An update for each of the next tokens, which are the last if there is a `reason`. Not to be called after the
         end. A client that counts or times tokens sees each, also when several came together or one has no text yet."""
         if token_ids:
             self._record_tokens(time.monotonic())
         updates: list[ChoiceUpdate] = []
-        for token_id in token_ids:
+        for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
             text = self._output.push((token_id,))
+            entries = self._entries(token_id, token_logprobs)
             if self._output.stopped:
                 self.stopped_early = reason is None
-                return [*updates, self._end(text, FinishReason.STOP)]
-            updates.append(ChoiceUpdate(self._index, text, None))
+                return [*updates, self._end(text, FinishReason.STOP, entries)]
+            updates.append(ChoiceUpdate(self._index, text, None, entries))
         if reason is None:
             return updates
-        text = updates.pop().text if updates else ""
-        text += self._output.finish(reason)
-        return [*updates, self._end(text, FinishReason.STOP if self._output.stopped else reason)]
+        last = updates.pop() if updates else ChoiceUpdate(self._index, "", None)
+        text = last.text + self._output.finish(reason)
+        shown = self._held_logprobs if self._output.shows_terminal(reason) else ()
+        reason = FinishReason.STOP if self._output.stopped else reason
+        return [*updates, self._end(text, reason, last.logprobs + shown)]
 
     def record_end(self, reason: str) -> None:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()
 
-    def _end(self, text: str, reason: FinishReason) -> ChoiceUpdate:
+    def _entries(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[LogprobEntry, ...]:
+        """What can be told after a token was consumed: a terminal one is held back, as its text is."""
+        if logprobs is None:
+            return ()
+        entry = logprob_entry(self._token_bytes, token_id, logprobs, self._output.token_start)
+        released = self._held_logprobs
+        self._held_logprobs = (entry,) if self._output.holds_terminal else ()
+        return released if self._output.holds_terminal else (*released, entry)
+
+    def _end(self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...]) -> ChoiceUpdate:
         self.record_end(reason.value)
         self._metrics.generation_tokens.observe(self.num_tokens)
         if self.num_tokens > 1:
@@ -64,7 +86,7 @@ class ChoiceProgress:
                 (self._last_token_at - self._first_token_at) / (self.num_tokens - 1)
             )
         self._metrics.request_duration.observe(time.monotonic() - self._arrived_at)
-        return ChoiceUpdate(self._index, text, reason)
+        return ChoiceUpdate(self._index, text, reason, logprobs)
 
     def _record_tokens(self, now: float) -> None:
         if self._first_token_at:

@@ -40,7 +40,13 @@ class Generation:
             _RequestProgress(
                 plan.request,
                 [
-                    ChoiceProgress(index, _output_text(model, request, plan.request), state.metrics, arrived_at)
+                    ChoiceProgress(
+                        index,
+                        _output_text(model, request, plan.request),
+                        model.encoder.token_bytes,
+                        state.metrics,
+                        arrived_at,
+                    )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
             )
@@ -147,7 +153,7 @@ class _RequestProgress:
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
             choice = self._choices[event.choice]
-            return [] if choice.finished else choice.take(event.token_ids, event.finish_reason)
+            return [] if choice.finished else choice.take(event.token_ids, event.finish_reason, event.logprobs)
         self.has_ended = True
         if isinstance(event, ErrorEvent):
             self.record_end("error")

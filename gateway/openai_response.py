@@ -12,11 +12,13 @@ The order of a stream's chunks (each method gives whole Server-Sent Events):
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.sse import event
 from shared.messages import FinishReason
 
@@ -44,12 +46,15 @@ class ChoiceResult:
     index: int
     text: str
     reason: FinishReason
+    logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
 
 
 class ResponseFormat(Protocol):
     def first(self, index: int) -> bytes: ...
 
-    def text(self, index: int, text: str, usage: UsageCount | None = None) -> bytes: ...
+    def text(
+        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
+    ) -> bytes: ...
 
     def finish(self, index: int, reason: FinishReason) -> bytes: ...
 
@@ -73,18 +78,27 @@ class _Format:
         self._usage_in_chunks = usage_in_chunks
         self._chunk_head = f"data: {head}".encode()
         self._text_prefixes: dict[int, bytes] = {}
-        usage = ',"usage":null' if usage_in_chunks else ""
-        self._text_suffix = f"{self.after_text}]{usage}}}\n\n".encode()
+        self._no_usage = b',"usage":null' if usage_in_chunks else b""
+        self._text_suffix = self.after_text.encode() + b"]" + self._no_usage + b"}\n\n"
 
-    def text(self, index: int, text: str, usage: UsageCount | None = None) -> bytes:
+    @staticmethod
+    def logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def text(
+        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
+    ) -> bytes:
         prefix = self._text_prefixes.get(index)
         if prefix is None:
             prefix = self._chunk_head + f',"choices":[{{"index":{index},{self.before_text}'.encode()
             self._text_prefixes[index] = prefix
-        if usage is None:
+        if usage is None and not logprobs:
             return prefix + json_text(text) + self._text_suffix
-        counted = f'{self.after_text}],"usage":'.encode() + _encode(usage.as_object()) + b"}\n\n"
-        return prefix + json_text(text) + counted
+        after = self.after_text.encode()
+        if logprobs:
+            after = after.replace(b"null", one_line(_encode(self.logprobs(logprobs))), 1)
+        counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
+        return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
 
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
@@ -114,7 +128,9 @@ class ChatFormat(_Format):
         return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason.value}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
-        return self._body([_chat_choice(choice) for choice in choices], usage)
+        return self._body([_choice(choice, self.logprobs, message=_message(choice)) for choice in choices], usage)
+
+    logprobs = staticmethod(chat_logprobs)
 
 
 class CompletionFormat(_Format):
@@ -131,22 +147,29 @@ class CompletionFormat(_Format):
         return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
-        return self._body([_completion_choice(choice) for choice in choices], usage)
+        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage)
+
+    logprobs = staticmethod(completion_logprobs)
 
 
-def _chat_choice(choice: ChoiceResult) -> dict[str, Any]:
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.reason.value}
+def _message(choice: ChoiceResult) -> dict[str, Any]:
+    return {"role": "assistant", "content": choice.text, "refusal": None}
 
 
-def _completion_choice(choice: ChoiceResult) -> dict[str, Any]:
-    return {"index": choice.index, "text": choice.text, "logprobs": None, "finish_reason": choice.reason.value}
+def _choice(
+    choice: ChoiceResult, shape: Callable[[Sequence[LogprobEntry]], dict[str, Any]], **content: Any
+) -> dict[str, Any]:
+    logprobs = None if choice.logprobs is None else shape(choice.logprobs)
+    return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
 
 
 def json_text(text: str) -> bytes:
-    """One line for every reader: str.splitlines, which some clients use, also splits at these three characters."""
     encoded = _encode(text)
-    if not text.isascii():
-        for character, escape in _SPLITTERS:
-            encoded = encoded.replace(character.encode(), escape)
+    return encoded if text.isascii() else one_line(encoded)
+
+
+def one_line(encoded: bytes) -> bytes:
+    """One line for every reader: str.splitlines, which some clients use, also splits at these three characters."""
+    for character, escape in _SPLITTERS:
+        encoded = encoded.replace(character.encode(), escape)
     return encoded

@@ -8,7 +8,7 @@ foreign option is visible to its sender. Knows no tokens: limits that need a mod
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -17,6 +17,7 @@ from msgspec import Meta
 from gateway.chat_template import ChatMessage
 from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.request_body import decode_body
+from shared.messages import MAX_LOGPROBS
 
 MAX_PROMPTS = 32
 MAX_CHOICES = 64  # n times the number of prompts
@@ -25,6 +26,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+_NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -80,11 +82,14 @@ class ChatBody(GenerationFields, kw_only=True):
     max_completion_tokens: _Count | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: _NumLogprobs | None = None
 
 
 class CompletionBody(GenerationFields, kw_only=True):
     prompt: str | list[str | _TokenId | list[_TokenId]]
     echo: bool | None = None
+    logprobs: _NumLogprobs | None = None
 
 
 NO_EFFECT = frozenset(
@@ -156,12 +161,13 @@ class CompletionRequest:
     continuous_usage: bool
     echo: bool
     ignored: tuple[str, ...]
+    num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
     fields, given = decode_body(body, ChatBody)
     ignored = check_other_fields(ChatBody, given)
-    return _request(
+    request = _request(
         fields,
         (chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),),
         ignored,
@@ -169,12 +175,13 @@ def parse_chat(body: bytes) -> CompletionRequest:
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
     )
+    return replace(request, num_logprobs=_chat_num_logprobs(fields))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     fields, given = decode_body(body, CompletionBody)
     ignored = check_other_fields(CompletionBody, given)
-    return _request(
+    request = _request(
         fields,
         _prompts(fields.prompt),
         ignored,
@@ -184,6 +191,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
         add_special_tokens=fields.add_special_tokens is not False,
         echo=bool(fields.echo),
     )
+    return replace(request, num_logprobs=_completion_num_logprobs(fields))
 
 
 def check_other_fields(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -253,6 +261,22 @@ def _request(
         echo=echo,
         ignored=ignored,
     )
+
+
+def _chat_num_logprobs(fields: ChatBody) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequest("top_logprobs: only allowed when logprobs is true.", param="top_logprobs")
+    return None
+
+
+def _completion_num_logprobs(fields: CompletionBody) -> int | None:
+    if fields.echo and fields.logprobs is not None:
+        raise UnsupportedParameter(
+            "logprobs: not supported by this server together with echo: it does not score prompts.", param="logprobs"
+        )
+    return fields.logprobs
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:

@@ -84,7 +84,18 @@ class OutputText:
         self._include_stop_token = include_stop_token
         self._held_terminal: int | None = None
         self.num_tokens = 0  # consumed so far, the one that completed a stop string included
+        self.token_start = 0  # characters of text, held back or not, before the last token
         self.stopped = False
+        self._num_characters = 0
+
+    @property
+    def holds_terminal(self) -> bool:
+        """The last token ends sequences, and it is not known yet whether it ended this one."""
+        return self._held_terminal is not None
+
+    def shows_terminal(self, reason: FinishReason) -> bool:
+        """Whether a token that ended the sequence is text of the output."""
+        return reason is not FinishReason.STOP or self._include_stop_token
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Nothing is consumed behind a stop string."""
@@ -94,6 +105,7 @@ class OutputText:
             if self.stopped:
                 break
             self.num_tokens += 1
+            self.token_start = self._num_characters
             if token_id in self._terminal_token_ids:
                 self._held_terminal = token_id
             else:
@@ -105,7 +117,7 @@ class OutputText:
         if self.stopped:
             return ""
         pieces = []
-        if reason is not FinishReason.STOP or self._include_stop_token:
+        if self.shows_terminal(reason):
             pieces.append(self._release_terminal())
         if not self.stopped:
             pieces.append(self._through_stops(self._detokenizer.flush()))
@@ -119,7 +131,9 @@ class OutputText:
         return "" if held is None else self._text_of(held)
 
     def _text_of(self, token_id: int) -> str:
-        return self._through_stops(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        self._num_characters += len(text)
+        return self._through_stops(text)
 
     def _through_stops(self, text: str) -> str:
         if self.num_tokens <= self._min_tokens:  # a stop string may not even begin within the tokens that must come

@@ -107,6 +107,7 @@ def _sampling_params(
         logit_bias=_logit_bias(fields, limits),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
+        logprobs=request.num_logprobs,
     )
 
 

@@ -8,18 +8,20 @@ store that lost its memory can be given the answer's beginning back. Knows no Re
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from shared.messages import (
     ErrorEvent,
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    JournalExtras,
     JournalFrame,
     StoredChoice,
     StreamEvent,
     TerminalEvent,
     TokenEvent,
+    TokenLogprobs,
     Usage,
 )
 
@@ -30,6 +32,7 @@ class _ChoiceTokens:
     def __init__(self, index: int) -> None:
         self.index = index
         self.tokens = array("i")
+        self.logprobs: dict[int, TokenLogprobs] = {}  # by index, where the request asks for them
         self.finish_reason: FinishReason | None = None
         self.is_queued = False  # something of it waits for the reader
         self._num_read = 0
@@ -46,7 +49,19 @@ class _ChoiceTokens:
         """All that came since the last read."""
         start, self._num_read = self._num_read, len(self.tokens)
         self.is_queued = False
-        return TokenEvent(request_id, start, self.tokens[start:].tolist(), self.index, self.finish_reason)
+        token_ids = self.tokens[start:].tolist()
+        return TokenEvent(request_id, start, token_ids, self.index, self.finish_reason, self._logprobs_from(start))
+
+    def frame(self) -> JournalFrame:
+        """All there is so far, as a journal has it."""
+        logprobs = self._logprobs_from(0)
+        extras = None if logprobs is None else JournalExtras(logprobs)
+        return JournalFrame(0, self.tokens.tolist(), extras, self.index, self.finish_reason)
+
+    def _logprobs_from(self, start: int) -> list[TokenLogprobs] | None:
+        """None also where a token has none, as from a worker that does not know of them."""
+        known = [self.logprobs[index] for index in range(start, len(self.tokens)) if index in self.logprobs]
+        return known if known and len(known) == len(self.tokens) - start else None
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
@@ -69,11 +84,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     @property
     def frames(self) -> list[JournalFrame]:
         """All there is so far, as a journal has it."""
-        return [
-            JournalFrame(0, choice.tokens.tolist(), None, choice.index, choice.finish_reason)
-            for choice in self._choices
-            if choice.tokens or choice.finish_reason
-        ]
+        return [choice.frame() for choice in self._choices if choice.tokens or choice.finish_reason]
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +99,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self.has_ended:
             return
         if isinstance(event, TokenEvent):
-            self._take(event.choice, event.index, event.token_ids, event.finish_reason)
+            logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else {}
+            self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
         elif self._is_complete(event):
             self.end(event)
         else:
@@ -100,7 +112,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             return
         self.is_behind = False
         for index, choice in enumerate(choices):
-            self._take(index, 0, choice.token_ids, choice.finish_reason)
+            self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
         if terminal is not None:
             self.end(terminal)
 
@@ -120,7 +132,14 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self._is_exhausted = True
         return self._terminal
 
-    def _take(self, index: int, start: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> None:
+    def _take(
+        self,
+        index: int,
+        start: int,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None,
+        logprobs: Mapping[int, TokenLogprobs],
+    ) -> None:
         if index >= len(self._choices):
             return  # not of this request's choices
         choice = self._choices[index]
@@ -129,6 +148,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             return
         num_known = min(len(choice.tokens) - start, len(token_ids))
         self.num_repeated_tokens += num_known
+        choice.logprobs.update(logprobs)
         if choice.take(token_ids[num_known:], finish_reason):
             if not choice.is_queued:
                 choice.is_queued = True

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from gateway.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from gateway.token_bytes import TokenBytes
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
 _MAX_PENDING_TOKENS = 8
@@ -39,6 +40,7 @@ class PromptEncoder:
         self._special_pattern = _any_of(self._special_ids)
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._prefix_ids, self._suffix_ids = self._wrapping()
+        self.token_bytes = TokenBytes(self._tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:

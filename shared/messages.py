@@ -173,6 +173,7 @@ class StoredChoice(msgspec.Struct):
 
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None  # only of a choice of several
+    logprobs: dict[int, TokenLogprobs] = {}  # by index, where the request asks for them
 
 
 class _TerminalEnvelope(msgspec.Struct, frozen=True, array_like=True):
@@ -271,8 +272,16 @@ def journal_choices(data: bytes, num_choices: int) -> list[StoredChoice]:
         if frame.index != len(choice.token_ids) or (choice.finish_reason and frame.token_ids):
             raise FormatError(f"journal: a frame at index {frame.index}, expected {len(choice.token_ids)}")
         choice.token_ids += frame.token_ids
+        choice.logprobs |= _logprobs_by_index(frame)
         choice.finish_reason = frame.finish_reason or choice.finish_reason
     return choices
+
+
+def _logprobs_by_index(frame: JournalFrame) -> dict[int, TokenLogprobs]:
+    logprobs = frame.extras.logprobs if frame.extras else None
+    if logprobs and len(logprobs) != len(frame.token_ids):
+        raise FormatError(f"journal: {len(logprobs)} log-probabilities of {len(frame.token_ids)} tokens")
+    return dict(enumerate(logprobs or (), frame.index))
 
 
 def _unpacker(data: bytes, min_array_limit: int = 0) -> msgpack.Unpacker:

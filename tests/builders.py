@@ -19,7 +19,15 @@ from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
-from shared.messages import ErrorEvent, FinishEvent, GenerationRequest, SamplingParams, StreamEvent, TokenEvent
+from shared.messages import (
+    ErrorEvent,
+    FinishEvent,
+    GenerationRequest,
+    SamplingParams,
+    StreamEvent,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 VOCAB_SIZE = 1_000
 EOS_TOKEN_ID = 2
@@ -127,7 +135,8 @@ class FakeModelRunner:
         self._inflight_token_ids = {scheduled.sequence: token_id or 0 for scheduled, token_id in pairs}
         for block_id, slots in fetched.items():
             self._cache[block_id] = list(slots)
-        return FakeStep(StepResult(sampled, failures, {"prepare": 0.0, "forward": 0.0, "sample": 0.0}))
+        phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
+        return FakeStep(StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled)))
 
     def _store(self, scheduled: ScheduledSequence) -> None:
         sequence = scheduled.sequence
@@ -151,6 +160,22 @@ class FakeModelRunner:
         return next_token(
             prefix, scheduled.output_index, sequence.sampling, sequence.stop_token_ids, self.vocab_size
         )
+
+
+def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[TokenLogprobs | None]:
+    """As the real executor: of those that ask, and an empty list when nobody does."""
+    asking = [scheduled.sequence.sampling.logprobs is not None for scheduled in batch.sequences]
+    if not any(asking):
+        return []
+    return [
+        fake_logprobs(token_id) if asks and token_id is not None else None
+        for asks, token_id in zip(asking, sampled, strict=True)
+    ]
+
+
+def fake_logprobs(token_id: int) -> TokenLogprobs:
+    """Recognizable by the token, and exact in any float."""
+    return TokenLogprobs(-token_id / 1024, [token_id], [-token_id / 1024])
 
 
 @dataclass

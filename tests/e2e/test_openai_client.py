@@ -16,8 +16,11 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 from tests.conftest import Valkey
+from tests.engine_worker.execution.reference import Reference
 from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(240)]
@@ -107,6 +110,48 @@ def test_completions(stack: Stack) -> None:
     assert answer.choices[0].text.startswith(" Paris")
     assert answer.choices[1].text == streamed == " 5 6 7"[: len(streamed)] or streamed.startswith(" 5 6 7")
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
+
+
+def test_log_probabilities_are_those_of_transformers(stack: Stack, demo_model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
+    prompt = tokenizer.encode("The capital of France is", add_special_tokens=False).ids
+    asked: Any = {"model": MODEL, "prompt": prompt, "seed": 5, "max_tokens": 6, "logprobs": 3}
+    with stack.client() as client:
+        choice = client.completions.create(**asked).choices[0]
+        streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    told = choice.logprobs
+    assert told is not None and told.tokens is not None and "".join(told.tokens) == choice.text
+    assert [token for part in streamed if part for token in part.tokens or []] == told.tokens
+    # The prompt of the second request is found in the prefix cache: other batches, other rounding.
+    streamed_logprobs = [logprob for part in streamed if part for logprob in part.token_logprobs or []]
+    assert streamed_logprobs == pytest.approx(told.token_logprobs, abs=1e-3)
+    output = tokenizer.encode(choice.text, add_special_tokens=False).ids
+    assert [tokenizer.decode([token_id]) for token_id in output] == told.tokens
+    reference = Reference(demo_model_dir).logits(prompt + output[:-1], len(output)).log_softmax(-1)
+    chosen = reference.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+    # fp32 on both sides, in another order of sums: logits differ by 1e-4.
+    assert told.token_logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+    for exact, top in zip(reference, told.top_logprobs or [], strict=True):
+        likeliest = exact.topk(3)
+        expected = {
+            tokenizer.decode([token_id]): logprob
+            for logprob, token_id in zip(*(t.tolist() for t in likeliest), strict=True)
+        }
+        assert {text: top[text] for text in expected} == pytest.approx(expected, abs=1e-3)
+
+
+def test_chat_log_probabilities(stack: Stack) -> None:
+    with stack.client() as client:
+        asked: Any = {"model": MODEL, "messages": PARIS, "temperature": 0, "max_tokens": 30, "logprobs": True}
+        choice = client.chat.completions.create(**asked, top_logprobs=2).choices[0]
+        stream = client.chat.completions.create(**asked, top_logprobs=2, stream=True)
+        streamed = [entry for chunk in stream for entry in getattr(chunk.choices[0].logprobs, "content", None) or []]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode() == choice.message.content
+    assert [entry.token for entry in streamed] == [entry.token for entry in choice.logprobs.content]
+    for entry in choice.logprobs.content:  # greedy: the chosen token is the likeliest
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+        assert len(entry.top_logprobs) == 2
 
 
 async def test_async_streams_side_by_side(stack: Stack) -> None:

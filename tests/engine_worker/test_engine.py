@@ -14,6 +14,7 @@ from tests.builders import (
     FakeModelRunner,
     Transcript,
     expected_output,
+    fake_logprobs,
     make_engine,
     make_request,
     make_sampling,
@@ -41,6 +42,18 @@ def test_a_prompt_in_chunks_gives_no_event_before_its_end() -> None:
     engine = make_engine(max_num_batched_tokens=8)
     engine.add_request(request := make_request(20, "a"))
     assert [engine.step() for _ in range(3)] == [[], [], [TokenEvent("a", 0, expected_output(request)[:1])]]
+
+
+def test_log_probabilities_of_those_who_ask() -> None:
+    engine = make_engine()
+    asking = make_request(5, "asking", max_tokens=2, ignore_eos=True, logprobs=0)
+    other = make_request(5, "other", max_tokens=2, ignore_eos=True)
+    engine.add_request(asking)
+    engine.add_request(other)
+    events = [event for _ in range(2) for event in engine.step() if isinstance(event, TokenEvent)]
+    asked, silent = ([event for event in events if event.request_id == id_] for id_ in ("asking", "other"))
+    assert [event.logprobs for event in asked] == [[fake_logprobs(token)] for token in expected_output(asking)]
+    assert [event.logprobs for event in silent] == [None, None]
 
 
 def request_that_stops() -> tuple[Any, list[int]]:

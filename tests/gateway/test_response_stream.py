@@ -13,9 +13,12 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    JournalExtras,
+    JournalFrame,
     SamplingParams,
     StoredChoice,
     TokenEvent,
+    TokenLogprobs,
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
@@ -53,6 +56,24 @@ async def test_joins_what_came_since_the_last_read():
     stream.offer(finish(4))
     assert await everything(stream) == [token(3, 8), finish(4)]
     assert await everything(stream) == []
+
+
+def scored(index: int, *token_ids: int) -> TokenEvent:
+    logprobs = [TokenLogprobs(-token_id, [], []) for token_id in token_ids]
+    return TokenEvent("a", index, list(token_ids), logprobs=logprobs)
+
+
+async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
+    stream = ResponseStream(REQUEST)
+    for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
+        stream.offer(event)
+    assert await anext(stream) == scored(0, 5, 6)
+    journal = b"".join(encode(JournalFrame(e.index, e.token_ids, JournalExtras(e.logprobs))) for e in
+                       (scored(0, 5, 6), scored(2, 7, 8)))  # fmt: skip
+    stream.offer_journal(journal_choices(journal, 1), None)
+    assert await anext(stream) == scored(2, 7, 8)
+    # What a store that lost its memory is given back has them too.
+    assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
 
 
 async def test_repeats_and_overlaps_are_dropped():

@@ -19,10 +19,12 @@ from shared.messages import (
     FinishReason,
     FormatError,
     GenerationRequest,
+    JournalExtras,
     JournalFrame,
     SamplingParams,
     StoredChoice,
     TokenEvent,
+    TokenLogprobs,
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
@@ -101,6 +103,30 @@ def test_a_journal_of_several_choices():
         journal_choices(data, 1)
     with pytest.raises(FormatError, match="expected 3"):
         journal_choices(data + encode(JournalFrame(3, [5], None, 1)), 3)
+
+
+SCORED = [TokenLogprobs(-0.5, [3, 9], [-0.5, -1.25]), TokenLogprobs(float("-inf"), [], [])]
+
+
+def test_log_probabilities_survive_the_wire_and_keep_their_index():
+    event = TokenEvent("a", 4, [3, 5], logprobs=SCORED)
+    batch = EventBatch(PROTOCOL_VERSION, "w", 1, [event])
+    assert decode_event_batch(encode(batch)) == batch
+    frames = [JournalFrame(0, [1]), JournalFrame(1, [3, 5], JournalExtras(SCORED)), JournalFrame(3, [6])]
+    (choice,) = journal_choices(b"".join(map(encode, frames)), 1)
+    assert choice == StoredChoice([1, 3, 5, 6], logprobs={1: SCORED[0], 2: SCORED[1]})
+
+
+def test_log_probabilities_of_other_tokens_are_refused():
+    with pytest.raises(FormatError, match="2 log-probabilities of 1 tokens"):
+        journal_choices(encode(JournalFrame(0, [1], JournalExtras(SCORED))), 1)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21])
+def test_a_request_for_more_log_probabilities_than_are_told_is_refused(logprobs):
+    sampling = SamplingParams(max_tokens=1, seed=0, logprobs=logprobs)
+    with pytest.raises(FormatError, match="logprobs"):
+        decode_request(encode(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)))
 
 
 def test_events_and_frames_of_before_there_were_choices_are_read():

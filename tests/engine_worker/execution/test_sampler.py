@@ -319,6 +319,29 @@ def test_sampling_in_three_parts_is_sampling_at_once() -> None:
     assert tokens.collect() == expected
 
 
+def test_log_probabilities_are_the_models_own_before_anything_changes_them() -> None:
+    logits = random_logits(4)
+    changes: dict[str, Any] = {"temperature": 0.5, "logit_bias": {3: 50.0}, "presence_penalty": 1.0, "top_p": 0.5}
+    sequences = [
+        sequence("top", logprobs=5),
+        sequence("changed", logprobs=2, output=[1], **changes),
+        sequence("silent"),
+        sequence("chosen", logprobs=0, temperature=0.0),
+    ]
+    samples = sampler().sample(logits, sequences)
+    exact = logits.double().log_softmax(-1)
+    assert samples.logprobs[2] is None
+    assert samples.token_ids[1] == 3
+    for row, num_top in ((0, 5), (1, 2), (3, 0)):
+        token_id, logprobs = samples.token_ids[row], samples.logprobs[row]
+        assert token_id is not None and logprobs is not None
+        assert logprobs.logprob == pytest.approx(exact[row, token_id].item(), abs=1e-5)  # fp32 sums of 300 terms
+        top = exact[row].topk(num_top)
+        assert logprobs.top_token_ids == top.indices.tolist()
+        assert logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
+    assert sampler().sample(logits[2:3], sequences[2:3]).logprobs == []
+
+
 def test_penalties_alone_need_the_last_token_on_the_host() -> None:
     needing = [seq.request_id for seq in mixed_batch() if seq.needs_last_token_on_host]
     assert needing == ["penalties"]

@@ -10,6 +10,7 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     TokenEvent,
+    TokenLogprobs,
     Usage,
     decode_event_batch,
     decode_terminal_event,
@@ -52,6 +53,17 @@ async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
         assert (batch.worker_id, batch.step, batch.events) == (WORKER, 1, events[:-1])
         assert decode_event_batch(await h.next()).events == events[-1:]
     assert await journal(rig, "r49") == [49]
+
+
+async def test_log_probabilities_are_published_and_journalled(rig, heard):
+    await start(rig, "a")
+    event = TokenEvent("a", 0, [1, 2], logprobs=[TokenLogprobs(-0.5, [1], [-0.5]), TokenLogprobs(-1.5, [7], [-0.25])])
+    async with heard(rig.keys.gateway_channel("g")) as messages:
+        await rig.tokens.emit([event])
+        assert decode_event_batch(await messages.next()).events == [event]
+    await rig.tokens.emit([token("a", 2, 3)])
+    (stored,) = journal_choices(await rig.redis.get(rig.keys.journal("a")), 1)
+    assert (stored.token_ids, stored.logprobs) == ([1, 2, 3], dict(enumerate(event.logprobs)))
 
 
 async def test_lost_replies_and_refused_calls_change_nothing(rig):
