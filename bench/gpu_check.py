@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -31,9 +32,11 @@ from bench.kernel_cases import (
     measure_error,
     rounding_tolerance,
 )
+from kernels import paged_attention_prefill
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.kv_cache_store import store_kv, store_kv_reference
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import AttentionPlan, paged_attention
+from kernels.paged_attention_prefill import LARGE_TILES, SMALL_TILES
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rotary_embedding import rotate_and_store, rotate_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
@@ -131,6 +134,55 @@ def check_chunks(shape: str, dtype: torch.dtype) -> Check:
             errors.append(same_bits(attend(piece), expected[start:end]))
             start = end
         return errors
+
+    return check
+
+
+def check_captured(shape: str, dtype: torch.dtype) -> Check:
+    """A decode captured with bounds far above its batch, padded with rows of no keys, and replayed on other lengths,
+    has the bits of a launch with exact bounds."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        lengths = [(37 * i, 1) for i in range(1, 30)]
+        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
+        sequences, padded = len(lengths), 32
+        query = torch.nn.functional.pad(batch.query, (0, 0, 0, 0, 0, padded - sequences))
+        tables = torch.nn.functional.pad(batch.block_tables, (0, 8192 - batch.block_tables.shape[1], 0, 3))
+        seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 3))
+        starts = torch.arange(padded + 1, dtype=torch.int32, device=generator.device)
+        results = torch.empty_like(query, memory_format=torch.contiguous_format)
+
+        def attend_layers() -> None:
+            plan = AttentionPlan(tables, starts, seq_lens, 1, 131072, *query.shape[1:])
+            results.fill_(torch.nan)  # a kernel that waits for the plan, as every step has before its first layer
+            for _ in range(3):
+                results.copy_(plan.attend(query, batch.key_cache, batch.value_cache, batch.scale))
+
+        attend_layers()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend_layers()
+        errors = []
+        for lens in (batch.seq_lens, (batch.seq_lens // 3).clamp(min=1)):
+            seq_lens[:sequences] = lens
+            graph.replay()
+            expected = paged_attention(**vars(dataclasses.replace(batch, seq_lens=lens)))
+            errors += [same_bits(results[:sequences], expected), same_bits(results[sequences:], 0 * query[sequences:])]
+        return errors
+
+    return check
+
+
+def check_tilings(shape: str, dtype: torch.dtype) -> Check:
+    """Small and large prefill tiles give the same bits: a batch's other sequences may choose between them."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        batch = attention_batch(HEAD_SHAPES[shape], 16, [(300, 500), (0, 700)], dtype, generator)
+        outputs = []
+        for tiles in (SMALL_TILES, LARGE_TILES):
+            with mock.patch.object(paged_attention_prefill, "prefill_config", lambda *_, tiles=tiles: tiles):
+                outputs.append(attend(batch))
+        return [same_bits(*outputs)]
 
     return check
 
@@ -259,6 +311,9 @@ def all_checks() -> dict[str, Check]:
                     checks[f"{case}, {name} block {block_size}"] = check_attention(shape, block_size, lengths, dtype)
             checks[f"neighbours {name}"] = check_neighbours(shape, dtype)
             checks[f"chunks {name}"] = check_chunks(shape, dtype)
+            checks[f"captured {name}"] = check_captured(shape, dtype)
+            if dtype != torch.float32:
+                checks[f"tilings {name}"] = check_tilings(shape, dtype)
         checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
     return checks
 

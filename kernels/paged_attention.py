@@ -1,9 +1,13 @@
 """Causal attention of a ragged batch over a paged KV cache; decode and prefill sequences mixed freely.
 
+    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, head_dim)
+        once a step: what all layers share. plan.attend(query, key_cache, value_cache, scale) -> output, once a layer
+
     paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
                     max_query_len, max_seq_len, scale) -> output [T, Hq, D], contiguous
         query                    [T, Hq, D]         new tokens of all sequences, concatenated; D is contiguous
-        key_cache, value_cache   [N, Hkv, BS, D]    equal strides (views of one pool); D is contiguous; Hq = G * Hkv
+        key_cache, value_cache   [N, Hkv, BS, D]    views of one pool with equal strides, below 2^31 elements each;
+                                                    D is contiguous; Hq = G * Hkv
         block_tables             [S, B]     int32   block ids; only the first ceil(seq_len / BS) of a row are read
         query_start_loc          [S + 1]    int32   sequence s owns the query rows from entry s up to entry s + 1
         seq_lens                 [S]        int32   tokens of a sequence, the new ones (already stored) included
@@ -13,21 +17,22 @@ The last query row of a sequence is at position seq_len - 1; a row sees the keys
 that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
 lies in unused slots, in block 0 or behind a table's used part, NaN included, has no effect. Softmax in float32;
 products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A sequence's result
-does not depend on what else is in the batch: see `_launch_decode`.
+does not depend on what else is in the batch, nor a chunk's on how its prompt was cut.
+
+Launch grids depend on shapes and on the two bounds alone, so a plan and its layers can be captured in a CUDA graph;
+loose bounds cost nothing but the room of the plan.
 
 Does not know layers, and does not write the cache (kv_cache_store.py does, before).
 """
 # The operation has nine arguments; a structure would be a type that kernels and engine must share.
 # ruff: noqa: PLR0913, PLR0917
 
-import math
-from dataclasses import dataclass
-
 import torch
-import triton
 from torch import Tensor
 
-from kernels.paged_attention_kernels import decode_kernel, merge_splits_kernel, prefill_kernel
+from kernels.paged_attention_decode import attend_decode
+from kernels.paged_attention_plan import plan_decode
+from kernels.paged_attention_prefill import attend_prefill
 
 
 def paged_attention_reference(
@@ -69,28 +74,63 @@ def _attend_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float)
     return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
-@dataclass(frozen=True)
-class TileConfig:
-    """Rows (tokens x group) by keys of a tile, warps, and loads in flight; compiled for sm_90 in the tests."""
+class AttentionPlan:
+    """Shared by the layers of a step. On a CPU the reference serves them, and there is nothing to prepare."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    def __init__(
+        self,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        num_heads: int,
+        head_dim: int,
+    ) -> None:
+        self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
+        self._triton = TritonPlan(*self._batch, num_heads, head_dim) if seq_lens.is_cuda else None
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer."""
+        if self._triton is None:
+            return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale)
+        return self._triton.attend(query, key_cache, value_cache, scale, dependent_launch=True)
 
 
-def tile_config(dtype: torch.dtype, decode: bool) -> TileConfig:
-    if dtype == torch.float32:
-        # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
-        return TileConfig(16, 32, 4, 2)
-    return TileConfig(16, 64, 4, 3) if decode else TileConfig(128, 64, 8, 3)
+class TritonPlan:
+    def __init__(
+        self,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        num_heads: int,
+        head_dim: int,
+    ) -> None:
+        assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
+        assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
+        self._block_tables, self._query_start_loc, self._seq_lens = block_tables, query_start_loc, seq_lens
+        self._max_query_len = max_query_len
+        # One sequence with several new tokens leaves nothing to decode.
+        decodes = max_query_len == 1 or seq_lens.shape[0] > 1
+        self._decode = plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) if decodes else None
 
-
-# Keys a split: batch 1 at 1k tokens and 8 kv heads gets 32 programs, and partial results cost 3 % of the bytes read.
-MIN_SPLIT_TOKENS = 256
-# 64 splits x 8 kv heads fill an H200 (132 SMs, 3 programs each) from one sequence; the workspace stays 64 rows a head.
-MAX_SPLITS = 64
-LOG2_E = math.log2(math.e)
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, dependent_launch: bool
+    ) -> Tensor:
+        assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
+        assert key_cache.stride() == value_cache.stride() and query.dtype == key_cache.dtype == value_cache.dtype
+        assert key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
+        assert key_cache.stride(0) < 2**31
+        output = query.new_empty(query.shape)
+        caches = (key_cache, value_cache, self._block_tables)
+        if self._decode is not None:
+            attend_decode(query, *caches, self._decode, output, scale, dependent_launch)
+        if self._max_query_len > 1:
+            lengths = (self._query_start_loc, self._seq_lens)
+            attend_prefill(query, *caches, *lengths, output, self._max_query_len, scale)
+        return output
 
 
 def paged_attention_triton(
@@ -104,119 +144,10 @@ def paged_attention_triton(
     max_seq_len: int,
     scale: float,
 ) -> Tensor:
-    assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
-    assert key_cache.stride() == value_cache.stride() and query.dtype == key_cache.dtype == value_cache.dtype
-    assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
-    assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
-    output = query.new_empty(query.shape)
-    batch = (query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output)
-    _launch_decode(*batch, max_seq_len, scale)
-    if max_query_len > 1:
-        _launch_prefill(*batch, scale)
-    return output
-
-
-def _launch_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    output: Tensor,
-    max_seq_len: int,
-    scale: float,
-) -> None:
-    """Sequences with one new token, split over their keys. Which launch serves a sequence and how it is split depends
-    on its own lengths alone, so that neighbours in the batch cannot change its result."""
-    num_sequences, num_heads = seq_lens.shape[0], query.shape[1]
-    constants = _constants(query, key_cache, decode=True)
-    splits = {"MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS, "MAX_SPLITS": MAX_SPLITS}
-    grid_splits = max(1, min(triton.cdiv(max_seq_len, MIN_SPLIT_TOKENS), MAX_SPLITS))
-    split_logs = query.new_empty(num_sequences, num_heads, grid_splits, dtype=torch.float32)
-    split_outputs = query.new_empty(*split_logs.shape, query.shape[2], dtype=torch.float32)
-    decode_kernel[(key_cache.shape[1], grid_splits, num_sequences)](
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_start_loc,
-        seq_lens,
-        output,
-        split_outputs,
-        split_logs,
-        scale * LOG2_E,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        block_tables.stride(0),
-        **constants,
-        **splits,
-    )
-    if grid_splits > 1:
-        merge_splits_kernel[(num_heads, num_sequences)](
-            split_outputs,
-            split_logs,
-            query_start_loc,
-            seq_lens,
-            output,
-            grid_splits,
-            HEAD_DIM=constants["HEAD_DIM"],
-            BLOCK_DIM=constants["BLOCK_DIM"],
-            BLOCK_SPLITS=16,
-            num_warps=4,
-            **splits,
-        )
-
-
-def _launch_prefill(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    output: Tensor,
-    scale: float,
-) -> None:
-    """Sequences with several new tokens, a program for each tile of them."""
-    num_kv_heads, num_sequences = key_cache.shape[1], seq_lens.shape[0]
-    constants = _constants(query, key_cache, decode=False)
-    tile_tokens = constants["BLOCK_M"] // constants["GROUP"]
-    max_tiles = query.shape[0] // tile_tokens + num_sequences
-    prefill_kernel[(max_tiles * num_kv_heads,)](
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_start_loc,
-        seq_lens,
-        output,
-        scale * LOG2_E,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        block_tables.stride(0),
-        num_sequences,
-        NUM_KV_HEADS=num_kv_heads,
-        **constants,
-    )
-
-
-def _constants(query: Tensor, key_cache: Tensor, decode: bool) -> dict[str, int | str]:
-    """The compile-time arguments that both kernels take, num_warps included."""
-    config = tile_config(query.dtype, decode)
-    group, head_dim = query.shape[1] // key_cache.shape[1], query.shape[2]
-    return {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        # 64 at least: Triton 3.6 has sporadic illegal accesses on Hopper with tiles of 32 lanes and several dots.
-        "BLOCK_DIM": max(64, triton.next_power_of_2(head_dim)),
-        "BLOCK_SIZE": key_cache.shape[2],
-        "BLOCK_M": max(config.block_m, triton.next_power_of_2(group)),
-        "BLOCK_N": config.block_n,
-        "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
-        "NUM_STAGES": config.num_stages,
-        "num_warps": config.num_warps,
-    }
+    batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
+    plan = TritonPlan(*batch, num_heads=query.shape[1], head_dim=query.shape[2])
+    # The plan is written by the kernel right before.
+    return plan.attend(query, key_cache, value_cache, scale, dependent_launch=False)
 
 
 def paged_attention(

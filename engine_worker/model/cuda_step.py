@@ -8,7 +8,7 @@ from torch import Tensor
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import AttentionPlan
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
@@ -32,6 +32,15 @@ class CudaStep:
     def __init__(self, device: CudaDevice, model_input: ModelInput) -> None:
         self._device = device
         self._input = model_input
+        self._plan = AttentionPlan(
+            model_input.block_tables,
+            model_input.query_start_loc,
+            model_input.seq_lens,
+            model_input.max_query_len,
+            model_input.max_seq_len,
+            device.config.num_heads,
+            device.config.head_dim,
+        )
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
@@ -44,17 +53,7 @@ class CudaStep:
         rotate_and_store(
             heads, inputs.positions, self._device.cos_sin_table, key_cache, value_cache, inputs.slot_mapping
         )
-        output = paged_attention(
-            heads[:, : config.num_heads],
-            key_cache,
-            value_cache,
-            inputs.block_tables,
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            inputs.max_query_len,
-            inputs.max_seq_len,
-            config.head_dim**-0.5,
-        )
+        output = self._plan.attend(heads[:, : config.num_heads], key_cache, value_cache, config.head_dim**-0.5)
         return output.flatten(1)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.kv_cache_store import store_kv_triton
-from kernels.paged_attention import paged_attention_triton
+from kernels.paged_attention import TritonPlan
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import rotate_and_store_triton
 from kernels.sampling_cuda import sample_tokens_triton
@@ -67,9 +67,13 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
     qkv = torch.empty(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(num_sequences + 1, dtype=torch.int32, device="meta")
     tables = torch.empty(num_sequences, 256, dtype=torch.int32, device="meta")
-    return lambda: paged_attention_triton(
-        qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], tables, indices, indices[1:], 512, 4096, head_dim**-0.5
-    )
+
+    def launch() -> None:
+        for max_query_len in (100, 512):  # small and large tiles
+            plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, head_dim)
+            plan.attend(qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], head_dim**-0.5, dependent_launch=True)
+
+    return launch
 
 
 def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:

@@ -9,8 +9,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from bench.kernel_cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
-from kernels import paged_attention
+from kernels import paged_attention_decode, paged_attention_plan
 from kernels.paged_attention import paged_attention_triton
+from kernels.paged_attention_plan import plan_decode
 
 # Float32: about 1e-6 from sums of a few hundred terms. Float16: weights and output are rounded, eps / 2 each.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: torch.finfo(torch.float16).eps}
@@ -70,17 +71,56 @@ def test_decode_rows_split_over_their_keys_equal_the_reference() -> None:
     assert_exact(batch, attend(batch))
 
 
-def test_more_splits_than_one_tile_of_the_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "MIN_SPLIT_TOKENS", 32)
-    batch = build(HeadShape(2, 1, 64), 16, [(700, 1), (511, 1)])  # 22 and 16 splits; the merge takes 16 at a time
-    batch.key_cache[batch.block_tables[0, 42]] *= 4  # a late maximum: what was merged before it must be scaled down
+def test_more_splits_than_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention_plan, "MIN_SPLIT_TOKENS", 128)
+    batch = build(HeadShape(2, 1, 64), 16, [(700, 1), (511, 1)])  # 6 and 4 splits; 4 are joined at a time
+    batch.key_cache[batch.block_tables[0, 42]] *= 4  # a late maximum: what was joined before it must be scaled down
     assert_exact(batch, attend(batch))
 
 
-def test_a_sequence_never_has_more_splits_than_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "MAX_SPLITS", 3)
-    batch = build(HeadShape(2, 1, 64), 32, [(1299, 1), (300, 1), (767, 1), (768, 1)])
+def test_a_sequence_never_has_more_splits_than_the_plan_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention_plan, "MAX_SPLITS", 2)
+    batch = build(HeadShape(2, 1, 64), 32, [(1299, 1), (300, 1), (511, 1), (512, 1)])
     assert_exact(batch, attend(batch))
+
+
+def test_a_program_that_walks_several_items_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a launch has 2 programs: each of two kv heads has one, which serves all sequences."""
+    lengths = [(40, 1), (0, 1), (290, 1), (3, 1), (130, 1)]
+    batch = build(HeadShape(4, 2, 64), 16, lengths)
+    output = attend(batch)
+    assert_exact(batch, output)
+    monkeypatch.setattr(paged_attention_decode, "PROGRAMS_PER_SM", 100)  # now every item has a program of its own
+    assert torch.equal(attend(batch), output)
+
+
+def test_a_block_larger_than_a_tile_of_keys() -> None:
+    batch = build(HeadShape(2, 2, 64), 64, [(200, 1), (63, 1), (10, 90)])  # float32 has tiles of 32 keys
+    assert_exact(batch, attend(batch))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "count", "split_tokens"),
+    [(0, 1, 256), (256, 1, 256), (257, 2, 256), (2048, 8, 256), (2049, 6, 384), (8192, 11, 768), (131072, 32, 4096)],
+)
+def test_the_plan_cuts_a_sequence_by_its_own_length(seq_len: int, count: int, split_tokens: int) -> None:
+    lengths = torch.tensor([300, seq_len, 9], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 7], dtype=torch.int32)  # the last sequence has five new tokens: none of the plan's
+    plan = plan_decode(starts, lengths, max_seq_len=131072, num_heads=2, head_dim=64)
+    assert plan.sequence_items.tolist() == [[0, 2], [2, count], [2 + count, 0]]
+    assert plan.num_items.tolist() == [2 + count]
+    firsts = range(0, max(seq_len, 1), split_tokens)
+    expected = [[1, 1, first, min(first + split_tokens, seq_len), count] for first in firsts]
+    assert plan.items[2 : 2 + count, :5].tolist() == expected
+
+
+def test_the_plan_counts_all_sequences_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention_plan, "SEQUENCES_COUNTED_AT_ONCE", 4)
+    lengths = torch.full((11,), 300, dtype=torch.int32)
+    lengths[:3] = 1
+    plan = plan_decode(torch.arange(12, dtype=torch.int32), lengths, max_seq_len=300, num_heads=1, head_dim=64)
+    assert plan.num_items.tolist() == [3 + 2 * 8]
+    assert plan.sequence_items.tolist() == [[0, 1], [1, 1], [2, 1], *([3 + 2 * i, 2] for i in range(8))]
 
 
 def test_upper_bounds_larger_than_the_batch_change_nothing() -> None:

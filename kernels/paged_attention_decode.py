@@ -1,0 +1,302 @@
+"""Paged attention of sequences with one new token: kernels and launch. paged_attention.py holds the contract.
+
+    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, dependent_launch) -> None
+                                                                            writes the rows that `plan` names
+
+decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
+of keys, so that the loads of the next item are in flight while the last tile of this one is computed.
+join_splits_kernel joins the splits of a row. The GROUP query heads that share a kv head are the rows of a tile, so
+that keys are read once. Does not know how sequences are split.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.paged_attention_plan import ITEM_FIELDS, DecodePlan
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Keys of a tile, warps, loads in flight; compiled for sm_90 in the tests."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_config(dtype: torch.dtype) -> DecodeConfig:
+    # Float32 is for tests and debugging: 64 keys spill at D 128 with the three products of tf32x3.
+    return DecodeConfig(32, 4, 2) if dtype == torch.float32 else DecodeConfig(128, 4, 2)
+
+
+# Two programs of 78 KB of shared memory and 207 registers fit an SM; the next tile of one loads while the other
+# computes.
+PROGRAMS_PER_SM = 2
+SPLITS_JOINED_AT_ONCE = 4
+JOIN_WARPS = 2
+
+
+@triton.jit
+def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr):
+    """(sequence, row, first key, end key, splits); zeros behind the list's end."""
+    item = items + part * ITEM_FIELDS
+    inside = part < num_items
+    return (
+        tl.load(item, mask=inside, other=0),
+        tl.load(item + 1, mask=inside, other=0),
+        tl.load(item + 2, mask=inside, other=0),
+        tl.load(item + 3, mask=inside, other=0),
+        tl.load(item + 4, mask=inside, other=0),
+    )
+
+
+@triton.jit
+def _count_tiles(
+    items, num_items, first, step, BLOCK_N: tl.constexpr, ITEM_FIELDS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Tiles of the items first, first + step, ...; an empty item has one, in which its zeros are written."""
+    tiles = 0
+    for start in range(first, num_items, step * AT_ONCE):
+        parts = start + step * tl.arange(0, AT_ONCE)
+        inside = parts < num_items
+        first_keys = tl.load(items + parts * ITEM_FIELDS + 2, mask=inside, other=0)
+        end_keys = tl.load(items + parts * ITEM_FIELDS + 3, mask=inside, other=0)
+        counts = tl.maximum(tl.cdiv(end_keys - first_keys, BLOCK_N), 1)
+        tiles += tl.sum(tl.where(inside, counts, 0), axis=0)
+    return tiles
+
+
+@triton.jit
+def _attend_tile(
+    query_tile, key_pointers, keys, end_key, accumulator, sums, row_max, scale_log2,
+    VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the running softmax (accumulator, sums a key lane, row_max in log2 units)."""
+    lanes = tl.arange(0, BLOCK_DIM)
+    used = (keys < end_key)[:, None]
+    if HEAD_DIM == BLOCK_DIM:
+        key_tile = tl.load(key_pointers)
+    else:
+        used = used & (lanes < HEAD_DIM)[None, :]
+        key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    # This also wipes the scores of unused slots, so that keys need no mask of their own.
+    scores = tl.where(keys[None, :] < end_key, scores, float("-inf"))
+    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+    # A row without keys has maximum -inf, and -inf - -inf is NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale_log2 - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    sums = sums * decay[:, None] + weights
+    # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
+    value_tile = tl.load(key_pointers + VALUE_OFFSET, mask=used, other=0.0)
+    accumulator = accumulator * decay[:, None]
+    accumulator = tl.dot(weights.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
+    return accumulator, sums, new_max
+
+
+@triton.jit
+def _write_item(
+    accumulator, sums, row_max, output, split_outputs, split_logs, row, part, splits, first_head, num_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The normalised result of an item: to the output where it is a row's only one, else to its place among the
+    partial results."""
+    rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
+    heads = first_head + rows
+    owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    row_sum = tl.sum(sums, axis=1)
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    attended = accumulator * (1.0 / divisor)[:, None]
+    if splits == 1:
+        write = (row.to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
+    else:
+        place = tl.cast(part, tl.int64) * num_heads + heads
+        tl.store(split_outputs + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
+        tl.store(split_logs + place, row_max + tl.log2(divisor), mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_kernel(
+    query, key_cache, block_tables, output, items, num_items, split_outputs, split_logs, scale_log2,
+    query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
+    VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Program = (kv head, share of the items); heads run fastest because they share a block."""
+    kv_head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
+    shares = tl.num_programs(0) // NUM_KV_HEADS
+    count = tl.load(num_items)
+    num_tiles = _count_tiles(items, count, part, shares, BLOCK_N, ITEM_FIELDS, 64)
+    # Items and block ids are loaded one iteration before their use. Loaded in their own iteration they would make the
+    # loads of keys and values depend on a load, and the pipeliner would keep fewer tiles in flight.
+    sequence, row, key, end_key, splits = _load_item(items, part, count, ITEM_FIELDS)
+    next_sequence, next_row, next_key, next_end_key, next_splits = _load_item(items, part + shares, count, ITEM_FIELDS)
+    rows, tile, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
+    heads = kv_head * GROUP + rows
+    owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    query_head = query + heads[:, None] * query_head_stride + lanes[None, :]
+    # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
+    slots = tile % BLOCK_SIZE * cache_slot_stride
+    key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
+    block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
+    block_ids = tl.load(block_table + tile // BLOCK_SIZE, mask=key + tile < end_key, other=0)
+    # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
+    block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+    # Summed over keys only at an item's end: a sum over the warps of a program costs two barriers, and so would each
+    # tile.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for _ in tl.range(0, num_tiles, num_stages=NUM_STAGES):
+        keys = key + tile
+        query_tile = tl.load(query_head + row.to(tl.int64) * query_token_stride, mask=owned, other=0.0)
+        key_pointers = key_head + (block_ids.to(tl.uint32).to(tl.uint64) * block_stride)[:, None]
+        if BLOCK_SIZE > BLOCK_N:
+            key_pointers += key % BLOCK_SIZE * cache_slot_stride
+        accumulator, sums, row_max = _attend_tile(
+            query_tile, key_pointers, keys, end_key, accumulator, sums, row_max, scale_log2,
+            VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, PRECISION,
+        )  # fmt: skip
+        is_last = key + BLOCK_N >= end_key
+        if is_last:
+            _write_item(
+                accumulator, sums, row_max, output, split_outputs, split_logs, row, part, splits, kv_head * GROUP,
+                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
+            )  # fmt: skip
+            accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        part = tl.where(is_last, part + shares, part)
+        sequence, row = tl.where(is_last, next_sequence, sequence), tl.where(is_last, next_row, row)
+        key, end_key = tl.where(is_last, next_key, key + BLOCK_N), tl.where(is_last, next_end_key, end_key)
+        splits = tl.where(is_last, next_splits, splits)
+        block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
+        block_ids = tl.load(block_table + tile // BLOCK_SIZE, mask=key + tile < end_key, other=0)
+        next_sequence, next_row, next_key, next_end_key, next_splits = _load_item(
+            items, part + shares, count, ITEM_FIELDS
+        )
+
+
+@triton.jit
+def join_splits_kernel(
+    split_outputs, split_logs, sequence_items, query_start_loc, output,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """Program (GROUP query heads, sequence): the splits of one row, weighted by their sums, in ascending order."""
+    first_head, sequence = tl.program_id(0) * GROUP, tl.program_id(1)
+    first_item = tl.load(sequence_items + sequence * 2)
+    num_splits = tl.load(sequence_items + sequence * 2 + 1)
+    row = tl.load(query_start_loc + sequence).to(tl.int64)
+    group, lanes = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_DIM)
+    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    if num_splits > 1:
+        joined = tl.zeros([BLOCK_GROUP, BLOCK_DIM], dtype=tl.float32)
+        total = tl.zeros([BLOCK_GROUP], dtype=tl.float32)
+        maximum = tl.full([BLOCK_GROUP], float("-inf"), dtype=tl.float32)
+        for first_split in range(0, num_splits, BLOCK_SPLITS):
+            splits = first_split + tl.arange(0, BLOCK_SPLITS)
+            inside = (splits < num_splits)[:, None] & (group < GROUP)[None, :]
+            places = (first_item + splits)[:, None] * NUM_HEADS + first_head + group[None, :]
+            logs = tl.load(split_logs + places, mask=inside, other=float("-inf"))
+            read = places.to(tl.int64)[:, :, None] * HEAD_DIM + lanes[None, None, :]
+            parts = tl.load(split_outputs + read, mask=inside[:, :, None] & owned[None, :, :], other=0.0)
+            new_maximum = tl.maximum(maximum, tl.max(logs, axis=0))
+            shift = tl.where(group < GROUP, new_maximum, 0.0)
+            weights, decay = tl.exp2(logs - shift[None, :]), tl.exp2(maximum - shift)
+            joined = joined * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+            total = total * decay + tl.sum(weights, axis=0)
+            maximum = new_maximum
+        joined = joined / tl.where(group < GROUP, total, 1.0)[:, None]
+        write = (row * NUM_HEADS + first_head + group)[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(output + write, joined.to(output.dtype.element_ty), mask=owned)
+
+
+def attend_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    plan: DecodePlan,
+    output: Tensor,
+    scale: float,
+    dependent_launch: bool,
+) -> None:
+    """`dependent_launch`: start while the kernel before still runs, and wait for it only where its results are needed.
+    What wrote the plan must then be complete, which any kernel launched without it in between ensures."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_heads, num_sequences = query.shape[1], plan.sequence_items.shape[0]
+    group = num_heads // num_kv_heads
+    config = decode_config(query.dtype)
+    block_dim = max(64, triton.next_power_of_2(head_dim))
+    launch = {"DEPENDENT_LAUNCH": dependent_launch} | ({"launch_pdl": True} if dependent_launch else {})
+    max_items = plan.items.shape[0]
+    shares = max(1, min(max_items, PROGRAMS_PER_SM * num_multiprocessors(query.device) // num_kv_heads))
+    decode_kernel[(shares * num_kv_heads,)](
+        query,
+        key_cache,
+        block_tables,
+        output,
+        plan.items,
+        plan.num_items,
+        plan.split_outputs,
+        plan.split_logs,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        block_tables.stride(0),
+        VALUE_OFFSET=value_cache.storage_offset() - key_cache.storage_offset(),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=block_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=config.block_n,
+        ITEM_FIELDS=ITEM_FIELDS,
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        **launch,
+    )
+    if max_items > num_sequences:
+        join_splits_kernel[(num_kv_heads, num_sequences)](
+            plan.split_outputs,
+            plan.split_logs,
+            plan.sequence_items,
+            plan.query_start_loc,
+            output,
+            NUM_HEADS=num_heads,
+            GROUP=group,
+            BLOCK_GROUP=triton.next_power_of_2(group),
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=block_dim,
+            BLOCK_SPLITS=SPLITS_JOINED_AT_ONCE,
+            num_warps=JOIN_WARPS,
+            **launch,
+        )
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """1 where there is no GPU: in the interpreter, and when compiling without one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,121 @@
+"""What the decode kernels of all layers of a step share: the list of splits, and room for their partial results.
+
+    plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) -> DecodePlan
+
+A sequence with one new token is cut into splits of its keys, an item of the list each; items of a sequence follow one
+another. Where the cuts lie depends on the sequence's own length alone, so that neighbours in the batch cannot change
+its result. Launching never waits for the device: `max_seq_len` bounds the room, the list's length is on the device.
+Does not know queries, keys or layers.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Fields of an item, int32: sequence, its row of query and output, first key, end key, splits of the sequence.
+ITEM_FIELDS = 8  # five are used; 32 bytes an item are one sector
+# Shorter splits leave less to do between two loads of a query, longer ones leave SMs idle at batch 1: see
+# docs/adr/0024-attention-splits.md.
+MIN_SPLIT_TOKENS = 256
+MAX_SHORT_SPLIT_TOKENS = 768
+MAX_SPLITS = 32
+# Splits start at multiples of it, which must be multiples of every tile of keys and of every block size.
+SPLIT_ALIGNMENT_TOKENS = 128
+SEQUENCES_COUNTED_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    items: Tensor  # [max_items, ITEM_FIELDS] int32
+    num_items: Tensor  # [1] int32
+    sequence_items: Tensor  # [S, 2] int32: first item, number of items
+    query_start_loc: Tensor  # [S + 1] int32
+    split_outputs: Tensor  # [max_items, Hq, D] float32, normalised
+    split_logs: Tensor  # [max_items, Hq] float32, log2 of the sum of exponentials
+
+
+@triton.jit
+def _splits(
+    query_len, seq_len,
+    MIN_SPLIT_TOKENS: tl.constexpr, MAX_SHORT_SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """(splits, keys of each). A row without keys has one empty split, which writes its zeros; a sequence that does not
+    decode has none."""
+    split_tokens = tl.minimum(tl.maximum(tl.cdiv(seq_len, 8), MIN_SPLIT_TOKENS), MAX_SHORT_SPLIT_TOKENS)
+    split_tokens = tl.cdiv(tl.maximum(split_tokens, tl.cdiv(seq_len, MAX_SPLITS)), ALIGNMENT) * ALIGNMENT
+    return tl.where(query_len == 1, tl.maximum(tl.cdiv(seq_len, split_tokens), 1), 0), split_tokens
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def plan_decode_kernel(
+    query_start_loc, seq_lens, items, num_items, sequence_items, num_sequences,
+    MIN_SPLIT_TOKENS: tl.constexpr, MAX_SHORT_SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, ITEM_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Program = sequence: counts the splits of those before it, then writes its own."""
+    sequence = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_SEQUENCES)
+    before = tl.zeros([BLOCK_SEQUENCES], dtype=tl.int32)
+    for start in range(0, sequence, BLOCK_SEQUENCES):
+        others = start + lanes
+        inside = others < sequence
+        row = tl.load(query_start_loc + others, mask=inside, other=0)
+        query_len = tl.load(query_start_loc + others + 1, mask=inside, other=0) - row
+        seq_len = tl.load(seq_lens + others, mask=inside, other=0)
+        counts, _ = _splits(query_len, seq_len, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT)
+        before += tl.where(inside, counts, 0)
+    first_item = tl.sum(before, axis=0)
+    row = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - row
+    seq_len = tl.load(seq_lens + sequence)
+    count, split_tokens = _splits(query_len, seq_len, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT)
+    split = tl.arange(0, MAX_SPLITS)
+    mine = split < count
+    item = items + (first_item + split) * ITEM_FIELDS
+    same = tl.zeros([MAX_SPLITS], dtype=tl.int32)
+    tl.store(item, same + sequence, mask=mine)
+    tl.store(item + 1, same + row, mask=mine)
+    tl.store(item + 2, split * split_tokens, mask=mine)
+    tl.store(item + 3, tl.minimum(split * split_tokens + split_tokens, seq_len), mask=mine)
+    tl.store(item + 4, same + count, mask=mine)
+    tl.store(sequence_items + sequence * 2, first_item)
+    tl.store(sequence_items + sequence * 2 + 1, count)
+    if sequence == num_sequences - 1:
+        tl.store(num_items, first_item + count)
+
+
+def plan_decode(
+    query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int, num_heads: int, head_dim: int
+) -> DecodePlan:
+    num_sequences = seq_lens.shape[0]
+    max_items = num_sequences * max(1, min(triton.cdiv(max_seq_len, MIN_SPLIT_TOKENS), MAX_SPLITS))
+    plan = DecodePlan(
+        items=seq_lens.new_empty(max_items, ITEM_FIELDS),
+        num_items=seq_lens.new_empty(1),
+        sequence_items=seq_lens.new_empty(num_sequences, 2),
+        query_start_loc=query_start_loc,
+        split_outputs=seq_lens.new_empty(max_items, num_heads, head_dim, dtype=torch.float32),
+        split_logs=seq_lens.new_empty(max_items, num_heads, dtype=torch.float32),
+    )
+    plan_decode_kernel[(num_sequences,)](
+        query_start_loc,
+        seq_lens,
+        plan.items,
+        plan.num_items,
+        plan.sequence_items,
+        num_sequences,
+        MIN_SPLIT_TOKENS=MIN_SPLIT_TOKENS,
+        MAX_SHORT_SPLIT_TOKENS=MAX_SHORT_SPLIT_TOKENS,
+        MAX_SPLITS=MAX_SPLITS,
+        ALIGNMENT=SPLIT_ALIGNMENT_TOKENS,
+        ITEM_FIELDS=ITEM_FIELDS,
+        BLOCK_SEQUENCES=SEQUENCES_COUNTED_AT_ONCE,
+        num_warps=4,
+    )
+    return plan

@@ -1,0 +1,214 @@
+"""Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
+
+    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale)
+
+A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
+keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
+keys lie at absolute positions, so that the order of a row's additions does not depend on how its prompt was chunked
+or on the rows of a tile.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged_attention_decode import LOG2_E, num_multiprocessors
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Rows (tokens x group) by keys of a tile, warps, and loads in flight; compiled for sm_90 in the tests."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+SMALL_TILES, LARGE_TILES = PrefillConfig(128, 64, 8, 3), PrefillConfig(256, 64, 16, 3)
+
+
+def prefill_config(dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int) -> PrefillConfig:
+    """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
+
+    Both tilings give the same bits. Large tiles load keys half as often, 491 against 446 TFLOP/s at 8192 tokens, but
+    at 1024 tokens they are one for each SM, and the last ones run alone: 206 against 292."""
+    if dtype == torch.float32:
+        # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
+        return PrefillConfig(16, 32, 4, 2)
+    fills = num_rows >= 2 * num_multiprocessors * LARGE_TILES.block_m
+    return LARGE_TILES if fills and max_rows >= 4 * LARGE_TILES.block_m else SMALL_TILES
+
+
+@triton.jit
+def _attend_keys(
+    query_tile, accumulator, row_sum, row_max, key_head, block_table, first_key, end_key, row_positions, seq_len,
+    scale_log2, cache_block_stride, cache_slot_stride,
+    VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys [first_key, end_key) into the running softmax (accumulator, row_sum, row_max); row_max in log2 units."""
+    tile, lanes = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
+    # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
+    block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
+    # The block ids of a tile are loaded one iteration ahead. Loaded in their own iteration they would make the loads
+    # of keys and values depend on a load, and the pipeliner then keeps one tile in flight instead of two.
+    lane_blocks = tile // BLOCK_SIZE
+    block_ids = tl.load(block_table + first_key // BLOCK_SIZE + lane_blocks, mask=first_key + tile < seq_len, other=0)
+    for start in tl.range(first_key, end_key, BLOCK_N, num_stages=NUM_STAGES):
+        keys = start + tile
+        next_block_ids = tl.load(
+            block_table + (start + BLOCK_N) // BLOCK_SIZE + lane_blocks, mask=keys + BLOCK_N < seq_len, other=0
+        )
+        key_pointers = key_head + (block_ids.to(tl.uint32).to(tl.uint64) * block_stride)[:, None]
+        if BLOCK_SIZE > BLOCK_N:
+            key_pointers += start % BLOCK_SIZE * cache_slot_stride
+        if HEAD_DIM == BLOCK_DIM:
+            key_tile = tl.load(key_pointers)
+        else:
+            key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        if MASKED:
+            # This also wipes the scores of unused slots, so that keys need no mask of their own.
+            scores = tl.where(keys[None, :] <= row_positions[:, None], scores, float("-inf"))
+        # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores * scale_log2 - shift[:, None])
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, axis=1)
+        row_max = new_max
+        value_pointers = key_pointers + VALUE_OFFSET
+        if MASKED:
+            # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
+            used = (keys < seq_len)[:, None] & (lanes < HEAD_DIM)[None, :]
+            value_tile = tl.load(value_pointers, mask=used, other=0.0)
+        elif HEAD_DIM == BLOCK_DIM:
+            value_tile = tl.load(value_pointers)
+        else:
+            value_tile = tl.load(value_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
+        accumulator = accumulator * decay[:, None]
+        accumulator = tl.dot(weights.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
+        block_ids = next_block_ids
+    return accumulator, row_sum, row_max
+
+
+@triton.jit
+def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.constexpr):
+    """Sequence s has the tiles from start // TILE_TOKENS + s on: an upper bound of what it needs, known without a plan
+    made by the host."""
+    sequence, beyond = 0, num_sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if tl.load(query_start_loc + middle) // TILE_TOKENS + middle <= tile:
+            sequence = middle
+        else:
+            beyond = middle
+    return sequence
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_sequences"])
+def prefill_kernel(
+    query, key_cache, block_tables, query_start_loc, seq_lens, output, scale_log2, query_token_stride,
+    query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride, num_sequences,
+    VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program = kv head of a tile of tokens."""
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    # Last tiles first: they see the most keys, and a long program that starts last would run alone.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, tile = program % NUM_KV_HEADS, program // NUM_KV_HEADS
+    sequence = _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS)
+    first_row = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - first_row
+    first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
+    # A sequence with one new token belongs to the decode kernel, whatever else is in the batch.
+    if (query_len <= 1) | (first_token >= query_len):
+        return
+    rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
+    tokens = first_token + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
+    token_rows = (first_row + tokens).to(tl.int64)
+    read = token_rows[:, None] * query_token_stride + heads[:, None] * query_head_stride + lanes[None, :]
+    query_tile = tl.load(query + read, mask=owned, other=0.0)
+
+    seq_len = tl.load(seq_lens + sequence)
+    first_position = seq_len - query_len + first_token
+    row_positions = tl.minimum(first_position + rows // GROUP, seq_len - 1)
+    end_key = tl.minimum(first_position + TILE_TOKENS, seq_len)
+    first_masked_key = tl.maximum(tl.minimum(first_position + 1, end_key), 0) // BLOCK_N * BLOCK_N
+    block_table = block_tables + tl.cast(sequence, tl.int64) * table_stride
+    # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
+    slots = tl.arange(0, BLOCK_N) % BLOCK_SIZE * cache_slot_stride
+    key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    accumulator, row_sum, row_max = _attend_keys(
+        query_tile, accumulator, row_sum, row_max, key_head, block_table, 0, first_masked_key, row_positions, seq_len,
+        scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_N,
+        False, PRECISION, NUM_STAGES,
+    )  # fmt: skip
+    accumulator, row_sum, row_max = _attend_keys(
+        query_tile, accumulator, row_sum, row_max, key_head, block_table, first_masked_key, end_key, row_positions,
+        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+        BLOCK_N, True, PRECISION, 1,
+    )  # fmt: skip
+    attended = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    write = (token_rows * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + lanes[None, :]
+    tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
+
+
+def attend_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> None:
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_tokens, num_heads = query.shape[:2]
+    num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
+    config = prefill_config(
+        query.dtype, num_tokens * num_heads, max_query_len * group, num_multiprocessors(query.device)
+    )
+    block_m = max(config.block_m, triton.next_power_of_2(group))
+    max_tiles = num_tokens // (block_m // group) + num_sequences
+    prefill_kernel[(max_tiles * num_kv_heads,)](
+        query,
+        key_cache,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        output,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        block_tables.stride(0),
+        num_sequences,
+        VALUE_OFFSET=value_cache.storage_offset() - key_cache.storage_offset(),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        # 64 at least: Triton 3.6 has sporadic illegal accesses on Hopper with tiles of 32 lanes and several dots.
+        BLOCK_DIM=max(64, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
