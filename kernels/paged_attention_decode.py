@@ -11,6 +11,7 @@ that keys are read once. Does not know how sequences are split.
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -297,6 +298,7 @@ def attend_decode(
         )
 
 
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """1 where there is no GPU: in the interpreter, and when compiling without one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
