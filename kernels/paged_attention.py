@@ -94,7 +94,7 @@ class AttentionPlan:
         """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer."""
         if self._triton is None:
             return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale)
-        return self._triton.attend(query, key_cache, value_cache, scale, dependent_launch=True)
+        return self._triton.attend(query, key_cache, value_cache, scale, may_start_early=True)
 
 
 class TritonPlan:
@@ -117,7 +117,7 @@ class TritonPlan:
         self._decode = plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) if decodes else None
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, dependent_launch: bool
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, may_start_early: bool
     ) -> Tensor:
         assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
         assert key_cache.stride() == value_cache.stride() and query.dtype == key_cache.dtype == value_cache.dtype
@@ -126,7 +126,7 @@ class TritonPlan:
         output = query.new_empty(query.shape)
         caches = (key_cache, value_cache, self._block_tables)
         if self._decode is not None:
-            attend_decode(query, *caches, self._decode, output, scale, dependent_launch)
+            attend_decode(query, *caches, self._decode, output, scale, may_start_early)
         if self._max_query_len > 1:
             lengths = (self._query_start_loc, self._seq_lens)
             attend_prefill(query, *caches, *lengths, output, self._max_query_len, scale)
@@ -147,7 +147,7 @@ def paged_attention_triton(
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
     plan = TritonPlan(*batch, num_heads=query.shape[1], head_dim=query.shape[2])
     # The plan is written by the kernel right before.
-    return plan.attend(query, key_cache, value_cache, scale, dependent_launch=False)
+    return plan.attend(query, key_cache, value_cache, scale, may_start_early=False)
 
 
 def paged_attention(

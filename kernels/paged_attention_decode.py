@@ -1,6 +1,6 @@
 """Paged attention of sequences with one new token: kernels and launch. paged_attention.py holds the contract.
 
-    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, dependent_launch) -> None
+    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early) -> None
                                                                             writes the rows that `plan` names
 
 decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.paged_attention_plan import ITEM_FIELDS, DecodePlan
 
 LOG2_E = math.log2(math.e)
@@ -135,7 +136,7 @@ def decode_kernel(
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (kv head, share of the items); heads run fastest because they share a block."""
     kv_head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
@@ -157,7 +158,8 @@ def decode_kernel(
     block_ids = tl.load(block_table + tile // BLOCK_SIZE, mask=key + tile < end_key, other=0)
     # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
-    if DEPENDENT_LAUNCH:
+    # Before it only what a step makes once was read: plan and block tables (see attend_decode).
+    if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
@@ -199,7 +201,7 @@ def decode_kernel(
 def join_splits_kernel(
     split_outputs, split_logs, sequence_items, query_start_loc, output,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (GROUP query heads, sequence): the splits of one row, weighted by their sums, in ascending order."""
     first_head, sequence = tl.program_id(0) * GROUP, tl.program_id(1)
@@ -208,7 +210,7 @@ def join_splits_kernel(
     row = tl.load(query_start_loc + sequence).to(tl.int64)
     group, lanes = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_DIM)
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-    if DEPENDENT_LAUNCH:
+    if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     if num_splits > 1:
@@ -241,16 +243,16 @@ def attend_decode(
     plan: DecodePlan,
     output: Tensor,
     scale: float,
-    dependent_launch: bool,
+    may_start_early: bool,
 ) -> None:
-    """`dependent_launch`: start while the kernel before still runs, and wait for it only where its results are needed.
-    What wrote the plan must then be complete, which any kernel launched without it in between ensures."""
+    """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
+    complete, which any kernel launched without dependence between them and this one ensures."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads, num_sequences = query.shape[1], plan.sequence_items.shape[0]
     group = num_heads // num_kv_heads
     config = decode_config(query.dtype)
     block_dim = max(64, triton.next_power_of_2(head_dim))
-    launch = {"DEPENDENT_LAUNCH": dependent_launch} | ({"launch_pdl": True} if dependent_launch else {})
+    launch = dependent_launch(query) if may_start_early else {"DEPENDENT": False}
     max_items = plan.items.shape[0]
     shares = max(1, min(max_items, PROGRAMS_PER_SM * num_multiprocessors(query.device) // num_kv_heads))
     decode_kernel[(shares * num_kv_heads,)](

@@ -71,7 +71,7 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
     def launch() -> None:
         for max_query_len in (100, 512):  # small and large tiles
             plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, head_dim)
-            plan.attend(qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], head_dim**-0.5, dependent_launch=True)
+            plan.attend(qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], head_dim**-0.5, may_start_early=True)
 
     return launch
 
