@@ -31,6 +31,7 @@ from kernels.sampling_reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES
+from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 
 TARGET = GPUTarget("cuda", 90, 32)
 # name: hidden, query heads, kv heads, head dim, intermediate, layers
@@ -122,6 +123,19 @@ def skinny_products() -> None:
             (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
 
 
+def unpacking() -> None:
+    def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def wide() -> torch.Tensor:
+        return empty(8192, dtype=torch.int64)
+
+    lists = {name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(("num", "row"))}
+    described = DescribedBatch(**lists, num_sequences=250, num_tokens=250, num_logits=250, row_stride=65)
+    inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide())
+    unpack_inputs_triton(described, wide(), inputs, 256, 16)
+
+
 def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
     ptx = kernel.asm["ptx"]
     return {
@@ -166,6 +180,7 @@ def main() -> None:
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "products llama-8b bf16": skinny_products,
+        "unpacking": unpacking,
     }
     with compile_only() as compiled:
         for case, launch in cases.items():

@@ -1,0 +1,163 @@
+"""Spread the description of a batch, as a host wrote it, over the input tensors of a network with a paged KV cache.
+
+    unpack_inputs(described, sampled_token_ids, inputs, num_rows, block_size) -> None, writes into `inputs`
+
+`described` is in host memory, pinned where there is CUDA: the kernel reads it over the bus, so that no copy is enqueued.
+A row is a sequence. Row r computes tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last;
+their positions and slots follow from seq_lens[r] and the block table. Where feedback[r] >= 0 the row has one token, and
+that is sampled_token_ids[feedback[r]]: the step before sampled it, and the host has not seen it.
+
+Rows from num_sequences up to num_rows are padding: one token each, id 0 at position 0 in slot 0, of a sequence of length
+0. Only what a batch of num_rows rows uses is written. Knows nothing of requests.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedBatch:
+    """S sequences, T tokens, N rows of T whose logits are wanted; tensors may be longer than what is used."""
+
+    query_start_loc: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S] int32
+    feedback: Tensor  # [S] int32, -1: the token ids are in token_ids
+    token_ids: Tensor  # [T] int32
+    block_tables: Tensor  # [S * row_stride] int32, as many of a row as its seq_len needs
+    logits_indices: Tensor  # [N] int32
+    num_sequences: int
+    num_tokens: int
+    num_logits: int
+    row_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensors:
+    """Contiguous, on the device; R = most rows, P = most tokens, padding included."""
+
+    token_ids: Tensor  # [P] int64
+    positions: Tensor  # [P] int64
+    slot_mapping: Tensor  # [P] int64
+    query_start_loc: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32
+    block_tables: Tensor  # [R, B] int32
+    logits_indices: Tensor  # [R] int64
+
+
+def unpack_inputs_reference(
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+) -> None:
+    num_sequences, num_tokens = described.num_sequences, described.num_tokens
+    starts = described.query_start_loc[: num_sequences + 1].tolist()
+    for row in range(num_sequences):
+        tokens = slice(starts[row], starts[row + 1])
+        seq_len, feedback = int(described.seq_lens[row]), int(described.feedback[row])
+        table = described.block_tables[row * described.row_stride :][: -(-seq_len // block_size)]
+        positions = torch.arange(seq_len - (tokens.stop - tokens.start), seq_len)
+        token_ids = described.token_ids[tokens] if feedback < 0 else sampled_token_ids[feedback : feedback + 1]
+        inputs.token_ids[tokens] = token_ids.long()
+        inputs.positions[tokens] = positions
+        inputs.slot_mapping[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
+        inputs.block_tables[row, : len(table)] = table
+    padding = num_rows - num_sequences
+    inputs.query_start_loc[: num_sequences + 1] = described.query_start_loc[: num_sequences + 1]
+    inputs.query_start_loc[num_sequences : num_rows + 1] = torch.arange(num_tokens, num_tokens + padding + 1)
+    inputs.seq_lens[:num_sequences] = described.seq_lens[:num_sequences]
+    inputs.seq_lens[num_sequences:num_rows] = 0
+    for tensor in (inputs.token_ids, inputs.positions, inputs.slot_mapping):
+        tensor[num_tokens : num_tokens + padding] = 0
+    num_logits = described.num_logits
+    inputs.logits_indices[:num_logits] = described.logits_indices[:num_logits].long()
+    inputs.logits_indices[num_sequences:num_rows] = torch.arange(num_tokens, num_tokens + padding)
+
+
+# Counts change from step to step: none of them may make a new variant of the kernel.
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_logits", "row_stride", "table_stride"])
+def _unpack_inputs_kernel(
+    host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
+    sampled_token_ids, token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
+    num_sequences, num_tokens, num_logits, row_stride, table_stride,
+    BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    if row < num_sequences:
+        start = tl.load(host_query_start_loc + row)
+        end = tl.load(host_query_start_loc + row + 1)
+        seq_len = tl.load(host_seq_lens + row)
+        feedback = tl.load(host_feedback + row)
+        lanes = tl.arange(0, LANES)
+        host_table = host_tables + row.to(tl.int64) * row_stride
+        table = block_tables + row.to(tl.int64) * table_stride
+        num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+        for first in range(0, num_blocks, LANES):
+            inside = first + lanes < num_blocks
+            tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
+        first_position = seq_len - (end - start)
+        for first in range(0, end - start, LANES):
+            token = start + first + lanes
+            inside = token < end
+            position = first_position + first + lanes
+            ids = tl.load(host_token_ids + token, mask=inside & (feedback < 0), other=0).to(tl.int64)
+            ids += tl.load(sampled_token_ids + feedback + tl.zeros_like(lanes), mask=inside & (feedback >= 0), other=0)
+            block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            tl.store(token_ids + token, ids, mask=inside)
+            tl.store(positions + token, position.to(tl.int64), mask=inside)
+            tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+    else:
+        start = num_tokens + row - num_sequences
+        end = start + 1
+        seq_len = row * 0
+        zero = tl.zeros((), tl.int64)
+        tl.store(token_ids + start, zero)
+        tl.store(positions + start, zero)
+        tl.store(slot_mapping + start, zero)
+        tl.store(logits_indices + row, start.to(tl.int64))
+    tl.store(query_start_loc + row, start)
+    tl.store(query_start_loc + row + 1, end)  # the next row writes the same
+    tl.store(seq_lens + row, seq_len)
+    if row < num_logits:
+        tl.store(logits_indices + row, tl.load(host_logits_indices + row).to(tl.int64))
+
+
+def unpack_inputs_triton(
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+) -> None:
+    assert described.num_sequences <= num_rows <= inputs.seq_lens.shape[0]
+    assert described.num_logits <= described.num_sequences and sampled_token_ids.dtype == torch.int64
+    _unpack_inputs_kernel[(num_rows,)](
+        described.query_start_loc,
+        described.seq_lens,
+        described.feedback,
+        described.token_ids,
+        described.block_tables,
+        described.logits_indices,
+        sampled_token_ids,
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_tables,
+        inputs.logits_indices,
+        described.num_sequences,
+        described.num_tokens,
+        described.num_logits,
+        described.row_stride,
+        inputs.block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        LANES=1024,
+        num_warps=4,
+    )
+
+
+def unpack_inputs(
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+) -> None:
+    unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
+    unpack(described, sampled_token_ids, inputs, num_rows, block_size)

@@ -1,0 +1,90 @@
+"""The Triton unpacking of a batch against its reference, and the reference against a batch worked out by hand."""
+
+import pytest
+import torch
+
+from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_reference, unpack_inputs_triton
+
+UNWRITTEN = -77
+BLOCK_SIZE = 4
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def batch() -> tuple[DescribedBatch, torch.Tensor]:
+    """A decode whose token is in flight, the end of a prompt of 9 tokens, a decode, a chunk that samples nothing."""
+    described = DescribedBatch(
+        query_start_loc=int32(0, 1, 6, 7, 10),
+        seq_lens=int32(8, 9, 3, 3),
+        feedback=int32(1, -1, -1, -1),
+        token_ids=int32(0, 50, 51, 52, 53, 54, 60, 70, 71, 72),
+        block_tables=int32(*(5, 6, 0), *(7, 8, 9), *(3, 99, 99), *(4, 99, 99)),
+        logits_indices=int32(0, 5, 6),
+        num_sequences=4,
+        num_tokens=10,
+        num_logits=3,
+        row_stride=3,
+    )
+    return described, torch.tensor([30, 31], dtype=torch.int64)
+
+
+def inputs(num_rows: int = 8, num_tokens: int = 16) -> InputTensors:
+    def unwritten(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(size, UNWRITTEN, dtype=dtype)
+
+    return InputTensors(
+        unwritten(num_tokens),
+        unwritten(num_tokens),
+        unwritten(num_tokens),
+        unwritten(num_rows + 1, dtype=torch.int32),
+        unwritten(num_rows, dtype=torch.int32),
+        unwritten(num_rows, 5, dtype=torch.int32),
+        unwritten(num_rows),
+    )
+
+
+def test_reference_of_a_mixed_batch_with_padding() -> None:
+    described, sampled = batch()
+    written = inputs()
+    unpack_inputs_reference(described, sampled, written, 6, BLOCK_SIZE)
+    u = UNWRITTEN
+    assert written.token_ids.tolist() == [31, 50, 51, 52, 53, 54, 60, 70, 71, 72, 0, 0, u, u, u, u]
+    assert written.positions.tolist() == [7, 4, 5, 6, 7, 8, 2, 0, 1, 2, 0, 0, u, u, u, u]
+    assert written.slot_mapping.tolist() == [27, 32, 33, 34, 35, 36, 14, 16, 17, 18, 0, 0, u, u, u, u]
+    assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, 11, 12, u, u]
+    assert written.seq_lens.tolist() == [8, 9, 3, 3, 0, 0, u, u]
+    assert written.block_tables[:4].tolist() == [[5, 6, u, u, u], [7, 8, 9, u, u], [3, u, u, u, u], [4, u, u, u, u]]
+    assert written.logits_indices.tolist() == [0, 5, 6, u, 10, 11, u, u]
+
+
+def assert_kernel_equals_reference(
+    described: DescribedBatch, sampled: torch.Tensor, num_rows: int, block_size: int, num_tokens: int
+) -> None:
+    expected, written = inputs(num_rows, num_tokens), inputs(num_rows, num_tokens)
+    unpack_inputs_reference(described, sampled, expected, num_rows, block_size)
+    unpack_inputs_triton(described, sampled, written, num_rows, block_size)
+    for name in InputTensors.__annotations__:
+        assert torch.equal(getattr(written, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("num_rows", [4, 5, 8])
+def test_a_mixed_batch_with_and_without_padding(num_rows: int) -> None:
+    assert_kernel_equals_reference(*batch(), num_rows, BLOCK_SIZE, num_tokens=16)
+
+
+def test_a_chunk_longer_than_the_lanes_of_a_program() -> None:
+    described = DescribedBatch(
+        query_start_loc=int32(0, 2500),
+        seq_lens=int32(2503),
+        feedback=int32(-1),
+        token_ids=torch.arange(2500, dtype=torch.int32),
+        block_tables=int32(*range(40, 45)),
+        logits_indices=int32(2499),
+        num_sequences=1,
+        num_tokens=2500,
+        num_logits=1,
+        row_stride=5,
+    )
+    assert_kernel_equals_reference(described, torch.zeros(1, dtype=torch.int64), 1, 512, num_tokens=2500)
