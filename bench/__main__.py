@@ -7,6 +7,7 @@ from importlib import import_module
 PROGRAMS = {
     "engine": "bench.engine",  # our engine without HTTP, and transformers beside it
     "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
+    "soak": "bench.soak",  # random traffic on one engine, its books checked after each step
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
     "plots": "bench.plots",  # the pictures of docs/benchmarks.md
 }

@@ -27,7 +27,7 @@ class DeviceDefaults:
 # There is nothing to hide on a CPU: scheduling and the model share its cores. Nor is there other memory to swap to: it
 # is better given to the KV cache.
 CPU_DEFAULTS = DeviceDefaults(64, 512, 256, async_scheduling=False, swap_space_bytes=0)
-CUDA_DEFAULTS = DeviceDefaults(256, 8192, None, async_scheduling=True, swap_space_bytes=4 * 2**30)
+CUDA_DEFAULTS = DeviceDefaults(1024, 8192, None, async_scheduling=True, swap_space_bytes=4 * 2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,9 @@ class WorkerSettings:
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
     kv_cache_memory_bytes: int | None = setting(None, parse=parse_bytes, help="size of the KV cache, such as 2G")
     kv_cache_memory_ratio: float | None = setting(
-        None, aliases=("--gpu-memory-utilization",), help="share of the free memory for the KV cache"
+        None,
+        aliases=("--gpu-memory-utilization",),
+        help="cuda: share of all memory for weights, activations and KV; cpu: share of the free memory for the KV",
     )
     swap_space_bytes: int | None = setting(
         None,
@@ -79,6 +81,7 @@ class WorkerSettings:
     )
     deterministic: bool = setting(False, help="no bit of a result depends on the batch or its steps (cuda only)")
 
+    enforce_eager: bool = setting(False, help="no CUDA graphs: every kernel of a step is launched by itself")
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")

@@ -2,13 +2,14 @@
 
     unpack_inputs(described, sampled_token_ids, inputs, num_rows, block_size) -> None, writes into `inputs`
 
-`described` is in host memory, pinned where there is CUDA: the kernel reads it over the bus, so that no copy is enqueued.
-A row is a sequence. Row r computes tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its last;
-their positions and slots follow from seq_lens[r] and the block table. Where feedback[r] >= 0 the row has one token, and
-that is sampled_token_ids[feedback[r]]: the step before sampled it, and the host has not seen it.
+`described` is in host memory, pinned where there is CUDA: the kernel reads it over the bus, and no copy is enqueued.
 
-Rows from num_sequences up to num_rows are padding: one token each, id 0 at position 0 in slot 0, of a sequence of length
-0. Only what a batch of num_rows rows uses is written. Knows nothing of requests.
+A row is a sequence. Row r computes tokens [query_start_loc[r], query_start_loc[r + 1]) of the batch, which are its
+last; their positions and slots follow from seq_lens[r] and the block table. Where feedback[r] >= 0 the row has one
+token, sampled_token_ids[feedback[r]]: the step before sampled it, and the host has not seen it.
+
+Rows from num_sequences up to num_rows are padding: one token each, id 0 at position 0 in slot 0, of a sequence of
+length 0. Only what a batch of num_rows rows uses is written. Knows nothing of requests.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917

@@ -1,4 +1,4 @@
-"""A ScheduledBatch as the tensors of one forward pass.
+"""A ScheduledBatch as the tensors of one forward pass, on a CPU; persistent_inputs.py makes those of CUDA.
 
 Rows are ordered for the CPU's attention: sequences that decode first, by ascending length, then those that prefill.
 Nobody outside notices: logits_indices leads back to the order of the batch.
@@ -6,6 +6,7 @@ Nobody outside notices: logits_indices leads back to the order of the batch.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,31 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 
 _NONE: Mapping[Sequence, int] = MappingProxyType({})
+
+
+class StepInputs(Protocol):
+    """What makes the network's inputs of a batch; PersistentInputs on CUDA."""
+
+    def fill(self, batch: ScheduledBatch, num_rows: int | None = None) -> ModelInput:
+        """`num_rows`: pad to as many sequences of one token."""
+
+    def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
+        """`token_ids[i]` is the token in flight of `sequences[i]` when the next step begins."""
+
+
+class HostInputs:
+    """Inputs on a CPU, where what a step sampled is known at once."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._inflight_token_ids: dict[Sequence, int] = {}
+
+    def fill(self, batch: ScheduledBatch, num_rows: int | None = None) -> ModelInput:
+        assert num_rows is None, "nothing is padded here"
+        return build_model_input(batch, self._block_size, torch.device("cpu"), self._inflight_token_ids)
+
+    def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
+        self._inflight_token_ids = dict(zip(sequences, token_ids.tolist(), strict=True))
 
 
 def build_model_input(

@@ -18,7 +18,7 @@ from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTi
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
 _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
-_CUDA_DEFAULT_RATIO = 0.9  # the rest is for activations and the allocator's rounding
+_CUDA_DEFAULT_RATIO = 0.9  # of all memory, for everything this process has there; the rest is for fragmentation
 
 
 class KVCacheTooSmall(ValueError):
@@ -80,7 +80,8 @@ def num_blocks_that_fit(
     if kv_cache_memory_bytes is not None:
         return kv_cache_memory_bytes // bytes_per_block
     if memory.device.type == "cuda":
-        budget = memory.free_bytes * (kv_cache_memory_ratio or _CUDA_DEFAULT_RATIO)
+        share = memory.total_bytes * (kv_cache_memory_ratio or _CUDA_DEFAULT_RATIO)
+        budget = max(0.0, share - (memory.total_bytes - memory.free_bytes) - memory.step_bytes)
     elif kv_cache_memory_ratio is not None:
         budget = memory.free_bytes * kv_cache_memory_ratio
     else:

@@ -3,14 +3,16 @@
 Each phase reports its progress; a pool that cannot hold max_model_len tokens is refused with the measured numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine_worker.execution.cuda_graphs import graph_sizes
 from engine_worker.execution.deterministic import use_batch_invariant_products
+from engine_worker.execution.input_builder import HostInputs
 from engine_worker.execution.kv_cache import (
     KVCache,
     block_bytes,
@@ -22,12 +24,16 @@ from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.speeds import measure_speeds
+from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 Report = Callable[[str, float, str], None]  # phase ("load" | "allocate_kv" | "warmup"), progress 0..1, detail
+
+_GRAPHS_SHARE = 0.8  # of the time of the warm-up
+_GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common pool; 8B-shaped model, H200
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +53,7 @@ class ExecutionSettings:
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # None = torch's choice (physical cores)
     deterministic: bool = False  # results do not depend on the batch; to be chosen before the process uses CUDA
+    enforce_eager: bool = False  # no CUDA graphs
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
@@ -63,15 +70,52 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     model = Transformer(config, weights, max_len=max_model_len)
     weights.check_all_used()
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
-    kv_cache = _allocate_kv_cache(settings, model, measure_memory(device, weights.loaded_bytes), max_model_len)
-    report("allocate_kv", 1.0, _description(kv_cache))
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
-    runner = ModelRunner(model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
+    step_bytes = _step_bytes(settings, model, sampler, max_model_len) if device.type == "cuda" else 0
+    memory = measure_memory(device, weights.loaded_bytes, step_bytes)
+    kv_cache = _allocate_kv_cache(settings, model, memory, max_model_len)
+    report("allocate_kv", 1.0, _description(kv_cache))
+    runner, graphs = _runner(settings, model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
+    for progress, detail in graphs:
+        report("warmup", _GRAPHS_SHARE * progress, detail)
     for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
-        report("warmup", progress, detail)
+        report("warmup", 1.0 - (1.0 - _GRAPHS_SHARE) * (1.0 - progress), detail)
     if kv_cache.host is not None:
         runner.speeds = measure_speeds(runner, kv_cache)
     return runner
+
+
+def _runner(
+    settings: ExecutionSettings,
+    model: Transformer,
+    kv_cache: KVCache,
+    sampler: Sampler,
+    max_model_len: int,
+    weights_bytes: int,
+) -> tuple[ModelRunner, Iterator[tuple[float, str]]]:
+    """The runner, and the capture of its graphs, still to be done."""
+    device = kv_cache.pool.device
+    if device.type != "cuda":
+        inputs = HostInputs(settings.block_size)
+        return ModelRunner(model, kv_cache, sampler, inputs, max_model_len, weights_bytes), iter(())
+    from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
+
+    persistent = PersistentInputs(
+        settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len, settings.block_size, device
+    )
+    runner = ModelRunner(model, kv_cache, sampler, persistent, max_model_len, weights_bytes)
+    return runner, runner.capture_graphs(persistent, _graph_sizes(settings)) if not settings.enforce_eager else iter(())
+
+
+def _graph_sizes(settings: ExecutionSettings) -> list[int]:
+    return [] if settings.enforce_eager else graph_sizes(settings.max_num_seqs)
+
+
+def _step_bytes(settings: ExecutionSettings, model: Transformer, sampler: Sampler, max_model_len: int) -> int:
+    peak = measure_step_bytes(
+        model, sampler, sampler.device, settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len
+    )
+    return peak + len(_graph_sizes(settings)) * _GRAPH_BYTES
 
 
 def _max_model_len(settings: ExecutionSettings, config: ModelConfig) -> int:

@@ -15,19 +15,22 @@ class DeviceMemory:
     total_bytes: int
     free_bytes: int
     weights_bytes: int
+    step_bytes: int = 0  # to be kept free on CUDA for what a step computes on the way, and for graphs
 
 
 class MemoryUnknown(ValueError):
     """The system does not say how much memory is free."""
 
 
-def measure_memory(device: torch.device, weights_bytes: int) -> DeviceMemory:
+def measure_memory(device: torch.device, weights_bytes: int, step_bytes: int = 0) -> DeviceMemory:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
     else:
         total, free = host_memory()
-    return DeviceMemory(device=device, total_bytes=total, free_bytes=free, weights_bytes=weights_bytes)
+    return DeviceMemory(
+        device=device, total_bytes=total, free_bytes=free, weights_bytes=weights_bytes, step_bytes=step_bytes
+    )
 
 
 def host_memory() -> tuple[int, int]:

@@ -1,20 +1,54 @@
-"""Carries out one ScheduledBatch: block copies, forward pass, sampling. The only code that drives the device.
+"""Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives the device.
 
-Implements engine.BatchExecutor. Knows nothing of the queue, of finishing, or of which sequence comes next.
+submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A batch
+that only decodes runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing
+of the queue, of finishing, or of which sequence comes next.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from engine_worker.execution.input_builder import build_model_input
+from engine_worker.execution.cuda_graphs import DecodeGraphs, GraphInputs
+from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.sampler import Sampler, Samples
+from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class SubmittedStep:
+    """A step on its way."""
+
+    batch: ScheduledBatch
+    tokens: SampledTokens | None  # None: it samples nothing
+    ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
+    kv_cache: KVCache
+    phase_seconds: dict[str, float]
+
+    def collect(self) -> StepResult:
+        started = time.perf_counter()
+        if self.ended is not None:
+            self.ended.synchronize()
+        samples = self.tokens.collect() if self.tokens is not None else Samples([])
+        sampled, logprobs = iter(samples.token_ids), iter(samples.logprobs)
+        sequences = self.batch.sequences
+        return StepResult(
+            sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in sequences],
+            failures=samples.failures,
+            logprobs=[next(logprobs) if scheduled.samples else None for scheduled in sequences]
+            if samples.logprobs
+            else [],
+            # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
+            phase_seconds=self.phase_seconds
+            | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
+            transfer_times=self.kv_cache.finished_transfers(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +60,13 @@ class MeasuredSpeeds:
 
 class ModelRunner:
     def __init__(
-        self, model: Transformer, kv_cache: KVCache, sampler: Sampler, max_model_len: int, weights_bytes: int = 0
+        self,
+        model: Transformer,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        inputs: StepInputs,
+        max_model_len: int,
+        weights_bytes: int = 0,
     ) -> None:
         self.model_config: ModelConfig = model.config
         self.device_type: str = kv_cache.pool.device.type
@@ -42,39 +82,60 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = model.attach(kv_cache.pool)
         self._sampler = sampler
-        self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled
+        self._inputs = inputs
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_graphs(self, inputs: GraphInputs, sizes: list[int]) -> Iterator[tuple[float, str]]:
+        """Batches of up to sizes[-1] sequences that only decode are graphs from then on. Yields progress and detail."""
+        graphs = DecodeGraphs(self._model, self._device, inputs, sizes, self.max_model_len)
+        yield from graphs.capture()
+        self._graphs = graphs
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.submit(batch).collect()
 
     @torch.inference_mode()
-    def submit(self, batch: ScheduledBatch) -> FinishedStep:
+    def submit(self, batch: ScheduledBatch) -> SubmittedStep | FinishedStep:
         started = time.perf_counter()
         self._kv_cache.apply_transfers(batch)
         if not batch.sequences:  # all that could run waits for blocks from the host
             return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
-        model_input = build_model_input(batch, self.block_size, self._kv_cache.pool.device, self._inflight_token_ids)
+        graph_size = self._graph_size(batch)
+        model_input = self._inputs.fill(batch, graph_size)
         prepared = time.perf_counter()
-        logits = self._model.forward(model_input, self._device)
+        if self._graphs is not None and graph_size is not None:
+            logits = self._graphs.replay(graph_size)[: len(batch.sequences)]
+        else:
+            logits = self._model.forward(model_input, self._device)
         forwarded = time.perf_counter()
-        sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
-        indices = [scheduled.output_index for scheduled in batch.sequences if scheduled.samples]
-        samples = self._sampler.sample(logits, sampling, indices) if sampling else Samples([])
+        tokens = self._launch_sampling(batch, logits)
+        phase_seconds = {
+            "prepare": prepared - started,
+            "forward": forwarded - prepared,
+            "sample": time.perf_counter() - forwarded,
+        }
+        ended = _recorded_event() if tokens is None and logits.is_cuda else None
+        return SubmittedStep(batch, tokens, ended, self._kv_cache, phase_seconds)
+
+    def _graph_size(self, batch: ScheduledBatch) -> int | None:
+        if self._graphs is None:
+            return None
+        only_decodes = all(scheduled.num_new_tokens == 1 and scheduled.samples for scheduled in batch.sequences)
+        return self._graphs.size_for(len(batch.sequences)) if only_decodes else None
+
+    def _launch_sampling(self, batch: ScheduledBatch, logits: Tensor) -> SampledTokens | None:
+        sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
+        if not sampling:
+            return None
+        sequences = [scheduled.sequence for scheduled in sampling]
+        inputs = self._sampler.prepare(sequences, [scheduled.output_index for scheduled in sampling])
+        tokens = self._sampler.launch(logits, inputs)
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
-        self._inflight_token_ids = {s: token_id or 0 for s, token_id in zip(sampling, samples.token_ids, strict=True)}
-        sampled, logprobs = iter(samples.token_ids), iter(samples.logprobs)
-        result = StepResult(
-            sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in batch.sequences],
-            failures=samples.failures,
-            logprobs=[next(logprobs) if scheduled.samples else None for scheduled in batch.sequences]
-            if samples.logprobs
-            else [],
-            # On CUDA the forward pass is only enqueued here: the sampler waits for it, and its share has that time.
-            phase_seconds={
-                "prepare": prepared - started,
-                "forward": forwarded - prepared,
-                "sample": time.perf_counter() - forwarded,
-            },
-            transfer_times=self._kv_cache.finished_transfers(),
-        )
-        return FinishedStep(result)
+        self._inputs.keep_samples(sequences, tokens.token_ids)
+        return tokens
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

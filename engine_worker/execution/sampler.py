@@ -71,7 +71,7 @@ class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device = _CPU) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._device = device
+        self.device = device
 
     def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
@@ -81,12 +81,12 @@ class Sampler:
         """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
-        edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self._device)
+        edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self.device)
         return SamplingInputs(
             sequences=sequences,
-            rows=sampling_rows(sequences, indices, self._device),
+            rows=sampling_rows(sequences, indices, self.device),
             edits=edits,
-            logprobs=logprob_rows(sequences, self._device),
+            logprobs=logprob_rows(sequences, self.device),
             refusals=refusals,
         )
 

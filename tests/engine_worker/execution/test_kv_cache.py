@@ -27,7 +27,11 @@ CONFIG = ModelConfig(
 
 def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
     return DeviceMemory(
-        device=torch.device(device), total_bytes=16_000 * MIB, free_bytes=free_mib * MIB, weights_bytes=257 * MIB
+        device=torch.device(device),
+        total_bytes=16_000 * MIB,
+        free_bytes=free_mib * MIB,
+        weights_bytes=257 * MIB,
+        step_bytes=500 * MIB,
     )
 
 
@@ -39,12 +43,14 @@ def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
         (4000, "cpu", None, None, 10**6, 1000),  # a quarter of what is free
         (12_000, "cpu", None, None, 10**6, 2048),  # but 2 GiB at most
         (12_000, "cpu", None, 0.5, 10**6, 6000),  # unless told
-        (1000, "cuda", None, None, 10**6, 900),
+        (15_000, "cuda", None, None, 10**6, 0.9 * 16_000 - 1000 - 500),  # what is used and what a step needs go off
+        (15_000, "cuda", None, 0.5, 10**6, 0.5 * 16_000 - 1000 - 500),
+        (2000, "cuda", None, None, 10**6, 0),
         (4000, "cpu", None, None, 77, 77),  # more could never be used
     ],
 )
 def test_size_of_the_pool(
-    free_mib: int, device: str, num_bytes: int | None, ratio: float | None, max_blocks: int, expected: int
+    free_mib: int, device: str, num_bytes: int | None, ratio: float | None, max_blocks: int, expected: float
 ) -> None:
     assert num_blocks_that_fit(memory(free_mib, device), MIB, num_bytes, ratio, max_blocks) == expected
 

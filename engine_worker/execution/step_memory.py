@@ -1,0 +1,55 @@
+"""What the largest step takes on CUDA beside weights and KV, measured by running one before the KV pool exists.
+
+The step has as many prompt tokens as the budget allows, and samples as many sequences as there are seats, with top-p,
+which takes the most. Its KV goes to one block over and over; nobody reads what it answers.
+"""
+
+import torch
+
+from engine_worker.execution.kv_cache import KVCache
+from engine_worker.execution.sampler import Sampler
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.transformer import Transformer
+from engine_worker.scheduling.sequence import Sequence
+from shared.messages import SamplingParams
+
+
+@torch.inference_mode()
+def measure_step_bytes(
+    model: Transformer, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
+) -> int:
+    """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
+    block_size = 16
+    kv_cache = KVCache(model.config, 1, block_size, model.dtype, device)
+    attached = model.attach(kv_cache.pool)
+    model_input = _model_input(device, max_num_seqs, num_tokens, max_model_len, block_size)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)
+    sequences = [Sequence("measured", [0], sampling) for _ in range(len(model_input.logits_indices))]
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    sampler.sample(model.forward(model_input, attached), sequences)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del model_input, attached, kv_cache
+    torch.cuda.empty_cache()
+    return int(peak)
+
+
+def _model_input(
+    device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int, block_size: int
+) -> ModelInput:
+    """Prompts as long as the model allows, and a last one with the rest."""
+    lens = [max_model_len] * (num_tokens // max_model_len)
+    lens += [rest] if (rest := num_tokens % max_model_len) else []
+    ends = torch.tensor(lens).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in lens])
+    return ModelInput(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(device, torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.zeros((len(lens), -(-max(lens) // block_size)), dtype=torch.int32, device=device),
+        logits_indices=torch.arange(min(max_num_seqs, num_tokens), device=device),
+        max_query_len=max(lens),
+        max_seq_len=max(lens),
+    )

@@ -1,0 +1,62 @@
+"""The runner on a GPU: an fp32 model gives what it gives on a CPU, with graphs, steps ahead, chunks and preemption."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from shared.messages import GenerationRequest
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import generate, write_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 700]
+# name: (KV bytes, scheduler)
+SCHEDULES = {
+    "roomy": (2**28, {"max_num_seqs": 16, "max_num_batched_tokens": 2048}),
+    "small_chunks": (2**28, {"max_num_seqs": 5, "max_num_batched_tokens": 64}),
+    "preempted": (90 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
+}
+
+
+def requests(**sampling: float) -> list[GenerationRequest]:
+    return [make_request(length, f"{length} tokens", max_tokens=40, ignore_eos=True, **sampling) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def load(model_dir: Path, device: str, schedule: str, *, enforce_eager: bool = False) -> ModelRunner:
+    kv_cache_memory_bytes, config = SCHEDULES[schedule]
+    settings = ExecutionSettings(
+        model=model_dir,
+        device=device,
+        dtype="float32",
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        max_model_len=1024,
+        enforce_eager=enforce_eager,
+        **config,
+    )
+    return load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"])
+def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, float]) -> None:
+    expected, _ = generate(load(model_dir, "cpu", "roomy"), requests(**sampling), **SCHEDULES["roomy"][1])
+    for schedule, enforce_eager in itertools.product(SCHEDULES, (False, True)):
+        runner = load(model_dir, "cuda", schedule, enforce_eager=enforce_eager)
+        for ahead in (False, True):
+            config = SCHEDULES[schedule][1] | {"async_scheduling": ahead}
+            outputs, num_preemptions = generate(runner, requests(**sampling), **config)
+            assert (num_preemptions > 0) == (schedule == "preempted")
+            assert outputs == expected, f"{schedule}, eager: {enforce_eager}, ahead: {ahead}"
