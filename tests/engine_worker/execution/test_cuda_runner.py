@@ -22,7 +22,7 @@ LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 700]
 SCHEDULES = {
     "roomy": (2**28, {"max_num_seqs": 16, "max_num_batched_tokens": 2048}),
     "small_chunks": (2**28, {"max_num_seqs": 5, "max_num_batched_tokens": 64}),
-    "preempted": (90 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
+    "preempted": (50 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
 }
 
 
@@ -42,7 +42,7 @@ def load(model_dir: Path, device: str, schedule: str, *, enforce_eager: bool = F
         device=device,
         dtype="float32",
         kv_cache_memory_bytes=kv_cache_memory_bytes,
-        max_model_len=1024,
+        max_model_len=768,
         enforce_eager=enforce_eager,
         **config,
     )
