@@ -9,6 +9,7 @@ PROGRAMS = {
     "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
     "soak": "bench.soak",  # random traffic on one engine, its books checked after each step
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
+    "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
     "plots": "bench.plots",  # the pictures of docs/benchmarks.md
 }
 
