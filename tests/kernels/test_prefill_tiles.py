@@ -1,0 +1,20 @@
+"""Which tiles prefill takes on an H200 (132 SMs), 4 query heads a kv head, 32 query heads."""
+
+import pytest
+import torch
+
+from kernels.paged_attention_prefill import LARGE_TILES, SMALL_TILES, PrefillConfig, prefill_config
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tiles"),
+    [
+        ([1024], SMALL_TILES),  # one large tile for each SM: the last would run alone
+        ([1583], SMALL_TILES),
+        ([1584], LARGE_TILES),  # 1584 tokens x 32 heads = 1.5 x 132 tiles of 256 rows
+        ([512] * 16, LARGE_TILES),
+        ([255] * 64, SMALL_TILES),  # tiles of 64 tokens would be a quarter empty
+    ],
+)
+def test_large_tiles_where_they_fill_the_gpu(lengths: list[int], tiles: PrefillConfig) -> None:
+    assert prefill_config(torch.bfloat16, sum(lengths) * 32, max(lengths) * 4, 132) == tiles
