@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.paper import drawings, figures_memory, figures_prefix
+from bench.paper import drawings, figures_device, figures_memory, figures_prefix
 
 FIGURES = {
     "2": (figures_memory.figure_2, drawings.figure_2),
@@ -17,6 +17,8 @@ FIGURES = {
     "13": (figures_memory.figure_13, drawings.figure_13),
     "16": (figures_prefix.figure_16, drawings.figure_16),
     "17": (figures_prefix.figure_17, drawings.figure_17),
+    "18": (figures_device.figure_18, drawings.figure_18),
+    "19": (figures_device.figure_19, drawings.figure_19),
 }
 
 

@@ -56,3 +56,37 @@ def figure_17(data: Data, path: Path) -> None:
         plots.latency_curves(axes[0], "chat, last 1024 tokens", chat["curves"], chat["unloaded_seconds_per_token"])
 
     plots.save(path, draw)
+
+
+def figure_18(data: Data, path: Path) -> None:
+    kernel = {row["block_size"]: row["microseconds"] for row in data["decode_microseconds_by_block_size"]}
+
+    def draw(axes: list[Axes]) -> None:
+        rows = data["attention_microseconds"]
+        names = [f"{row['model'].split('-')[0]}\n{row['sequences']}x{row['context']}" for row in rows]
+        contiguous = [row["scattered"] / row["contiguous_sdpa"] for row in rows]
+        plots.paired_bars(
+            axes[0], names, {"against a table in order": [row["ratio"] for row in rows], "against SDPA": contiguous}
+        )
+        axes[0].set_ylabel("decode attention, scattered blocks, ratio")
+        plots.lines(axes[1], {"32 x 1024, measured": kernel}, "block size", "decode attention, us")
+        plots.lines(axes[2], data["seconds_per_token_by_block_size"], "block size", "normalised latency, s/token")
+
+    plots.save(path, draw, num_panels=3)
+
+
+def figure_19(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        for axis, (tokens, recompute) in zip(axes, data["recompute_milliseconds"].items(), strict=True):
+            rows = [row for row in data["swap_milliseconds"] if row["tokens"] == int(tokens)]
+            labels = {"pieces": "swap, one copy a layer", "blocks": "swap, one copy a block", "host_pool": "swap, ours"}
+            series = {
+                label: {row["block_size"]: row[f"{way}_out_ms"] + row[f"{way}_in_ms"] for row in rows}
+                for way, label in labels.items()
+            }
+            series["recompute"] = dict.fromkeys((row["block_size"] for row in rows), recompute)
+            plots.lines(axis, series, "block size", "ms out and in")
+            axis.set_yscale("log")
+            axis.set_title(f"{tokens} tokens", fontsize=9)
+
+    plots.save(path, draw, num_panels=len(data["recompute_milliseconds"]))

@@ -32,6 +32,15 @@ def grouped_bars(axis: Axes, names: list[str], paper: list[float], ours: list[fl
     axis.legend()
 
 
+def paired_bars(axis: Axes, names: list[str], series: dict[str, list[float]]) -> None:
+    width = 0.8 / len(series)
+    for number, (label, values) in enumerate(series.items()):
+        axis.bar([index + number * width for index in range(len(names))], values, width, label=label)
+    axis.set_xticks([index + 0.4 - width / 2 for index in range(len(names))], names, fontsize=5)
+    axis.axhline(1.0, color="grey", linewidth=0.6)
+    axis.legend(fontsize=7)
+
+
 def stacked_bars(axis: Axes, names: list[str], parts: dict[str, list[float]], ylabel: str) -> None:
     bottoms = [0.0] * len(names)
     for label, values in parts.items():
