@@ -134,8 +134,10 @@ def _survey(
     number = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
     mass = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
     least = tl.full([GROUPS_PER_TILE, _GROUP], _INFINITY, tl.float32)
+    following = _load_listed(scores_of_row, active, 0, num_active, VOCAB, GROUPS_PER_TILE)
     for start in range(0, num_active, GROUPS_PER_TILE):
-        values = _load_listed(scores_of_row, active, start, num_active, VOCAB, GROUPS_PER_TILE)
+        values = following
+        following = _load_listed(scores_of_row, active, start + GROUPS_PER_TILE, num_active, VOCAB, GROUPS_PER_TILE)
         inside = (values >= floor) & (values > -_INFINITY)
         number += tl.where(inside, 1.0, 0.0)
         mass += tl.where(inside, tl.exp((values - greatest) * inverse_temperature), 0.0)
@@ -169,8 +171,13 @@ def _search(
         above_third = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
         least = tl.full([GROUPS_PER_TILE, _GROUP], _INFINITY, tl.float32)
         most = tl.full([GROUPS_PER_TILE, _GROUP], -_INFINITY, tl.float32)
+        # One tile ahead: a program is alone on its SM, so nothing else hides the time of a load.
+        following = _load_listed(scores_of_row, active, 0, num_active, VOCAB, GROUPS_PER_TILE)
         for start in range(0, num_active, GROUPS_PER_TILE):
-            values = _load_listed(scores_of_row, active, start, num_active, VOCAB, GROUPS_PER_TILE)
+            values = following
+            following = _load_listed(
+                scores_of_row, active, start + GROUPS_PER_TILE, num_active, VOCAB, GROUPS_PER_TILE
+            )  # fmt: skip
             counted = tl.full([GROUPS_PER_TILE, _GROUP], 1.0, tl.float32)
             if BY_MASS:
                 counted = tl.exp((values - greatest) * inverse_temperature)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
-from engine_worker.execution.sampling_inputs import SamplingInputs, logprob_rows, sampling_rows, score_edits
+from engine_worker.execution.sampling_inputs import SamplingInputs, ScoreEdits, batch_parameters, score_edits
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import sample_tokens
 from shared.messages import TokenLogprobs
@@ -72,6 +72,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self.device = device
+        self._batch = batch_parameters([], device)
 
     def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
@@ -81,12 +82,17 @@ class Sampler:
         """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
-        edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self.device)
+        if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
+            self._batch = batch_parameters(sequences, self.device)
+        edits: ScoreEdits | None = None
+        refusals: dict[str, str] = {}
+        if self._batch.may_edit:
+            edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self.device)
         return SamplingInputs(
-            sequences=sequences,
-            rows=sampling_rows(sequences, indices, self.device),
+            sequences=self._batch.sequences,
+            rows=self._batch.rows_at(indices, self.device),
             edits=edits,
-            logprobs=logprob_rows(sequences, self.device),
+            logprobs=self._batch.logprobs,
             refusals=refusals,
         )
 

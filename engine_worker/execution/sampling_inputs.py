@@ -7,7 +7,7 @@ before still samples. Penalties alone need the tokens (Sequence.needs_last_token
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import SamplingRows
+from shared.messages import SamplingParams
 
 # Below this a temperature divides fp32 logits to infinity; far above it the draw already is the argmax.
 _MIN_TEMPERATURE = 1e-30
@@ -62,38 +63,61 @@ class SamplingInputs:
     refusals: dict[str, str]  # request id -> why it cannot be sampled
 
 
-def sampling_rows(sequences: list[Sequence], output_indices: list[int], device: torch.device) -> SamplingRows | None:
-    """None when all are greedy: then nothing is sent to the device at all."""
+@dataclass(frozen=True, slots=True)
+class BatchParameters:
+    """What stays while the same sequences decode, step after step; on the device already."""
+
+    sequences: list[Sequence]
+    rows: SamplingRows | None  # its indices are those of another step
+    logprobs: LogprobRows | None
+    may_edit: bool
+
+    def rows_at(self, output_indices: list[int], device: torch.device) -> SamplingRows | None:
+        if self.rows is None:
+            return None
+        return replace(self.rows, indices=to_device(np.array(output_indices, dtype=np.int64), device))
+
+
+def batch_parameters(sequences: list[Sequence], device: torch.device) -> BatchParameters:
     samplings = [sequence.sampling for sequence in sequences]
+    return BatchParameters(
+        sequences=list(sequences),
+        rows=_sampling_rows(samplings, device),
+        logprobs=_logprob_rows(samplings, device),
+        may_edit=any(s.min_tokens > 0 or s.logit_bias or s.has_penalties for s in samplings),
+    )
+
+
+def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> SamplingRows | None:
+    """None when all are greedy: then nothing is sent to the device at all."""
     random = [row for row, sampling in enumerate(samplings) if not sampling.is_greedy]
     if not random:
         return None
     truncated = [
         row for row in random if samplings[row].top_k > 0 or samplings[row].top_p < 1.0 or samplings[row].min_p > 0.0
     ]
-    num_rows = len(sequences)
+    num_rows = len(samplings)
     # One copy for all: each costs the host about as much as a kernel launch.
-    packed = np.empty(6 * num_rows + len(random) + len(truncated), dtype=np.int64)
-    integers, numbers = packed[: 6 * num_rows].reshape(6, num_rows), packed.view(np.float64)[: 6 * num_rows]
-    numbers = numbers.reshape(6, num_rows)
+    packed = np.empty(5 * num_rows + len(random) + len(truncated), dtype=np.int64)
+    integers = packed[: 5 * num_rows].reshape(5, num_rows)
+    numbers = integers.view(np.float64)
     integers[0] = [_signed(sampling.seed) for sampling in samplings]
-    integers[1] = output_indices
-    numbers[2] = [0.0 if s.is_greedy else max(s.temperature, _MIN_TEMPERATURE) for s in samplings]
-    numbers[3] = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings]
-    integers[4] = [sampling.top_k for sampling in samplings]
-    numbers[5] = [sampling.top_p for sampling in samplings]
-    packed[6 * num_rows :] = random + truncated
+    integers[1] = [sampling.top_k for sampling in samplings]
+    numbers[2] = [sampling.top_p for sampling in samplings]
+    numbers[3] = [0.0 if s.is_greedy else max(s.temperature, _MIN_TEMPERATURE) for s in samplings]
+    numbers[4] = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in samplings]
+    packed[5 * num_rows :] = random + truncated
     sent = to_device(packed, device)
-    fields = sent[: 6 * num_rows].view(6, num_rows)
+    fields = sent[: 5 * num_rows].view(5, num_rows)
     return SamplingRows(
         seeds=fields[0],
-        indices=fields[1],
-        temperature=fields[2].view(torch.float64),
-        log_min_p=fields[3].view(torch.float64),
-        top_k=fields[4],
-        top_p=fields[5].view(torch.float64),
-        random_rows=sent[6 * num_rows : 6 * num_rows + len(random)],
-        truncated_rows=sent[6 * num_rows + len(random) :],
+        indices=fields[0],
+        temperature=fields[3].view(torch.float64),
+        log_min_p=fields[4].view(torch.float64),
+        top_k=fields[1],
+        top_p=fields[2].view(torch.float64),
+        random_rows=sent[5 * num_rows : 5 * num_rows + len(random)],
+        truncated_rows=sent[5 * num_rows + len(random) :],
     )
 
 
@@ -129,12 +153,8 @@ def score_edits(
     return edits, refusals
 
 
-def logprob_rows(sequences: list[Sequence], device: torch.device) -> LogprobRows | None:
-    asking = [
-        (row, sequence.sampling.logprobs)
-        for row, sequence in enumerate(sequences)
-        if sequence.sampling.logprobs is not None
-    ]
+def _logprob_rows(samplings: list[SamplingParams], device: torch.device) -> LogprobRows | None:
+    asking = [(row, sampling.logprobs) for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
     if not asking:
         return None
     rows, num_top = zip(*asking, strict=True)
