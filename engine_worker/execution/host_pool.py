@@ -6,8 +6,9 @@ On CUDA the copies run beside the forward pass, on two streams, one a direction.
 
     store   the blocks are gathered into a staging buffer on the compute stream (device to device, 1 us a MiB), so that
             what overwrites them need not wait for the link; the copy to the host follows on its own stream
-    fetch   waits for all steps before it (one may still write to its target blocks) and for earlier stores; the step
-            after it waits for the fetch. So the step of the same batch overlaps with it, and must not read its targets.
+    fetch   waits for all steps before it (one may still write to its target blocks) and for the stores of its sources;
+            the step after it waits for the fetch. So the step of the same batch overlaps with it, and must not read
+            its targets.
 
 Knows block ids only. Times of the copies are measured on their streams and given when they have ended.
 """
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
 
-# Two halves: one is filled while the other one drains. 16 blocks of 2 MiB are 0.6 ms of a 50 GB/s link.
-_STAGING_BLOCKS_PER_HALF = 32
+# What one step stores beyond this, waits for the link, and the step with it: 1 GiB is 18 ms of a PCIe 5 link.
+_STAGING_BYTES = 2**30
+_CHUNK_BLOCKS = 16  # of the staging buffer; each is free again when its copy to the host has ended
 
 
 class HostPool(Protocol):
@@ -63,12 +65,11 @@ class CudaHostPool:
     def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
         self.blocks = blocks
         self._device_pool = device_pool
-        staging = torch.empty(
-            (2 * _STAGING_BLOCKS_PER_HALF, *device_pool.shape[1:]), dtype=device_pool.dtype, device=device_pool.device
-        )
-        self._halves = staging.chunk(2)
-        self._half_is_free = [_event(), _event()]
-        self._next_half = 0
+        num_chunks = -(-min(_STAGING_BYTES // device_pool[0].nbytes, blocks.shape[0]) // _CHUNK_BLOCKS)
+        shape = (max(2, num_chunks), _CHUNK_BLOCKS, *device_pool.shape[1:])
+        self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)
+        self._chunk_is_free = [_event() for _ in self._staging]
+        self._next_chunk = 0
         self._store_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
         self._fetch_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
         self._stored, self._fetched = _event(), _event()
@@ -80,14 +81,15 @@ class CudaHostPool:
         if not (batch.swap_out or batch.swap_in):
             return
         timed = _TimedTransfer(batch.number)
+        if batch.swap_in:
+            self._fetch_stream.wait_event(self._stored)  # of the batches before
         if batch.swap_out:
-            with timed.store(self._store_stream):
-                self._store(batch.swap_out, compute)
+            self._store(batch.swap_out, compute, timed.store(self._store_stream))
         if batch.swap_in:
             self._fetch_stream.wait_stream(compute)
-            self._fetch_stream.wait_event(self._stored)
-            with timed.fetch(self._fetch_stream):
-                self._fetch(batch.swap_in)
+            if _stores_what_it_fetches(batch):
+                self._fetch_stream.wait_event(self._stored)
+            self._fetch(batch.swap_in, timed.fetch(self._fetch_stream))
         self._timed.append(timed)
 
     def finished_transfers(self) -> list[TransferTime]:
@@ -96,26 +98,31 @@ class CudaHostPool:
             finished.append(self._timed.pop(0).time())
         return finished
 
-    def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream) -> None:
+    def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream, timer: "_Timer") -> None:
         self._store_stream.wait_event(self._fetched)  # which may still read host blocks that are written now
-        for start in range(0, len(copies), _STAGING_BLOCKS_PER_HALF):
-            part = copies[start : start + _STAGING_BLOCKS_PER_HALF]
-            half, is_free = self._halves[self._next_half], self._half_is_free[self._next_half]
-            self._next_half = 1 - self._next_half
+        block_ids = torch.tensor([copy.source_block_id for copy in copies], pin_memory=True)
+        device_ids = block_ids.to(self._staging.device, non_blocking=True)
+        for start in range(0, len(copies), _CHUNK_BLOCKS):
+            part = copies[start : start + _CHUNK_BLOCKS]
+            chunk, is_free = self._staging[self._next_chunk], self._chunk_is_free[self._next_chunk]
+            self._next_chunk = (self._next_chunk + 1) % len(self._staging)
             compute.wait_event(is_free)
-            block_ids = torch.tensor([copy.source_block_id for copy in part], pin_memory=True)
-            device_ids = block_ids.to(half.device, non_blocking=True)
-            torch.index_select(self._device_pool, 0, device_ids, out=half[: len(part)])
+            torch.index_select(self._device_pool, 0, device_ids[start : start + len(part)], out=chunk[: len(part)])
             self._store_stream.wait_stream(compute)
+            if start == 0:
+                timer.start()
             with torch.cuda.stream(self._store_stream):
                 staged = [BlockCopy(index, copy.target_block_id) for index, copy in enumerate(part)]
-                copy_runs(half, self.blocks, staged)
+                copy_runs(chunk, self.blocks, staged)
             is_free.record(self._store_stream)
+        timer.stop()
         self._stored.record(self._store_stream)
 
-    def _fetch(self, copies: Sequence[BlockCopy]) -> None:
+    def _fetch(self, copies: Sequence[BlockCopy], timer: "_Timer") -> None:
+        timer.start()
         with torch.cuda.stream(self._fetch_stream):
             copy_runs(self.blocks, self._device_pool, copies)
+        timer.stop()
         self._fetched.record(self._fetch_stream)
 
 
@@ -127,10 +134,10 @@ class _Timer:
         self._started = _event(timed=True)
         self._ended = _event(timed=True)
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         self._started.record(self._stream)
 
-    def __exit__(self, *exception: object) -> None:
+    def stop(self) -> None:
         self._ended.record(self._stream)
 
     def has_ended(self) -> bool:
@@ -141,7 +148,7 @@ class _Timer:
 
 
 class _TimedTransfer:
-    """The transfers of one batch. A store's time includes its wait for the steps before it."""
+    """The transfers of one batch."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -162,6 +169,12 @@ class _TimedTransfer:
     def time(self) -> TransferTime:
         seconds = [timer.seconds() if timer else 0.0 for timer in (self._store, self._fetch)]
         return TransferTime(self._number, *seconds)
+
+
+def _stores_what_it_fetches(batch: ScheduledBatch) -> bool:
+    """Whether a block goes out and comes back in one batch: evicted, and found again."""
+    stored = {copy.target_block_id for copy in batch.swap_out}
+    return any(copy.source_block_id in stored for copy in batch.swap_in)
 
 
 def _event(timed: bool = False) -> torch.cuda.Event:
