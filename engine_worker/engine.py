@@ -16,7 +16,7 @@ Knows nothing of Redis, text or tensors, and no clock but the one passed in. Use
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.block_hashes import cache_root
@@ -183,6 +183,14 @@ class Engine:
             kv_totals=replace(self._scheduler.kv_totals),
             num_swapped=self._scheduler.num_swapped,
         )
+
+    def kv_view(self) -> dict[str, Any]:
+        """Every block, every sequence and why others wait, for people who look: JSON values."""
+        return self._scheduler.kv_view()
+
+    def kv_events(self, since: int) -> dict[str, Any]:
+        """Why blocks moved, after the event number `since`: JSON values."""
+        return self._scheduler.kv_events(since)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the KV cache's books balance and every request has its place. Between steps."""

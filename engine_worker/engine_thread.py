@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.stats import EngineStats, StepStats
@@ -86,6 +86,12 @@ class EngineThread:
 
     async def stats(self) -> EngineStats:
         return await self.call(lambda: self._running_engine().stats())
+
+    async def kv_view(self) -> dict[str, Any]:
+        return await self.call(lambda: self._running_engine().kv_view())
+
+    async def kv_events(self, since: int) -> dict[str, Any]:
+        return await self.call(lambda: self._running_engine().kv_events(since))
 
     async def wait_for_seats(self) -> int:
         """How many more requests could start in the next step, those just added counted; waits for at least one."""

@@ -113,7 +113,7 @@ class _SnapshotCollector(Collector):
         yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes)
 
     def _kv_cache(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
-        kv, counters, device = stats.kv_cache, stats.counters, {"device": info.device}
+        kv, device = stats.kv_cache, {"device": info.device}
         states = {"active": kv.num_active_blocks, "cached": kv.num_cached_blocks, "free": kv.num_free_blocks}
         slots = kv.num_active_blocks * kv.block_size
         yield self._by("kv_blocks", "KV blocks by state; states add up to the capacity", "state", states, device)
@@ -123,23 +123,40 @@ class _SnapshotCollector(Collector):
         waste = kv.num_wasted_slots / slots if slots else 0.0
         yield self._gauge("kv_internal_waste_ratio", "Empty slots / slots in active blocks", waste)
         yield self._gauge("kv_sharing_ratio", "Blocks saved by sharing / blocks in all block tables", kv.sharing_ratio)
-        # Present from the first day, so that dashboards and alerts need not change when these parts land.
-        yield self._counter("kv_copy_on_write_blocks", "Shared blocks copied because one owner wrote", 0)
-        yield self._counter("kv_evicted_blocks", "Cached blocks given up for new content", 0, device)
+        yield from self._kv_moves(stats, info)
+
+    def _kv_moves(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
+        kv, totals, counters = stats.kv_cache, stats.kv_totals, stats.counters
+        copied = totals.copied_blocks
+        yield self._counter("kv_copy_on_write_blocks", "Shared blocks copied because one owner wrote", copied)
+        evicted = {info.device: totals.evicted_blocks, "host": totals.evicted_host_blocks}
+        yield self._count_by("kv_evicted_blocks", "Cached blocks given up for new content", "device", evicted)
+        num_used = kv.num_host_blocks - kv.num_host_cached_blocks - kv.num_host_free_blocks
+        host = {"swapped": num_used, "cached": kv.num_host_cached_blocks, "free": kv.num_host_free_blocks}
+        yield self._by("kv_host_blocks", "KV blocks in host memory by state", "state", host)
         swapped = {"in": counters.swapped_in_blocks, "out": counters.swapped_out_blocks}
         swapped_bytes = {direction: count * info.block_size_bytes for direction, count in swapped.items()}
+        seconds = {"in": totals.swap_in_seconds, "out": totals.swap_out_seconds}
         yield self._count_by("kv_swap_blocks", "Blocks moved between device and host", "direction", swapped)
         yield self._count_by("kv_swap_bytes", "Bytes moved between device and host", "direction", swapped_bytes)
+        yield self._count_by("kv_swap_seconds", "Time of these transfers, beside the steps", "direction", seconds)
+        hits = {info.device: totals.device_hit_tokens, "host": totals.host_hit_tokens}
+        queried = totals.queried_tokens
+        yield self._counter("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", queried)
+        yield self._count_by("prefix_cache_hit_tokens", "Tokens found there, by where", "device", hits)
 
     def _work(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
-        states = {"running": stats.num_running, "waiting": stats.num_waiting, "swapped": 0}
+        num_waiting = stats.num_waiting - stats.num_swapped
+        states = {"running": stats.num_running, "waiting": num_waiting, "swapped": stats.num_swapped}
         yield self._by("requests", "Requests in the engine by state", "state", states)
         # Blocks run short is the only reason there is so far.
         reason = {"reason": "kv_blocks"}
         yield self._count_by("preemptions", "Sequences that gave up their blocks", "mode", counters.preemptions, reason)
-        sources = {"computed": counters.prompt_tokens_computed}
+        sources = {"computed": counters.prompt_tokens_computed, "cached": stats.kv_totals.cached_prompt_tokens}
         yield self._count_by("prompt_tokens", "Prompt tokens by where their KV came from", "source", sources)
+        recomputed = counters.recomputed_tokens
+        yield self._counter("recomputed_tokens", "Tokens computed again after a preemption", recomputed)
         yield self._counter("generation_tokens", "Tokens generated", counters.generated_tokens)
         yield self._count_by("requests_finished", "Requests ended, by reason", "reason", counters.finished)
 

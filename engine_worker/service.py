@@ -67,7 +67,7 @@ class WorkerService:
     async def run(self, load: LoadEngine) -> None:
         """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once)."""
         self._handle_signals()
-        health = HealthServer(self._status, self._metrics, self._refresh_stats)
+        health = HealthServer(self._status, self._metrics, self._refresh_stats, self._engine)
         try:
             async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
                 logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)

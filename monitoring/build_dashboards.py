@@ -84,6 +84,12 @@ def kv_panels() -> list[Panel]:
             {"{{mode}}": rate("pagestream_preemptions_total", "mode", SELECTED)},
         ),
         stack(
+            "KV blocks on the host",
+            "Of swapped requests, and prefixes that the device evicted",
+            "short",
+            {"{{state}}": f"sum by (state) (pagestream_kv_host_blocks{{{SELECTED}}})"},
+        ),
+        stack(
             "Prompt tokens by source",
             "Computed, or found in a cache",
             "short",

@@ -146,6 +146,10 @@ class BlockPool:
             letters[block_id] = "c"
         return "".join(letters)
 
+    def shared_blocks(self) -> list[tuple[int, int]]:
+        """Block id and references of each block that has more than one."""
+        return [(block.block_id, block.ref_count) for block in self._blocks if block.ref_count > 1]
+
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless `block_tables`, all there are, explain every reference and each block's state."""
         assert not self._held, f"{self._held} are still held"

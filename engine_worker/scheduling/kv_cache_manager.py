@@ -57,6 +57,16 @@ class KVCacheManager:
         return self._pool.num_available_blocks
 
     @property
+    def device_pool(self) -> BlockPool:
+        """To look at; only the manager changes it."""
+        return self._pool
+
+    @property
+    def host_pool(self) -> BlockPool | None:
+        """To look at; None if there is no host tier."""
+        return self._host.pool if self._host else None
+
+    @property
     def capacity_tokens(self) -> int:
         """The most tokens whose KV exists at one time: the longest a sequence can get when it is alone."""
         return self._pool.num_usable_blocks * self.block_size
@@ -271,6 +281,7 @@ class KVCacheManager:
     def _count_hits(self, sequence: Sequence, num_fetched: int) -> None:
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.events.totals.cached_prompt_tokens += sequence.num_cached_tokens
         totals, num_host_tokens = self.events.totals, num_fetched * self.block_size
         totals.queried_tokens += sequence.num_tokens
         totals.device_hit_tokens += sequence.num_computed_tokens - num_host_tokens

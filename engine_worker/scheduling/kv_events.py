@@ -50,7 +50,8 @@ class KVTotals:
     copied_blocks: int = 0
     evicted_blocks: int = 0  # on the device
     evicted_host_blocks: int = 0
-    queried_tokens: int = 0  # of prompts that were looked up in the prefix cache
+    cached_prompt_tokens: int = 0  # found when their request was first admitted
+    queried_tokens: int = 0  # looked up in the prefix cache, at each admission
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     swap_out_seconds: float = 0.0
@@ -85,6 +86,9 @@ class KVEventLog:
                 event.milliseconds = swap_out_seconds * 1e3
             elif event.step == step and event.kind in _IN:
                 event.milliseconds = swap_in_seconds * 1e3
+
+    def totals_as_dict(self) -> dict[str, float]:
+        return asdict(self.totals)
 
     def since(self, number: int, limit: int = RING_EVENTS) -> dict[str, Any]:
         """Events after `number`, oldest first; `num_lost` of them have left the ring before they were asked for."""

@@ -24,10 +24,12 @@ Knows nothing of events, requests' validity, time or devices. Used by one thread
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_events import KVTotals
+from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.preemption import PreemptionMode
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
@@ -79,6 +81,7 @@ class Scheduler:
         self._kv_cache = kv_cache
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, Sequence] = {}  # by request id, in order of admission
+        self._waits_for = ""  # what the first of the queue lacked in the last step
         # The longest a sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
         self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
 
@@ -133,6 +136,7 @@ class Scheduler:
         ]
         budget = self._prefill_budget(len(scheduled))
         prefills = self._prefills(may_admit=not preempted)
+        self._waits_for = "blocks" if preempted else "its share of a step"
         while budget > 0 and (sequence := next(prefills, None)) is not None:
             num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
             scheduled.append(self._plan(sequence, num_new_tokens))
@@ -166,6 +170,14 @@ class Scheduler:
 
     def kv_cache_stats(self) -> KVCacheStats:
         return self._kv_cache.stats(self._running.values())
+
+    def kv_view(self) -> dict[str, Any]:
+        sequences = [*self._running.values(), *self._policy]
+        return kv_view(self._kv_cache, sequences, self._waits_for if self.num_waiting else "")
+
+    def kv_events(self, since: int) -> dict[str, Any]:
+        """Those after the number `since`."""
+        return self._kv_cache.events.since(since)
 
     @property
     def kv_totals(self) -> KVTotals:
@@ -228,16 +240,23 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         sequence = self._policy.first()
-        if sequence is None or self.num_running == self.config.max_num_seqs:
+        if sequence is None:
             return None
-        if sequence.num_inflight_tokens:  # preempted just now; its token comes before the next step is scheduled
-            return None
-        if not self._kv_cache.try_admit(sequence, self._headroom_blocks()):
+        self._waits_for = self._obstacle(sequence)
+        if self._waits_for:
             return None
         self._policy.pop_first()
         sequence.status = SequenceStatus.RUNNING
         self._running[sequence.request_id] = sequence
         return sequence
+
+    def _obstacle(self, sequence: Sequence) -> str:
+        """Why `sequence` is not admitted; "" if there is nothing, and it has its blocks now."""
+        if self.num_running == self.config.max_num_seqs:
+            return "a seat"
+        if sequence.num_inflight_tokens:  # preempted just now; its token comes before the next step is scheduled
+            return "its token in flight"
+        return "" if self._kv_cache.try_admit(sequence, self._headroom_blocks()) else "blocks"
 
     def _headroom_blocks(self) -> int:
         """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps."""

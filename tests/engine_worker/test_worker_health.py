@@ -1,6 +1,7 @@
 """The worker's own routes: alive at once, ready only when it claims, fresh figures for each scrape."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -8,17 +9,30 @@ import pytest
 from engine_worker.health import HealthServer, PortUnavailable
 from engine_worker.metrics import WorkerMetrics
 from engine_worker.status import WorkerStatus
+from tests.builders import make_engine, make_request
 
 
 class Health:
     def __init__(self) -> None:
         self.status = WorkerStatus("w0", "1")
         self.num_refreshed = 0
-        self.server = HealthServer(self.status, WorkerMetrics("w0", "m", "1", self.status), self._refresh)
+        metrics = WorkerMetrics("w0", "m", "1", self.status)
+        self.engine = make_engine()
+        self.server = HealthServer(self.status, metrics, self._refresh, self)
         self.url = ""
 
     async def _refresh(self) -> None:
         self.num_refreshed += 1
+
+    async def kv_view(self) -> dict[str, Any]:
+        return self.engine.kv_view()
+
+    async def kv_events(self, since: int) -> dict[str, Any]:
+        return self.engine.kv_events(since)
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as reply:
+            return reply.status, await reply.json()
 
 
 @pytest.fixture
@@ -52,6 +66,26 @@ async def test_a_scrape_asks_for_fresh_figures(health: Health) -> None:
         assert reply.content_type == "text/plain"
         assert "pagestream_worker_up" in await reply.text()
     assert health.num_refreshed == 1
+
+
+async def test_the_kv_cache_can_be_looked_at_once_the_engine_is_loaded(health: Health) -> None:
+    assert (await health.get("/debug/kv"))[0] == 503
+    health.status.stats = health.engine.stats()
+    health.engine.add_request(make_request(6, "a", max_tokens=4, ignore_eos=True))
+    health.engine.step()
+    status, view = await health.get("/debug/kv")
+    (sequence,) = view["sequences"]
+    assert (status, view["host"], view["waits_for"], view["device"]["num_blocks"]) == (200, None, "", 64)
+    assert view["device"]["states"] == "p" + "aa" + "f" * 62
+    assert (sequence["request_id"], sequence["status"], sequence["block_table"]) == ("a", "running", [1, 2])
+    assert (sequence["num_tokens"], sequence["num_computed_tokens"], sequence["num_empty_slots"]) == (7, 6, 2)
+
+
+async def test_events_are_read_on_from_a_number(health: Health) -> None:
+    health.status.stats = health.engine.stats()
+    assert await health.get("/debug/kv/events") == (200, {"events": [], "last": 0, "num_lost": 0})
+    for wrong in ("-1", "1.0", "x", "", "9" * 30):
+        assert (await health.get(f"/debug/kv/events?since={wrong}"))[0] == 400
 
 
 async def test_a_port_that_is_taken_is_named(health: Health) -> None:

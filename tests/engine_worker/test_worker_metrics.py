@@ -12,7 +12,8 @@ from tests.builders import make_engine, make_request
 BLOCK_BYTES = 1000
 EVERY_FAMILY = """
     kv_blocks kv_capacity_blocks kv_block_size_tokens kv_block_size_bytes kv_usage_ratio kv_internal_waste_ratio
-    kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes preemptions requests
+    kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes kv_swap_seconds
+    kv_host_blocks prefix_cache_queried_tokens prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
 """
@@ -86,7 +87,7 @@ def test_counters_and_histograms_follow_the_steps(status: WorkerStatus, metrics:
     run_steps(status, metrics, 3)
     families = scrape(metrics)
     assert value(families["pagestream_generation_tokens"]) == 6
-    assert values(families["pagestream_prompt_tokens"], "source") == {("computed",): 15.0}
+    assert values(families["pagestream_prompt_tokens"], "source") == {("computed",): 15.0, ("cached",): 0.0}
     states = {("running",): 2.0, ("waiting",): 0.0, ("swapped",): 0.0}
     assert values(families["pagestream_requests"], "state") == states
     assert values(families["pagestream_kv_swap_blocks"], "direction") == {("in",): 0.0, ("out",): 0.0}

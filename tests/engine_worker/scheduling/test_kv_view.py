@@ -1,0 +1,43 @@
+"""What /debug/kv shows of a cache in which blocks are shared, cached, swapped and waited for."""
+
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from tests.builders import FakeModelRunner, make_engine, make_prompt, make_request
+
+HOST_TIER = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
+
+
+def test_blocks_sequences_and_events_tell_one_story() -> None:
+    engine = make_engine(FakeModelRunner(num_blocks=8), num_blocks=8, host_tier=HOST_TIER)  # 7 blocks of 4
+    for name in ("a", "b"):
+        engine.add_request(make_request([*make_prompt(4), ord(name), 5, 6], name, max_tokens=12, ignore_eos=True))
+    view = engine.kv_view()
+    assert [sequence["status"] for sequence in view["sequences"]] == ["waiting", "waiting"]
+    while not engine.stats().num_swapped:
+        engine.step()
+    view = engine.kv_view()
+    running, swapped = view["sequences"]
+    assert (running["status"], swapped["status"], view["waits_for"]) == ("running", "swapped", "blocks")
+    assert (swapped["block_table"], swapped["num_preemptions"]) == ([], 1)
+    assert len(swapped["host_block_table"]) == view["host"]["num_active_blocks"] == 4
+    assert view["device"]["states"].count("a") == len(running["block_table"]) == view["device"]["num_active_blocks"]
+    (event,) = [event for event in engine.kv_events(0)["events"] if event["kind"] == "swap_out"]
+    assert (event["request_id"], event["num_blocks"], event["num_tokens"]) == ("b", 4, swapped["num_computed_tokens"])
+    totals = view["totals"]
+    assert (totals["swap_preemptions"], totals["swapped_out_blocks"], totals["swapped_in_blocks"]) == (1, 4, 0)
+
+
+def test_shared_blocks_have_their_references() -> None:
+    engine = make_engine()
+    for name in ("a", "b", "c"):
+        engine.add_request(make_request([*make_prompt(4), ord(name)], name, max_tokens=12, ignore_eos=True))
+    engine.step()
+    view = engine.kv_view()
+    assert (view["device"]["ref_counts"], view["device"]["states"][:5]) == ({"1": 3}, "psaaa")
+
+
+def test_a_sequence_without_a_seat_waits_for_one() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for name in ("a", "b"):
+        engine.add_request(make_request(5, name, max_tokens=12, ignore_eos=True))
+    engine.step()
+    assert engine.kv_view()["waits_for"] == "a seat"
