@@ -15,7 +15,7 @@ pytestmark = pytest.mark.redis
 
 
 async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConnections, keys: RedisKeys) -> None:
-    requests = [make_request(prompt, max_tokens=9) for prompt in (1, 5, 40, 70)]
+    requests = [make_request(prompt, f"{prompt}-tokens", max_tokens=9) for prompt in (1, 5, 40, 70)]
     async with WorkerHarness(connections, keys).serving() as harness:
         for request in requests:
             await harness.submit(request)
