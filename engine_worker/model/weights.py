@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine_worker.model.weight_upload import uploader
+
 Report = Callable[[float, str], None]  # progress 0..1, detail
 
 # In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head).
@@ -30,7 +32,7 @@ class WeightSource(Protocol):
 
 class SafetensorsWeights:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
-        self._device, self._dtype, self._report = device, dtype, report
+        self._upload, self._dtype, self._report = uploader(device), dtype, report
         self._files = {path: _open(path) for path in _weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
         self._unused = set(self._file_of)
@@ -48,7 +50,7 @@ class SafetensorsWeights:
         self._unused.discard(name)
         self._read_bytes += tensor.nbytes
         self._report_progress()
-        tensor = tensor.to(self._device, self._dtype)
+        tensor = self._upload(tensor).to(self._dtype)
         self.loaded_bytes += tensor.nbytes
         return tensor
 
