@@ -1,0 +1,120 @@
+"""The search over a model that is a table of probabilities; `transformers` judges it in execution/test_beam_search.py."""
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine_worker.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis
+from shared.messages import FinishReason
+from tests.builders import make_sampling
+
+STOP_TOKEN = 0
+LogProbs = Callable[[list[int]], list[float]]
+
+
+def search(log_probs: LogProbs, *, stop_token_ids: frozenset[int] = frozenset({STOP_TOKEN}), **sampling: Any) -> Any:
+    """Runs to the end; (answers, number of steps)."""
+    params = make_sampling(use_beam_search=True, **{"n": sampling["beam_width"], **sampling})
+    beam_search = BeamSearch(params, stop_token_ids, params.max_tokens)
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    num_steps = 0
+    while beams:
+        candidates = [
+            BeamCandidate(place, token_id, score + log_prob)
+            for place, (output, score) in enumerate(beams)
+            for token_id, log_prob in enumerate(log_probs(output))
+        ]
+        candidates.sort(key=lambda candidate: -candidate.score)
+        moves = beam_search.advance([output for output, _ in beams], candidates[: beam_search.num_candidates])
+        beams = [([*beams[move.beam][0], move.token_id], move.score) for move in moves]
+        assert len(beams) in (0, params.beam_width)
+        num_steps += 1
+    return beam_search.best(), num_steps
+
+
+def random_model(seed: int, vocab_size: int = 6) -> LogProbs:
+    def log_probs(output: list[int]) -> list[float]:
+        weights = [Random(f"{seed}{output}{token_id}").random() for token_id in range(vocab_size)]
+        return [math.log(weight / sum(weights)) for weight in weights]
+
+    return log_probs
+
+
+def test_a_wide_beam_finds_the_most_likely_texts_of_all() -> None:
+    """25 prefixes of two tokens are open at most: a width of 30 leaves nothing out. Padding: 60 candidates a step."""
+    log_probs = random_model(1)
+
+    def everything(output: list[int], score: float) -> list[tuple[float, list[int]]]:
+        if output and (output[-1] == STOP_TOKEN or len(output) == 3):
+            return [(score, output)]
+        pairs = enumerate(log_probs(output))
+        return [text for token_id, log_prob in pairs for text in everything([*output, token_id], score + log_prob)]
+
+    best = sorted(everything([], 0.0), reverse=True)[:4]
+    answers, _ = search(padded(log_probs), beam_width=30, n=4, max_tokens=3, length_penalty=0.0, early_stopping="never")
+    assert [(answer.score, answer.token_ids) for answer in answers] == [
+        (pytest.approx(score), output) for score, output in best
+    ]
+
+
+def padded(log_probs: LogProbs, vocab_size: int = 64) -> LogProbs:
+    return lambda output: [*log_probs(output), *[-1e6] * (vocab_size - 6)]
+
+
+def chain(*rows: list[float]) -> LogProbs:
+    """Probabilities by length only: token 0 stops."""
+    return lambda output: [math.log(probability) for probability in rows[len(output)]]
+
+
+def test_an_ended_text_counts_only_among_the_best_width() -> None:
+    """With width 1 the stop token is second best at first: not taken, though nothing better ever comes."""
+    model = chain([0.4, 0.6], [0.1, 0.9], [0.1, 0.9])
+    answers, num_steps = search(model, beam_width=1, max_tokens=3)
+    assert answers == [Hypothesis(pytest.approx(math.log(0.6 * 0.9 * 0.9) / 3), [1, 1, 1], FinishReason.LENGTH)]
+    assert num_steps == 3
+
+
+@pytest.mark.parametrize(("length_penalty", "tokens"), [(0.0, [0]), (1.0, [1, 1, 1])])
+def test_the_length_penalty_decides_between_short_and_long(length_penalty: float, tokens: list[int]) -> None:
+    """p = 0.45 for the short text, 0.55 * 0.9 * 0.8 = 0.396 for the long: shorter wins by sum, longer by mean."""
+    model = chain([0.45, 0.55, 1e-9], [0.1, 0.9, 1e-9], [0.2, 0.8, 1e-9])
+    answers, _ = search(model, beam_width=2, n=1, max_tokens=3, length_penalty=length_penalty, early_stopping="never")
+    assert answers[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    ("stop_at_second", "early_stopping", "length_penalty", "num_steps"),
+    [
+        # Two have ended after two steps: [0] with 0.5, and [1, 0].
+        (0.3, True, 1.0, 2),
+        (0.3, False, 1.0, 6),  # [1, 1, ...] has the better mean all the time
+        (0.3, "never", 0.0, 4),  # 0.5 * 0.65 ** 3 is the first sum below [1, 0]'s 0.15
+        (0.5, False, 1.0, 2),  # mean of log 0.225 over two tokens is below [1, 0]'s of log 0.25
+        (0.5, "never", 1.0, 6),  # over six tokens it would be above
+    ],
+)
+def test_when_the_search_ends(
+    stop_at_second: float, early_stopping: Any, length_penalty: float, num_steps: int
+) -> None:
+    second = [stop_at_second, 0.95 - stop_at_second, 0.05]
+    model = chain([0.5, 0.5, 1e-9], second, *[[0.3, 0.65, 0.05]] * 4)
+    _, steps = search(model, beam_width=2, max_tokens=6, early_stopping=early_stopping, length_penalty=length_penalty)
+    assert steps == num_steps
+
+
+def test_without_stop_tokens_all_texts_have_full_length() -> None:
+    answers, num_steps = search(random_model(3), stop_token_ids=frozenset(), beam_width=3, n=2, max_tokens=5)
+    assert [(len(answer.token_ids), answer.reason) for answer in answers] == [(5, FinishReason.LENGTH)] * 2
+    assert answers[0].score >= answers[1].score and num_steps == 5
+
+
+def test_several_stop_tokens_leave_enough_candidates() -> None:
+    stops = frozenset({0, 1, 2})
+    sampling = make_sampling(use_beam_search=True, beam_width=2, n=2)
+    assert BeamSearch(sampling, stops, 8).num_candidates == 8
+    assert BeamSearch(sampling, frozenset(), 8).num_candidates == 4
+    answers, _ = search(random_model(4, vocab_size=8), stop_token_ids=stops, beam_width=2, max_tokens=8)
+    assert all(set(answer.token_ids[:-1]).isdisjoint(stops) for answer in answers)
