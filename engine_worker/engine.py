@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.block_hashes import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder, StepStats
 from engine_worker.scheduling.stop_conditions import finish_reason
+from shared.choice_seeds import choice_seed
 from shared.messages import (
     ErrorCode,
     ErrorEvent,
@@ -85,7 +89,9 @@ class Engine:
         self._limits = RequestLimits(
             vocab_size=vocab_size,
             max_model_len=scheduler.config.max_model_len,
-            capacity_tokens=scheduler.capacity_tokens,
+            capacity_blocks=scheduler.num_usable_blocks,
+            block_size=scheduler.block_size,
+            max_num_seqs=scheduler.config.max_num_seqs,
         )
         self._clock = clock
         self._async_scheduling = async_scheduling
@@ -119,18 +125,17 @@ class Engine:
         if request.request_id in self._request_ids:
             raise DuplicateRequest(request.request_id)
         self._request_ids.add(request.request_id)
-        output_token_ids = [token_id for choice in stored for token_id in choice.token_ids]
+        choices = list(stored) or [StoredChoice() for _ in range(request.sampling.n)]
         try:
-            check_request(request, output_token_ids, self._limits)
+            check_request(request, choices, self._limits)
         except RequestRefused as refusal:
             self._early_ends[request.request_id] = ErrorEvent(request.request_id, refusal.code, str(refusal))
             return
-        sequence = self._sequence(request, output_token_ids)
-        reason = finish_reason(sequence, self._scheduler.max_num_tokens)
-        if reason is not None:  # its last owner died between the last token and the end
-            self._early_ends[request.request_id] = _finish_event(sequence, reason)
+        group = self._group(request, choices)
+        if isinstance(group, FinishEvent):  # its last owner died between the last token and the end
+            self._early_ends[request.request_id] = group
         else:
-            self._scheduler.add(sequence)
+            self._scheduler.add_group(group)
 
     def abort_request(self, request_id: str) -> None:
         """Drop a request and free its KV at once. No event follows. Ids that are unknown or have ended are ignored.
@@ -198,14 +203,35 @@ class Engine:
         num_placed = self._scheduler.num_running + self._scheduler.num_waiting + len(self._early_ends)
         assert num_placed == len(self._request_ids), f"{num_placed} places for {len(self._request_ids)} requests"
 
-    def _sequence(self, request: GenerationRequest, output_token_ids: list[int]) -> Sequence:
-        eos_token_ids = frozenset[int]() if request.sampling.ignore_eos else self._eos_token_ids
+    def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
+        """What is left to do of a request, or its end if nothing is."""
+        sampling = request.sampling
+        sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
+        if sampling.use_beam_search and not choices[0].token_ids:
+            return SequenceGroup(sequences[:1])  # a search is begun anew, or it is over
+        longest = self._scheduler.max_num_tokens_of(len(request.prompt_token_ids), sampling.num_sequences)
+        reasons = [
+            choice.finish_reason or finish_reason(sequence, longest)
+            for choice, sequence in zip(choices, sequences, strict=True)
+        ]
+        num_ended_tokens = sum(len(choice.token_ids) for choice, reason in zip(choices, reasons, strict=True) if reason)
+        left = [sequence for sequence, reason in zip(sequences, reasons, strict=True) if reason is None]
+        if left and not sampling.use_beam_search:
+            return SequenceGroup(left, num_ended_tokens)
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
+        return FinishEvent(request.request_id, reasons[-1] or FinishReason.LENGTH, usage)
+
+    def _sequence(self, request: GenerationRequest, number: int, choice: StoredChoice) -> Sequence:
+        sampling = request.sampling
+        eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         return Sequence(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=request.sampling,
-            stop_token_ids=eos_token_ids.union(request.sampling.stop_token_ids),
-            output_token_ids=output_token_ids,
+            sampling=structs.replace(sampling, seed=choice_seed(sampling.seed, number)) if number else sampling,
+            stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
+            output_token_ids=choice.token_ids,
+            choice=number,
             cache_root=cache_root(request.tenant, request.cache_salt),
         )
 
@@ -225,18 +251,19 @@ def _events(update: SequenceUpdate) -> list[StreamEvent]:
     sequence = update.sequence
     if update.error is not None:
         return [ErrorEvent(sequence.request_id, ErrorCode.REQUEST_FAILED, update.error)]
-    index = sequence.num_output_tokens - len(update.new_token_ids)
-    tokens = TokenEvent(sequence.request_id, index, update.new_token_ids, logprobs=update.new_logprobs)
+    choice_end = update.finish_reason if sequence.sampling.n > 1 else None  # else the request's end says it
+    new_token_ids, logprobs = update.new_token_ids, update.new_logprobs
+    tokens = TokenEvent(sequence.request_id, update.index, new_token_ids, sequence.choice, choice_end, logprobs)
     events: list[StreamEvent] = [tokens]
-    if update.finish_reason is not None:
-        events.append(_finish_event(sequence, update.finish_reason))
+    if update.ended_group is not None and update.finish_reason is not None:
+        events.append(_finish_event(update.ended_group, update.finish_reason))
     return events
 
 
-def _finish_event(sequence: Sequence, reason: FinishReason) -> FinishEvent:
+def _finish_event(group: SequenceGroup, reason: FinishReason) -> FinishEvent:
     usage = Usage(
-        prompt_tokens=sequence.num_prompt_tokens,
-        completion_tokens=sequence.num_output_tokens,
-        cached_tokens=sequence.num_cached_tokens,
+        prompt_tokens=group.num_prompt_tokens,
+        completion_tokens=group.num_output_tokens,
+        cached_tokens=group.num_cached_tokens,
     )
-    return FinishEvent(sequence.request_id, reason, usage)
+    return FinishEvent(group.request_id, reason, usage)

@@ -9,22 +9,24 @@ foreign option is visible to its sender. Knows no tokens: limits that need a mod
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from gateway.chat_template import ChatMessage
+from gateway.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.request_body import decode_body
+from gateway.request_body import decode_body, is_neutral
 from shared.messages import MAX_LOGPROBS
 
 MAX_PROMPTS = 32
-MAX_CHOICES = 64  # n times the number of prompts
+MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of prompts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+_ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 _NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -38,7 +40,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
+    n: _ChoiceCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
@@ -59,7 +61,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
-    best_of: _Count | None = None
+    best_of: _ChoiceCount | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -111,9 +116,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "suffix": ("",),
     "echo": (False,),  # of chat; completions have it
     "modalities": (["text"],),
@@ -150,7 +152,7 @@ class CompletionRequest:
     prompts: tuple[Prompt, ...]
     prompt_param: str  # the field to name when a prompt is wrong
     fields: GenerationFields
-    n: int
+    choices: ChoiceCount
     max_tokens: int | None
     max_tokens_param: str
     default_max_tokens: int | None  # None: all the room that the context has
@@ -162,6 +164,11 @@ class CompletionRequest:
     echo: bool
     ignored: tuple[str, ...]
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt in the answer."""
+        return self.choices.n
 
 
 def parse_chat(body: bytes) -> CompletionRequest:
@@ -202,7 +209,7 @@ def check_other_fields(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> 
             continue
         if name not in UNSUPPORTED:
             ignored.append(name)
-        elif value is not None and not _is_neutral(value, UNSUPPORTED[name]):
+        elif value is not None and not is_neutral(value, UNSUPPORTED[name]):
             neutral = " or ".join(json.dumps(allowed) for allowed in (None, *UNSUPPORTED[name]))
             raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
     return tuple(ignored)
@@ -233,13 +240,15 @@ def _request(
     default_max_tokens: int | None = None,
     echo: bool = False,
 ) -> CompletionRequest:
-    n = fields.n or 1
-    if len(prompts) * n > MAX_CHOICES:
+    choices = choice_count(fields)
+    num_choices = choices.num_candidates * len(prompts)
+    if num_choices > MAX_CHOICES:
+        param = "n" if fields.best_of is None else "best_of"
         raise InvalidRequest(
-            f"n: {n} choices of {len(prompts)} prompts are {n * len(prompts)}; at most {MAX_CHOICES}.", param="n"
+            f"{param}: {choices.num_candidates} choices of {len(prompts)} prompts are {num_choices}; "
+            f"at most {MAX_CHOICES}.",
+            param=param,
         )
-    if fields.best_of is not None and fields.best_of != n:
-        raise UnsupportedParameter(f"best_of: not supported by this server; leave it out, or n ({n}).", param="best_of")
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
         raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
@@ -249,7 +258,7 @@ def _request(
         prompts=prompts,
         prompt_param=prompt_param,
         fields=fields,
-        n=n,
+        choices=choices,
         max_tokens=getattr(fields, max_tokens_param),
         max_tokens_param=max_tokens_param,
         default_max_tokens=default_max_tokens,
@@ -329,8 +338,3 @@ def _content(message: MessageFields, path: str) -> str:
             raise InvalidRequest(f"{path}[{index}].text: expected a text.", param=f"{path}[{index}].text")
         texts.append(part.text)
     return "\n".join(texts)
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Equal and of the same kind: True is not 1, nor False 0."""
-    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)

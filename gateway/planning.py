@@ -1,7 +1,7 @@
 """A CompletionRequest and its encoded prompts -> the GenerationRequests that go to the engine. Pure but for random ids.
 
-Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each choice
-of each prompt is a request of its own, with an id that no client chooses.
+Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each
+prompt is a request of its own, with all its choices and an id that no client chooses.
 """
 
 import secrets
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.openai_schema import CompletionRequest, GenerationFields
-from shared.choice_seeds import SEED_BITS, choice_seed
+from shared.choice_seeds import SEED_BITS
 from shared.messages import GenerationRequest, SamplingParams
 
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
@@ -33,21 +33,19 @@ class PlannedRequest:
 def plan_requests(
     request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits, tenant: str = ""
 ) -> list[PlannedRequest]:
-    """Ordered as OpenAI orders them: all choices of the first prompt, then those of the second."""
+    """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
     planned = []
     for prompt_index, token_ids in enumerate(prompts_token_ids):
         check_prompt(token_ids, request.prompt_param, limits)
         max_tokens = _max_tokens(request, len(token_ids), limits)
-        for choice_index in range(request.n):
-            sampling = _sampling_params(request, max_tokens, choice_index, limits)
-            generation = GenerationRequest(
-                request_id=secrets.token_hex(16),
-                prompt_token_ids=token_ids,
-                sampling=sampling,
-                tenant=tenant,
-                cache_salt=request.fields.cache_salt or "",
-            )
-            planned.append(PlannedRequest(prompt_index, prompt_index * request.n + choice_index, generation))
+        generation = GenerationRequest(
+            request_id=secrets.token_hex(16),
+            prompt_token_ids=token_ids,
+            sampling=_sampling_params(request, max_tokens, limits),
+            tenant=tenant,
+            cache_salt=request.fields.cache_salt or "",
+        )
+        planned.append(PlannedRequest(prompt_index, prompt_index * request.n, generation))
     return planned
 
 
@@ -81,10 +79,8 @@ def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: Mode
     return request.max_tokens
 
 
-def _sampling_params(
-    request: CompletionRequest, max_tokens: int, choice_index: int, limits: ModelLimits
-) -> SamplingParams:
-    fields = request.fields
+def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelLimits) -> SamplingParams:
+    fields, choices = request.fields, request.choices
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
@@ -95,9 +91,14 @@ def _sampling_params(
     temperature = 1.0 if fields.temperature is None else fields.temperature
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=_seed(fields.seed, choice_index),
+        seed=secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
+        n=choices.n if choices.use_beam_search else choices.num_candidates,
+        use_beam_search=choices.use_beam_search,
+        beam_width=choices.num_candidates if choices.use_beam_search else 0,
+        length_penalty=choices.length_penalty,
+        early_stopping=choices.early_stopping,
         min_tokens=min_tokens,
-        temperature=0.0 if temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
+        temperature=0.0 if choices.use_beam_search or temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
         top_k=max(0, fields.top_k or 0),
         top_p=1.0 if fields.top_p is None else fields.top_p,
         min_p=fields.min_p or 0.0,
@@ -109,13 +110,6 @@ def _sampling_params(
         ignore_eos=bool(fields.ignore_eos),
         logprobs=request.num_logprobs,
     )
-
-
-def _seed(seed: int | None, choice_index: int) -> int:
-    """It does not depend on the place of the prompt: a prompt answers alike alone and in a list."""
-    if seed is None:
-        return secrets.randbits(SEED_BITS)
-    return choice_seed(seed & ((1 << SEED_BITS) - 1), choice_index)
 
 
 def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, float]:

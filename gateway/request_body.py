@@ -52,6 +52,11 @@ def invalid_field(message: str) -> InvalidRequest:
     return InvalidRequest(f"{path or 'request body'}: {problem[0].lower()}{problem[1:]}.", param=path or None)
 
 
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `neutral`, and of the same kind: True is not 1, nor False 0."""
+    return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
+
+
 def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return

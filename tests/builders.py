@@ -12,16 +12,22 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
+from msgspec import structs
+from msgspec.structs import asdict
+
 from engine_worker.engine import BatchExecutor, Engine
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence import BeamCandidate, Sequence
+from shared.choice_seeds import choice_seed
 from shared.messages import (
     ErrorEvent,
     FinishEvent,
+    FinishReason,
     GenerationRequest,
     SamplingParams,
     StreamEvent,
@@ -136,11 +142,20 @@ class FakeModelRunner:
         for block_id, slots in fetched.items():
             self._cache[block_id] = list(slots)
         phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
-        return FakeStep(StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled)))
+        result = StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled))
+        beams: dict[str, list[ScheduledSequence]] = {}
+        for scheduled in batch.sequences:
+            if scheduled.samples and scheduled.sequence.sampling.use_beam_search:
+                beams.setdefault(scheduled.sequence.request_id, []).append(scheduled)
+        result.beam_candidates.update({request_id: self._candidates(group) for request_id, group in beams.items()})
+        return FakeStep(result)
 
     def _store(self, scheduled: ScheduledSequence) -> None:
         sequence = scheduled.sequence
-        assert scheduled.end == sequence.num_computed_tokens and scheduled.num_new_tokens > 0
+        assert scheduled.end == sequence.num_computed_tokens
+        if scheduled.num_new_tokens == 0:
+            assert scheduled.samples, "a fork that computes nothing"
+            return
         token_ids = sequence.token_ids(scheduled.start, scheduled.end)
         if scheduled.end > sequence.num_known_tokens:
             assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
@@ -155,11 +170,20 @@ class FakeModelRunner:
         sequence = scheduled.sequence
         if not scheduled.samples or sequence.request_id in failures:
             return None
-        slots = [slot for block_id in sequence.block_table for slot in self._cache[block_id]]
-        prefix = [-1 if token_id is None else token_id for token_id in slots[: scheduled.end]]
-        return next_token(
-            prefix, scheduled.output_index, sequence.sampling, sequence.stop_token_ids, self.vocab_size
+        index, stops = scheduled.output_index, sequence.stop_token_ids
+        return next_token(self._prefix(scheduled), index, sequence.sampling, stops, self.vocab_size)
+
+    def _candidates(self, beams: list[ScheduledSequence]) -> list[BeamCandidate]:
+        """As many as beam search asked for, though each beam has only a few likely continuations."""
+        return best_candidates(
+            [(self._prefix(beam), beam.sequence.beam_score) for beam in beams],
+            beams[0].sequence.num_beam_candidates,
+            self.vocab_size,
         )
+
+    def _prefix(self, scheduled: ScheduledSequence) -> list[int]:
+        slots = [slot for block_id in scheduled.sequence.block_table for slot in self._cache[block_id]]
+        return [-1 if token_id is None else token_id for token_id in slots[: scheduled.end]]
 
 
 def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[TokenLogprobs | None]:
@@ -199,15 +223,45 @@ def next_token(
     return token_id
 
 
+def best_candidates(
+    beams: SequenceOf[tuple[SequenceOf[int], float]], num_candidates: int, vocab_size: int
+) -> list[BeamCandidate]:
+    """The fake model for beams (prefix, score so far): a hash of the prefix makes some tokens likely, and the stop."""
+    candidates = []
+    for place, (prefix, score) in enumerate(beams):
+        start = crc32(array("q", prefix).tobytes())
+        token_ids = {EOS_TOKEN_ID, *((start * 31 + number * 7919) % vocab_size for number in range(num_candidates))}
+        for token_id in token_ids:
+            log_prob = -1 - crc32(array("q", [*prefix, token_id]).tobytes()) % 4096 / 1024
+            candidates.append(BeamCandidate(place, token_id, score + log_prob))
+    candidates.sort(key=lambda candidate: (-candidate.score, candidate.beam, candidate.token_id))
+    return candidates[:num_candidates]
+
+
+def expected_beams(request: GenerationRequest, *, max_num_tokens: int = 256, vocab_size: int = VOCAB_SIZE) -> Any:
+    """The answers of beam search over the fake model, without blocks or batches: (token ids, reason), best first."""
+    sequence = make_sequence(request.prompt_token_ids, **asdict(request.sampling))
+    longest = min(request.sampling.max_tokens, max_num_tokens - len(request.prompt_token_ids))
+    search = BeamSearch(request.sampling, sequence.stop_token_ids, longest)
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    while beams:
+        prefixes = [([*request.prompt_token_ids, *output], score) for output, score in beams]
+        candidates = best_candidates(prefixes, sequence.num_beam_candidates, vocab_size)
+        moves = search.advance([output for output, _ in beams], candidates)
+        beams = [([*beams[move.beam][0], move.token_id], move.score) for move in moves]
+    return [(answer.token_ids, answer.reason) for answer in search.best()]
+
+
 def expected_output(
     request: GenerationRequest,
     *,
     eos_token_ids: Iterable[int] = (EOS_TOKEN_ID,),
     max_num_tokens: int = 256,
     vocab_size: int = VOCAB_SIZE,
+    choice: int = 0,
 ) -> list[int]:
-    """What FakeModelRunner's model gives for this request alone, without blocks, chunks or batches."""
-    sampling = request.sampling
+    """What FakeModelRunner's model gives for this choice alone, without blocks, chunks or batches."""
+    sampling = structs.replace(request.sampling, seed=choice_seed(request.sampling.seed, choice))
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
     output: list[int] = []
     while len(output) < sampling.max_tokens and len(request.prompt_token_ids) + len(output) < max_num_tokens:
@@ -244,19 +298,30 @@ def make_engine(
 class Transcript:
     """What a client of each request would have: its tokens in order and its one end. Checks indices as they come."""
 
-    tokens: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # of choice 0
+    others: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # (request id, choice): the other choices
+    choice_ends: dict[tuple[str, int], FinishReason] = field(default_factory=dict)  # of requests of several
     ends: dict[str, FinishEvent | ErrorEvent] = field(default_factory=dict)
 
-    def resume(self, request_id: str, token_ids: Iterable[int]) -> None:
-        self.tokens[request_id] = list(token_ids)
+    def resume(self, request_id: str, token_ids: Iterable[int], choice: int = 0) -> None:
+        self.choice(request_id, choice).extend(token_ids)
+
+    def choice(self, request_id: str, choice: int) -> list[int]:
+        """Its tokens, to be read or changed."""
+        if choice == 0:
+            return self.tokens.setdefault(request_id, [])
+        return self.others.setdefault((request_id, choice), [])
 
     def add(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
             assert event.request_id not in self.ends, f"{event} after the end"
             if isinstance(event, TokenEvent):
-                tokens = self.tokens.setdefault(event.request_id, [])
+                tokens = self.choice(event.request_id, event.choice)
                 assert event.index == len(tokens), f"{event} leaves a gap or repeats; {len(tokens)} tokens are out"
+                assert (event.request_id, event.choice) not in self.choice_ends, f"{event} after its end"
                 tokens += event.token_ids
+                if event.finish_reason is not None:
+                    self.choice_ends[event.request_id, event.choice] = event.finish_reason
             else:
                 self.ends[event.request_id] = event
 

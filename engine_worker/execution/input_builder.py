@@ -47,7 +47,7 @@ def build_model_input(
     batch: ScheduledBatch, block_size: int, device: torch.device, inflight_token_ids: Mapping[Sequence, int] = _NONE
 ) -> ModelInput:
     """`inflight_token_ids`: what the step before sampled, for sequences that do not know it yet."""
-    ordered = sorted(batch.sequences, key=_row_order)
+    ordered = sorted((scheduled for scheduled in batch.sequences if scheduled.num_new_tokens), key=_row_order)
     query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
     ends = np.array([scheduled.end for scheduled in ordered], dtype=np.int64)
     query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
@@ -63,7 +63,11 @@ def build_model_input(
     positions = np.arange(len(token_ids)) + (ends - query_start_loc[1:])[row_of_token]
     slots = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
     last_row = {id(scheduled): int(end) - 1 for scheduled, end in zip(ordered, query_start_loc[1:], strict=True)}
-    wanted = [last_row[id(scheduled)] for scheduled in batch.sequences if scheduled.samples]
+    wanted, row = [], -1
+    for scheduled in batch.sequences:
+        row = last_row.get(id(scheduled), row)  # a fork without tokens samples of the row before it
+        if scheduled.samples:
+            wanted.append(row)
 
     def to_device(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype, copy=False)).to(device, non_blocking=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
 from engine_worker.execution.cuda_graphs import DecodeGraphs, GraphInputs
 from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
@@ -27,6 +28,7 @@ class SubmittedStep:
 
     batch: ScheduledBatch
     tokens: SampledTokens | None  # None: it samples nothing
+    beams: DeviceCandidates | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
     kv_cache: KVCache
     phase_seconds: dict[str, float]
@@ -41,6 +43,7 @@ class SubmittedStep:
         return StepResult(
             sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in sequences],
             failures=samples.failures,
+            beam_candidates=self.beams.collect() if self.beams is not None else {},
             logprobs=[next(logprobs) if scheduled.samples else None for scheduled in sequences]
             if samples.logprobs
             else [],
@@ -108,6 +111,7 @@ class ModelRunner:
         else:
             logits = self._model.forward(model_input, self._device)
         forwarded = time.perf_counter()
+        beams = _launch_beams(batch, logits)  # before the tokens, whose arrival on the host says that these are there
         tokens = self._launch_sampling(batch, logits)
         phase_seconds = {
             "prepare": prepared - started,
@@ -115,7 +119,7 @@ class ModelRunner:
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        return SubmittedStep(batch, tokens, ended, self._kv_cache, phase_seconds)
+        return SubmittedStep(batch, tokens, beams, ended, self._kv_cache, phase_seconds)
 
     def _graph_size(self, batch: ScheduledBatch) -> int | None:
         if self._graphs is None:
@@ -133,6 +137,13 @@ class ModelRunner:
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
         self._inputs.keep_samples(sequences, tokens.token_ids)
         return tokens
+
+
+def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | None:
+    sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+    if not any(sequence.sampling.use_beam_search for sequence in sampling):
+        return None
+    return launch_beam_candidates(logits, sampling)
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -57,10 +57,10 @@ class PersistentInputs:
         description = self._descriptions[0]
         self._descriptions = [*self._descriptions[1:], description]
         described = description.describe(sequences, self._sampled_index, self._tables, self._block_size)
-        num_rows = num_rows or len(sequences)
+        num_rows = num_rows or described.num_sequences
         unpack_inputs(described, self._sampled_token_ids, self._tensors, num_rows, self._block_size)
         description.enqueued()
-        padding = num_rows - len(sequences)
+        padding = num_rows - described.num_sequences
         return self.views(
             num_rows=num_rows,
             num_tokens=described.num_tokens + padding,
@@ -125,6 +125,11 @@ class _Description:
     ) -> DescribedBatch:
         if self._read is not None:
             self._read.synchronize()
+        all_ends = np.cumsum([scheduled.num_new_tokens for scheduled in sequences], dtype=np.int32)
+        wanted = np.array([row for row, scheduled in enumerate(sequences) if scheduled.samples], dtype=np.intp)
+        # A fork without tokens ends where the sequence before it does, and so wants the same logits; it is no row.
+        self._logits_indices.numpy()[: len(wanted)] = all_ends[wanted] - 1
+        sequences = [scheduled for scheduled in sequences if scheduled.num_new_tokens]
         num_sequences = len(sequences)
         token_ids, feedback = _token_ids(sequences, sampled_index)
         query_start_loc = self._query_start_loc.numpy()
@@ -134,8 +139,6 @@ class _Description:
         self._seq_lens.numpy()[:num_sequences] = [scheduled.end for scheduled in sequences]
         self._feedback.numpy()[:num_sequences] = feedback
         self._token_array[: len(token_ids)] = token_ids
-        wanted = np.array([row for row, scheduled in enumerate(sequences) if scheduled.samples], dtype=np.intp)
-        self._logits_indices.numpy()[: len(wanted)] = ends[wanted] - 1
         row_stride = tables.write(sequences, self._table_array)
         return DescribedBatch(
             self._query_start_loc,

@@ -6,7 +6,8 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 
 from dataclasses import dataclass, field
 
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence import BeamCandidate, Sequence
+from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import TokenLogprobs
 
 
@@ -16,6 +17,8 @@ class ScheduledSequence:
 
     The token at end - 1 may be in flight: the step before samples it on the device, and the host does not know it yet.
     It is the only token of its row then, and the sequence was in the batch before this one.
+
+    Without new tokens it is a fork that samples its first token: of the same logits as the entry with tokens before it.
     """
 
     sequence: Sequence
@@ -64,7 +67,7 @@ class TransferTime:
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
     block_copies: list[BlockCopy] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
     swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id; for the next step
     number: int = 0  # counts batches; names their transfers in events
@@ -91,6 +94,8 @@ class StepResult:
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     transfer_times: list[TransferTime] = field(default_factory=list)  # of this batch or earlier ones, when they end
+    # By request id, best first: sequence.num_beam_candidates of them for each beam search that sampled.
+    beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

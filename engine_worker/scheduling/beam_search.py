@@ -3,8 +3,8 @@
 Keeps the `beam_width` most likely continuations and, apart from them, the best that have ended. The rules are those of
 `transformers`' beam search (5.x), token for token:
 
-    candidates   the best beams_to_keep = max(2, 1 + stop tokens) * width continuations of all beams, so that width of
-                 them go on even if each beam's best is a stop token
+    candidates   the best max(2, 1 + stop tokens) * width continuations of all beams, so that width of them go on even
+                 if each beam's best are stop tokens
     ended        a candidate that stops (stop token or last length) counts only if it is among the `width` best; its
                  score is the sum of log-probabilities / length ** length_penalty
     end          when no running beam can beat the worst of `width` ended ones. `early_stopping` True: as soon as there
@@ -17,16 +17,8 @@ Knows nothing of blocks or sequences: a beam is its place in the list.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_worker.scheduling.sequence import BeamCandidate
 from shared.messages import FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class BeamCandidate:
-    """The beam at place `beam`, continued by one token."""
-
-    beam: int
-    token_id: int
-    score: float  # sum of the log-probabilities of all output tokens, this one's included
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +40,10 @@ class BeamSearch:
         self._max_output_tokens = max_output_tokens
         self._ended: list[Hypothesis] = []  # best first, at most `width`
 
-    @property
-    def num_candidates(self) -> int:
-        """How many continuations a step chooses from."""
-        return max(2, 1 + len(self._stop_token_ids)) * self._width
-
     def advance(self, outputs: Sequence[Sequence[int]], candidates: Sequence[BeamCandidate]) -> list[BeamCandidate]:
         """The beams of the next step, best first; none when the search is over.
 
-        `outputs`: output tokens of each beam, all of one length. `candidates`: num_candidates of them, best first.
+        `outputs`: output tokens of each beam, all of one length. `candidates`: num_beam_candidates, best first.
         """
         length = len(outputs[0]) + 1
         self._end_some(outputs, candidates[: self._width], length)

@@ -92,6 +92,9 @@ class BlockPool:
             block.ref_count += 1
             self._num_references += 1
 
+    def ref_count(self, block_id: int) -> int:
+        return self._blocks[block_id].ref_count
+
     def is_shared(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 1
 

@@ -10,6 +10,7 @@ The scheduler says who is admitted and who yields. The block moves that this tak
 take_transfers() gives them to the batch, and each is an event.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -75,9 +76,18 @@ class KVCacheManager:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
         return -(-sequence.num_tokens // self.block_size) - len(sequence.block_table) + len(self._to_replace(sequence))
 
-    def can_allocate(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """Whether all missing blocks are available, and `headroom_blocks` would be left."""
-        return self.num_missing_blocks(sequence) + headroom_blocks <= self._pool.num_available_blocks
+    def can_allocate(self, *sequences: Sequence, headroom_blocks: int = 0) -> bool:
+        """Whether all blocks that these miss together are available, and `headroom_blocks` would be left.
+
+        Of those that share a block, the last to replace it keeps it if no other sequence holds it.
+        """
+        num_available = self._pool.num_available_blocks - headroom_blocks
+        if len(sequences) == 1:
+            return self.num_missing_blocks(sequences[0]) <= num_available
+        num_missing = sum(map(self.num_missing_blocks, sequences))
+        writers = Counter(s.block_table[index] for s in sequences for index in self._to_replace(s))
+        num_kept = sum(number == self._pool.ref_count(block_id) for block_id, number in writers.items())
+        return num_missing - num_kept <= num_available
 
     def allocate(self, sequence: Sequence) -> None:
         """Complete the block table and make its end writable; the caller has asked can_allocate."""
@@ -165,15 +175,21 @@ class KVCacheManager:
         if self._prefix_cache:
             self._prefix_cache.publish(sequence, num_computed_tokens, self._step)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child`, whose tokens begin with the computed ones of `parent`, shares all its blocks. O(1) a block."""
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
+        """`child` begins with `num_tokens` (default: all) of the computed tokens of `parent`, and shares their blocks.
+
+        O(1) a block. The last one may be partly filled, and may hold tokens of the parent behind those that are shared.
+        """
+        if num_tokens is None:
+            num_tokens = parent.num_computed_tokens
         assert not child.block_table, f"{child.request_id} has blocks"
-        assert child.num_tokens >= parent.num_computed_tokens, f"{child.request_id} lacks computed tokens"
-        used = -(-parent.num_computed_tokens // self.block_size)
+        assert num_tokens <= parent.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
+        assert child.num_tokens >= num_tokens, f"{child.request_id} lacks computed tokens"
+        used = -(-num_tokens // self.block_size)
         child.block_table = parent.block_table[:used]
-        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_computed_tokens = num_tokens
         child.cache_root = parent.cache_root
-        child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
+        child.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
         child.num_published_blocks = min(parent.num_published_blocks, len(child.block_hashes))
         self._pool.share(child.block_table)
 
@@ -249,7 +265,7 @@ class KVCacheManager:
         match = self._prefix_cache.match(sequence, self._step)
         if self._host is None:
             return match
-        last = (sequence.num_known_tokens - 1) // self.block_size
+        last = sequence.num_reusable_tokens // self.block_size
         run = self._host.find_run(sequence.block_hashes[len(match.block_ids) : last])
         costs = self._costs
         if not run or (costs and costs.load_seconds(len(run)) >= costs.compute_seconds(len(run) * self.block_size)):

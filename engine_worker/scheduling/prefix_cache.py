@@ -45,8 +45,8 @@ class PrefixCache:
         self._partly_filled: set[int] = set()
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
-        """The longest prefix that the cache has; at least one token is left to compute, as it must give the logits."""
-        limit = sequence.num_known_tokens - 1
+        """The longest prefix that the cache has, of the tokens that need not be computed."""
+        limit = sequence.num_reusable_tokens
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
         block_ids = []

@@ -1,10 +1,10 @@
 """Whether a request can be computed here at all: what the gateway let through is checked again, and may be refused."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from shared.messages import ErrorCode, GenerationRequest, SamplingParams
+from shared.messages import ErrorCode, GenerationRequest, SamplingParams, StoredChoice
 
 
 class RequestRefused(ValueError):
@@ -19,22 +19,35 @@ class RequestRefused(ValueError):
 class RequestLimits:
     vocab_size: int
     max_model_len: int
-    capacity_tokens: int  # of this worker's KV cache
+    capacity_blocks: int  # of this worker's KV cache
+    block_size: int
+    max_num_seqs: int
 
 
-def check_request(request: GenerationRequest, resumed_token_ids: list[int], limits: RequestLimits) -> None:
+def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> None:
     """Raise RequestRefused with the first thing that is wrong."""
-    for problem in _problems(request, resumed_token_ids, limits):
+    for problem in _problems(request, stored, limits):
         raise RequestRefused(ErrorCode.INVALID_REQUEST, problem)
-    num_needed = len(request.prompt_token_ids) + 1
-    if num_needed > limits.capacity_tokens:
-        raise RequestRefused(
-            ErrorCode.CAPACITY_EXCEEDED,
-            f"the prompt and one token need {num_needed} KV slots; this worker has {limits.capacity_tokens}",
-        )
+    for problem in _shortages(request, limits):
+        raise RequestRefused(ErrorCode.CAPACITY_EXCEEDED, problem)
 
 
-def _problems(request: GenerationRequest, resumed_token_ids: list[int], limits: RequestLimits) -> Iterator[str]:
+def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[str]:
+    """What this worker lacks even when it does nothing else. Sequences are sure to share the prompt's full blocks."""
+    num_sequences = request.sampling.num_sequences
+    if num_sequences > limits.max_num_seqs:
+        yield f"{num_sequences} sequences at one time; this worker computes at most {limits.max_num_seqs}"
+    num_prompt = len(request.prompt_token_ids)
+    shared_blocks = num_prompt // limits.block_size
+    needed_blocks = shared_blocks + num_sequences * (-(-(num_prompt + 1) // limits.block_size) - shared_blocks)
+    if needed_blocks > limits.capacity_blocks:
+        shared, capacity = shared_blocks * limits.block_size, limits.capacity_blocks * limits.block_size
+        needed = shared + num_sequences * (num_prompt + 1 - shared)
+        each = "" if num_sequences == 1 else f" of each of {num_sequences} sequences"
+        yield f"the prompt and one token{each} need {needed} KV slots; this worker has {capacity}"
+
+
+def _problems(request: GenerationRequest, stored: Sequence[StoredChoice], limits: RequestLimits) -> Iterator[str]:
     num_prompt = len(request.prompt_token_ids)
     if num_prompt == 0:
         yield "prompt_token_ids is empty"
@@ -43,17 +56,35 @@ def _problems(request: GenerationRequest, resumed_token_ids: list[int], limits: 
     sampling = request.sampling
     for name, token_ids in (
         ("prompt_token_ids", request.prompt_token_ids),
-        ("resumed_token_ids", resumed_token_ids),
+        ("resumed_token_ids", [token_id for choice in stored for token_id in choice.token_ids]),
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
     ):
         if (token_id := _first_outside(token_ids, limits.vocab_size)) is not None:
             yield f"{name} holds {token_id}; token ids of this model are 0..{limits.vocab_size - 1}"
     yield from _sampling_problems(sampling)
+    yield from _choice_problems(sampling, limits)
 
 
 def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
     return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+
+
+def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterator[str]:
+    if sampling.n < 1:
+        yield f"n is {sampling.n}; it must be at least 1"
+    if not sampling.use_beam_search:
+        return
+    if sampling.beam_width < sampling.n:
+        yield f"beam_width is {sampling.beam_width}; it must be at least n, {sampling.n}"
+    # The first step chooses from the continuations of one sequence; ids of the model's end add a few to these.
+    num_candidates = max(2, 1 + len(sampling.stop_token_ids)) * sampling.beam_width
+    if num_candidates > limits.vocab_size:
+        yield f"beam_width is {sampling.beam_width}; the model has only {limits.vocab_size} tokens to choose from"
+    if not sampling.is_greedy:
+        yield f"temperature is {sampling.temperature}; a beam search does not sample"
+    if not isfinite(sampling.length_penalty):
+        yield f"length_penalty is {sampling.length_penalty}; it must be finite"
 
 
 def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:

@@ -11,10 +11,14 @@ One token budget a step; there is no prefill or decode phase: every sequence's c
     2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
     3. waiting sequences, in order, while seats, budget and blocks last
 
-When a running sequence needs a block and none is free, the newest sequence is preempted: its KV goes to host memory, or
+A request is a SequenceGroup. Its first sequence computes the prompt; in the step that reaches the prompt's end the
+others fork from it, and all sample their first token of the same logits. From then on each is a sequence like any
+other, but they come and go together: a group is admitted when there is room for all of it, and preempted as a whole.
+
+When a running sequence needs a block and none is free, the newest group is preempted: its KV goes to host memory, or
 is dropped and computed again later. Nobody is admitted in the same step, and never into the last free blocks (see
-_headroom_blocks). A sequence that is alone always fits, because none gets longer than `max_num_tokens`: so the oldest
-moves on in every step, and no sequence waits for ever.
+_headroom_blocks). A group that is alone always fits, because none of its sequences gets longer than
+`max_num_tokens_of(...)` allows: so the oldest moves on in every step, and no group waits for ever.
 
 A sequence that ends while a step with it is running is out at once, and what that step samples for it is dropped. One
 that is preempted then keeps its sample.
@@ -23,54 +27,25 @@ Knows nothing of events, requests' validity, time or devices. Used by one thread
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_events import KVTotals
 from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.preemption import PreemptionMode
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.scheduling.scheduler_config import SchedulerConfig
+from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus
+from engine_worker.scheduling.sequence_group import SequenceGroup
+from engine_worker.scheduling.sequence_update import SequenceUpdate
 from engine_worker.scheduling.stats import KVCacheStats
 from engine_worker.scheduling.stop_conditions import ends_with_inflight_token, finish_reason
-from shared.messages import FinishReason, TokenLogprobs
+from shared.messages import TokenLogprobs
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    # Bounds the gap between two tokens of running streams: at most this many prompt tokens in a step that also decodes
-    # (None: the rest of the budget). SmolLM2 on 2 CPU cores prefills ~1400 tok/s, so 256 is a gap of ~0.2 s.
-    max_prefill_tokens_with_decodes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs = {self.max_num_seqs}: "
-                "a step could not decode every running sequence"
-            )
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len is {self.max_model_len}; a prompt and an output token need at least 2")
-        cap = self.max_prefill_tokens_with_decodes
-        if cap is not None and cap < 1:
-            raise ValueError(f"max_prefill_tokens_with_decodes is {cap}; prompts would starve")
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
-    """What one step did to one sequence. It has ended if there is a `finish_reason` or an `error`."""
-
-    sequence: Sequence
-    new_token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    new_logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
+__all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
 
 class Scheduler:
@@ -80,17 +55,22 @@ class Scheduler:
         self.config = config
         self._kv_cache = kv_cache
         self._policy = policy or FirstComeFirstServed()
-        self._running: dict[str, Sequence] = {}  # by request id, in order of admission
+        self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self._waits_for = ""  # what the first of the queue lacked in the last step
-        # The longest a sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
+        # The longest a lone sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
         self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
 
     @property
-    def capacity_tokens(self) -> int:
-        return self._kv_cache.capacity_tokens
+    def num_usable_blocks(self) -> int:
+        return self._kv_cache.num_usable_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._kv_cache.block_size
 
     @property
     def num_running(self) -> int:
+        """Requests, as those that wait are."""
         return len(self._running)
 
     @property
@@ -100,47 +80,59 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Of those that wait: with their KV in host memory."""
-        return sum(sequence.status is SequenceStatus.SWAPPED for sequence in self._policy)
+        return sum(group.is_swapped for group in self._policy)
 
     @property
     def needs_last_tokens(self) -> bool:
         """Whether a sequence is running whose next step can't be prepared before its last token is known."""
-        return any(sequence.needs_last_token_on_host for sequence in self._running.values())
+        return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
     @property
     def num_open_seats(self) -> int:
-        """Sequences that could likely start in the next step: none while others wait, or blocks are short."""
+        """Requests that could likely start in the next step: none while others wait, or blocks are short."""
         if self.num_waiting:
             return 0
-        spare_blocks = self._kv_cache.num_available_blocks - self._headroom_blocks()
-        return max(0, min(self.config.max_num_seqs - self.num_running, spare_blocks))
+        spare_blocks = self._kv_cache.num_available_blocks - self._headroom_blocks(1)
+        return max(0, min(self.config.max_num_seqs - self._num_taken_seats(), spare_blocks))
+
+    def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """The longest that each sequence of a group gets, so that all of it fits when it is alone.
+
+        They share at least the full blocks of their prompt, and may come to share nothing else.
+        """
+        shared_blocks = num_prompt_tokens // self.block_size
+        own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_sequences
+        return min(self.config.max_model_len, (shared_blocks + own_blocks) * self.block_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue `sequence`, whose request id is not in use."""
-        assert sequence.num_tokens < self.max_num_tokens, f"{sequence.request_id} could never be computed and sampled"
-        self._policy.add(sequence)
+        """Queue a request of one sequence."""
+        self.add_group(SequenceGroup([sequence]))
+
+    def add_group(self, group: SequenceGroup) -> None:
+        """Queue `group`, whose request id is not in use."""
+        first = group.sequences[0]
+        group.max_num_tokens = self.max_num_tokens_of(group.num_prompt_tokens, group.sampling.num_sequences)
+        assert first.num_tokens < group.max_num_tokens, f"{group.request_id} could never be computed and sampled"
+        assert group.num_seats <= self.config.max_num_seqs, f"{group.request_id} needs {group.num_seats} seats"
+        if group.sampling.use_beam_search:
+            max_output_tokens = min(group.sampling.max_tokens, group.max_num_tokens - group.num_prompt_tokens)
+            group.beam_search = BeamSearch(group.sampling, first.stop_token_ids, max_output_tokens)
+        self._policy.add(group)
 
     def abort(self, request_id: str) -> None:
-        """Drop a sequence wherever it is, and its blocks at once. Unknown ids are ignored."""
-        sequence = self._running.get(request_id) or self._policy.remove(request_id)
-        if sequence is not None:
-            self._end(sequence)
+        """Drop a request wherever it is, and its blocks at once. Unknown ids are ignored."""
+        group = self._group(request_id)
+        if group is not None:
+            self._end(group)
 
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
         preempted = self._make_room()
-        scheduled = [
-            self._plan(sequence, 1)
-            for sequence in self._running.values()
-            if sequence.num_uncomputed_tokens == 1 and not ends_with_inflight_token(sequence, self.max_num_tokens)
-        ]
-        budget = self._prefill_budget(len(scheduled))
-        prefills = self._prefills(may_admit=not preempted)
+        behind = self._behind()  # before anything forks: what forks in this step has no room made for it yet
+        scheduled = self._plan_decodes()
         self._waits_for = "blocks" if preempted else "its share of a step"
-        while budget > 0 and (sequence := next(prefills, None)) is not None:
-            num_new_tokens = min(budget, sequence.num_uncomputed_tokens)
-            scheduled.append(self._plan(sequence, num_new_tokens))
-            budget -= num_new_tokens
+        prefills = self._prefills(behind, may_admit=not preempted)
+        scheduled += self._plan_prefills(prefills, sum(entry.num_new_tokens for entry in scheduled))
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
             scheduled,
@@ -164,15 +156,22 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # it ended after it was scheduled
             error = result.failures.get(sequence.request_id)
-            if error is not None or scheduled.samples:
-                updates.append(self._update(sequence, token_id, token_logprobs, error))
+            if error is not None:
+                updates.append(self._fail(sequence, error))
+            elif scheduled.samples and not sequence.sampling.use_beam_search:
+                updates.append(self._update(sequence, token_id, token_logprobs))
+        for request_id, candidates in result.beam_candidates.items():
+            group = self._running.get(request_id)
+            if group is not None:
+                updates += self._advance_beams(group, candidates)
         return updates
 
     def kv_cache_stats(self) -> KVCacheStats:
-        return self._kv_cache.stats(self._running.values())
+        return self._kv_cache.stats(self._active_sequences())
 
     def kv_view(self) -> dict[str, Any]:
-        sequences = [*self._running.values(), *self._policy]
+        """Of all sequences; children that have no blocks yet wait for the first of their group."""
+        sequences = [sequence for group in (*self._running.values(), *self._policy) for sequence in group.sequences]
         return kv_view(self._kv_cache, sequences, self._waits_for if self.num_waiting else "")
 
     def kv_events(self, since: int) -> dict[str, Any]:
@@ -185,111 +184,213 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""
-        self._kv_cache.check_integrity([*self._running.values(), *self._policy])
-        for sequence in self._policy:
+        active = self._active_sequences()
+        waiting = [sequence for group in self._policy for sequence in group.sequences]
+        self._kv_cache.check_integrity([*active, *waiting])
+        for sequence in waiting:
             assert bool(sequence.host_block_table) == (sequence.status is SequenceStatus.SWAPPED), sequence.request_id
-        assert all(sequence.status is SequenceStatus.RUNNING for sequence in self._running.values())
-        assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in self._running.values())
-        assert self.num_running <= self.config.max_num_seqs
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in active)
+        assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in active)
+        assert all(len(group.active) in (1, len(group.sequences)) for group in self._running.values())
+        assert len(active) <= self._num_taken_seats() <= self.config.max_num_seqs
 
-    def _make_room(self) -> list[Sequence]:
-        """A block for every running sequence that crossed into a new one, oldest first; returns the preempted."""
-        preempted: list[Sequence] = []
-        for sequence in list(self._running.values()):
-            if (
-                self._kv_cache.num_missing_blocks(sequence) > 0
-                and sequence.status is SequenceStatus.RUNNING
-                and not ends_with_inflight_token(sequence, self.max_num_tokens)
-            ):
-                preempted += self._make_room_for(sequence)
+    def _active_sequences(self) -> list[Sequence]:
+        return [sequence for group in self._running.values() for sequence in group.active]
+
+    def _num_taken_seats(self) -> int:
+        return sum(group.num_seats for group in self._running.values())
+
+    def _group(self, request_id: str) -> SequenceGroup | None:
+        return self._running.get(request_id) or self._policy.get(request_id)
+
+    def _make_room(self) -> list[SequenceGroup]:
+        """A block for every running sequence that crossed into a new one, or writes to a shared one, oldest first.
+
+        Returns the preempted.
+        """
+        preempted: list[SequenceGroup] = []
+        for group in list(self._running.values()):
+            if group.request_id in self._running:
+                needing = [
+                    sequence
+                    for sequence in group.active
+                    if self._kv_cache.num_missing_blocks(sequence) > 0
+                    and not ends_with_inflight_token(sequence, group.max_num_tokens)
+                ]
+                if needing:
+                    preempted += self._make_room_for(group, needing)
         return preempted
 
-    def _make_room_for(self, sequence: Sequence) -> list[Sequence]:
-        preempted: list[Sequence] = []
-        while not self._kv_cache.can_allocate(sequence):
-            victim = self._policy.choose_victim(self._running, sequence)
+    def _make_room_for(self, group: SequenceGroup, needing: list[Sequence]) -> list[SequenceGroup]:
+        """All or nothing: a group that yields has no copy planned, which would come too late for a swap."""
+        preempted: list[SequenceGroup] = []
+        while not self._kv_cache.can_allocate(*needing):
+            victim = self._policy.choose_victim(self._running, group)
             self._preempt(victim)
             preempted.append(victim)
-            if victim is sequence:
+            if victim is group:
                 return preempted
-        self._kv_cache.allocate(sequence)
+        for sequence in needing:
+            self._kv_cache.allocate(sequence)
         return preempted
 
-    def _plan(self, sequence: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    def _plan(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> list[ScheduledSequence]:
+        """The next tokens of `sequence`, and the forks of its group that become due with them."""
         start, samples = sequence.num_computed_tokens, num_new_tokens == sequence.num_uncomputed_tokens
         self._kv_cache.publish(sequence, start + num_new_tokens)
         sequence.num_computed_tokens += num_new_tokens
         sequence.num_inflight_tokens += samples
-        return ScheduledSequence(sequence, start, num_new_tokens, samples)
+        planned = [ScheduledSequence(sequence, start, num_new_tokens, samples)]
+        if not group.is_forked and sequence.num_computed_tokens >= group.num_prompt_tokens:
+            planned += self._fork(group, samples and start + num_new_tokens == group.num_prompt_tokens)
+        return planned
 
-    def _prefill_budget(self, num_decodes: int) -> int:
-        budget = self.config.max_num_batched_tokens - num_decodes
-        cap = self.config.max_prefill_tokens_with_decodes
-        return budget if cap is None or num_decodes == 0 else min(budget, cap)
+    def _fork(self, group: SequenceGroup, samples: bool) -> list[ScheduledSequence]:
+        """All others share the first one's prompt; if it `samples` at the prompt's end, those without tokens do too."""
+        first, *others = group.sequences
+        planned = []
+        for child in others:
+            is_new = child.num_output_tokens == 0
+            # Without its own place in this step a new one computes the prompt's last token again to sample.
+            self._kv_cache.fork(first, child, group.num_prompt_tokens - (is_new and not samples))
+            child.status = SequenceStatus.RUNNING
+            if is_new and samples:
+                child.num_inflight_tokens += 1
+                planned.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
+        group.active = list(group.sequences)
+        return planned
 
-    def _prefills(self, may_admit: bool) -> Iterator[Sequence]:
-        """Running sequences that lack more than one token, then new ones, each admitted when it is asked for.
+    def _plan_decodes(self) -> list[ScheduledSequence]:
+        planned: list[ScheduledSequence] = []
+        for group in self._running.values():
+            for sequence in group.decodes:
+                if not ends_with_inflight_token(sequence, group.max_num_tokens):
+                    planned += self._plan(group, sequence, 1)
+        return planned
+
+    def _plan_prefills(
+        self, prefills: Iterator[tuple[SequenceGroup, Sequence]], num_decodes: int
+    ) -> list[ScheduledSequence]:
+        planned: list[ScheduledSequence] = []
+        budget = self.config.prefill_budget(num_decodes)
+        while budget > 0 and (prefill := next(prefills, None)) is not None:
+            group, sequence = prefill
+            num_new_tokens = min(budget, group.num_prefill_tokens(sequence))
+            planned += self._plan(group, sequence, num_new_tokens)
+            budget -= num_new_tokens
+        return planned
+
+    def _behind(self) -> list[tuple[SequenceGroup, Sequence]]:
+        """Running sequences that lack more than one token."""
+        return [
+            (group, sequence)
+            for group in self._running.values()
+            for sequence in group.active
+            if sequence.num_uncomputed_tokens > 1
+        ]
+
+    def _prefills(
+        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool
+    ) -> Iterator[tuple[SequenceGroup, Sequence]]:
+        """Those that are `behind`, then new groups, each admitted when it is asked for.
 
         One whose KV comes from the host is admitted now and takes part in the next step, so that the copy and this step
-        run at the same time.
+        run at the same time; so does a forked one, which then gets copies of the blocks that it shares and writes to.
         """
-        yield from [sequence for sequence in self._running.values() if sequence.num_uncomputed_tokens > 1]
-        while may_admit and (sequence := self._admit()) is not None:
-            if not self._kv_cache.is_arriving(sequence):
-                yield sequence
+        yield from behind
+        while may_admit and (group := self._admit()) is not None:
+            first, *others = group.active
+            if not others and not self._kv_cache.is_arriving(first) and group.num_prefill_tokens(first):
+                yield group, first
 
-    def _admit(self) -> Sequence | None:
-        sequence = self._policy.first()
-        if sequence is None:
+    def _admit(self) -> SequenceGroup | None:
+        group = self._policy.first()
+        if group is None:
             return None
-        self._waits_for = self._obstacle(sequence)
+        self._waits_for = self._obstacle(group)
         if self._waits_for:
             return None
         self._policy.pop_first()
-        sequence.status = SequenceStatus.RUNNING
-        self._running[sequence.request_id] = sequence
-        return sequence
+        for sequence in group.active:
+            sequence.status = SequenceStatus.RUNNING
+        self._running[group.request_id] = group
+        return group
 
-    def _obstacle(self, sequence: Sequence) -> str:
-        """Why `sequence` is not admitted; "" if there is nothing, and it has its blocks now."""
-        if self.num_running == self.config.max_num_seqs:
-            return "a seat"
-        if sequence.num_inflight_tokens:  # preempted just now; its token comes before the next step is scheduled
+    def _obstacle(self, group: SequenceGroup) -> str:
+        """Why `group` is not admitted; "" if there is nothing, and it has its blocks now."""
+        if self._num_taken_seats() + group.num_seats > self.config.max_num_seqs:
+            return "a seat" if group.num_seats == 1 else f"{group.num_seats} seats"
+        if group.has_inflight_tokens:  # preempted just now; its tokens come before the next step is scheduled
             return "its token in flight"
-        return "" if self._kv_cache.try_admit(sequence, self._headroom_blocks()) else "blocks"
+        return "" if self._try_admit(group, self._headroom_blocks(group.num_seats)) else "blocks"
 
-    def _headroom_blocks(self) -> int:
+    def _try_admit(self, group: SequenceGroup, headroom_blocks: int) -> bool:
+        """Blocks for what is active, and room for what is to be forked."""
+        first = group.sequences[0]
+        headroom_blocks += group.num_fork_blocks(self.block_size)
+        if group.is_swapped:
+            return self._kv_cache.try_swap_in(group.active, headroom_blocks)
+        if not self._kv_cache.try_admit(first, headroom_blocks):
+            return False
+        if group.num_preemptions == 0:
+            group.num_cached_tokens = first.num_cached_tokens
+        group.active = [first]
+        return True
+
+    def _headroom_blocks(self, num_seats: int) -> int:
         """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps."""
-        return self.num_running + 1 if self._running else 0
+        return self._num_taken_seats() + num_seats if self._running else 0
 
-    def _preempt(self, sequence: Sequence) -> None:
-        del self._running[sequence.request_id]
-        mode = self._kv_cache.preempt([sequence])
-        sequence.status = SequenceStatus.SWAPPED if mode is PreemptionMode.SWAP else SequenceStatus.WAITING
-        self._policy.put_back(sequence)
+    def _preempt(self, group: SequenceGroup) -> None:
+        del self._running[group.request_id]
+        group.preempted(is_swap=self._kv_cache.preempt(group.active) is PreemptionMode.SWAP)
+        self._policy.put_back(group)
 
-    def _update(
-        self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None, error: str | None
-    ) -> SequenceUpdate:
-        if error is not None:
-            self._end(sequence)
-            return SequenceUpdate(sequence, error=error)
+    def _fail(self, sequence: Sequence, error: str) -> SequenceUpdate:
+        group = self._group(sequence.request_id)
+        assert group is not None
+        self._end(group)
+        return SequenceUpdate(sequence, error=error)
+
+    def _update(self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+        group = self._group(sequence.request_id)
+        assert group is not None
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
         sequence.output_token_ids.append(token_id)
-        reason = finish_reason(sequence, self.max_num_tokens)
+        reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
-            self._end(sequence)
-        return SequenceUpdate(sequence, [token_id], reason, new_logprobs=[logprobs] if logprobs else None)
+            self._kv_cache.free(sequence)
+            group.end_sequence(sequence)
+            if not group.sequences:
+                self._end(group)
+        return SequenceUpdate(
+            sequence,
+            [token_id],
+            reason,
+            new_logprobs=[logprobs] if logprobs else None,
+            ended_group=None if group.sequences else group,
+        )
 
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.RUNNING:
-            self._leave(sequence, SequenceStatus.FINISHED)
-        else:  # it was preempted while the step that ends it was running, or it never started
-            self._policy.remove(sequence.request_id)
-            self._kv_cache.free(sequence)  # in host memory
-            sequence.status = SequenceStatus.FINISHED
+    def _advance_beams(self, group: SequenceGroup, candidates: list[BeamCandidate]) -> list[SequenceUpdate]:
+        search, first = group.beam_search, group.active[0]
+        assert search is not None
+        moves = search.advance([beam.output_token_ids for beam in group.active], candidates)
+        if moves:
+            group.move_beams(moves, self._kv_cache)
+            return [SequenceUpdate(first)]
+        answers = search.best()
+        self._end(group)
+        ended = group.end_search(first, answers)
+        updates = [
+            SequenceUpdate(sequence, answer.token_ids, answer.reason)
+            for sequence, answer in zip(ended, answers, strict=True)
+        ]
+        return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
-    def _leave(self, sequence: Sequence, status: SequenceStatus) -> None:
-        del self._running[sequence.request_id]
-        self._kv_cache.free(sequence)
-        sequence.status = status
+    def _end(self, group: SequenceGroup) -> None:
+        """Of a group that runs, or that was preempted while the step that ends it was running, or that never began."""
+        if self._running.pop(group.request_id, None) is None:
+            self._policy.remove(group.request_id)
+        for sequence in group.active:
+            self._kv_cache.free(sequence)
+        group.end()

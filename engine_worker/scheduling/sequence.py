@@ -34,6 +34,8 @@ class Sequence:
     # The sampler masks exactly these while fewer than sampling.min_tokens tokens are out.
     stop_token_ids: frozenset[int] = frozenset()
     output_token_ids: list[int] = field(default_factory=list)
+    choice: int = 0  # its index in the answer
+    beam_score: float = 0.0  # of a beam: the sum of its tokens' log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)  # block ids; entry i holds tokens [i, i + 1) * block_size
     num_computed_tokens: int = 0  # those of steps that still run included
@@ -60,7 +62,12 @@ class Sequence:
     @property
     def needs_last_token_on_host(self) -> bool:
         """Its next token cannot be sampled before the host has seen the last one: no step ahead for it."""
-        return self.sampling.has_penalties
+        return self.sampling.has_penalties or self.sampling.use_beam_search
+
+    @property
+    def num_beam_candidates(self) -> int:
+        """So many that a full width of beams can go on even if each beam's best tokens all stop it."""
+        return max(2, 1 + len(self.stop_token_ids)) * self.sampling.beam_width
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +84,15 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """So many need not be computed if a cache has their KV: the last must be, as it gives the logits.
+
+        A beam that was preempted leaves one more: it computes up to its last token first, and samples with the others.
+        """
+        is_beam = self.sampling.use_beam_search and len(self.output_token_ids) > 0
+        return self.num_known_tokens - (2 if is_beam else 1)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """A token in flight is among them: its step has sampled it and not computed its KV."""
         return self.num_tokens - self.num_computed_tokens
@@ -89,3 +105,12 @@ class Sequence:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - num_prompt]
+
+
+@dataclass(slots=True, frozen=True)
+class BeamCandidate:
+    """Beam `beam` of a request, as they stand side by side in a batch, continued by one token."""
+
+    beam: int
+    token_id: int
+    score: float  # sum of the log-probabilities of all output tokens, this one's included

@@ -317,7 +317,8 @@ def test_the_fake_model_reads_its_cache_through_the_block_table() -> None:
     engine = make_engine()
     engine.add_request(request := make_request(6, "a", ignore_eos=True))
     engine.step()
-    (sequence,) = engine._scheduler._running.values()
+    (group,) = engine._scheduler._running.values()
+    (sequence,) = group.active
     sequence.block_table.reverse()
     (event,) = engine.step()
     assert isinstance(event, TokenEvent) and event.token_ids != expected_output(request)[1:2]

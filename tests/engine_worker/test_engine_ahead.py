@@ -148,7 +148,7 @@ def tokens_until_preemption(engine: Engine) -> int:
     while not engine.stats().counters.preemptions["recompute"]:
         transcript.add(engine.step())
     (preempted,) = engine._scheduler._policy._waiting.values()
-    assert preempted.request_id == "b" and preempted.num_inflight_tokens == 0
+    assert preempted.request_id == "b" and not preempted.has_inflight_tokens
     return len(transcript.tokens["b"])
 
 

@@ -26,14 +26,18 @@ def heartbeat(worker_id: str = "w.1", phase: WorkerPhase = WorkerPhase.READY, **
 
 
 def says(*token_groups: list[int], reason: FinishReason = FinishReason.STOP) -> Script:
-    """One TokenEvent a group, then the end."""
+    """Every choice says the same: one TokenEvent a group, then the end."""
 
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
-        index = 0
+        index, n = 0, request.sampling.n
         for group in token_groups:
-            yield TokenEvent(request.request_id, index, group)
+            for choice in range(n):
+                yield TokenEvent(request.request_id, index, group, choice)
             index += len(group)
-        yield finish(request, index, reason)
+        if n > 1:
+            for choice in range(n):
+                yield TokenEvent(request.request_id, index, [], choice, reason)
+        yield finish(request, n * index, reason)
 
     return script
 

@@ -10,6 +10,7 @@ from gateway.openai_response import ChatFormat, UsageCount, json_text
 from gateway.openai_schema import parse_chat, parse_completion
 from gateway.planning import ModelLimits, plan_requests
 from gateway.settings import GatewaySettings
+from shared.choice_seeds import choice_seed
 from shared.settings import SettingsError, load_settings
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
@@ -69,7 +70,8 @@ def test_seeds() -> None:
         request = parse_chat(
             b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
         )
-        return [planned.request.sampling.seed for planned in plan_requests(request, [[1]], LIMITS)]
+        (planned,) = plan_requests(request, [[1]], LIMITS)
+        return [choice_seed(planned.request.sampling.seed, choice) for choice in range(3)]
 
     assert seeds(',"seed":5') == seeds(',"seed":5')
     assert seeds(',"seed":5')[0] == 5 and len(set(seeds(',"seed":5'))) == 3

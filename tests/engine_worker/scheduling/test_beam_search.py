@@ -1,4 +1,4 @@
-"""The search over a model that is a table of probabilities; `transformers` judges it in execution/test_beam_search.py."""
+"""The search over a model that is a table of probabilities; `transformers` judges it in ../execution."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_worker.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis
+from engine_worker.scheduling.beam_search import BeamSearch, Hypothesis
+from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 from shared.messages import FinishReason
 from tests.builders import make_sampling
 
@@ -19,6 +20,7 @@ def search(log_probs: LogProbs, *, stop_token_ids: frozenset[int] = frozenset({S
     """Runs to the end; (answers, number of steps)."""
     params = make_sampling(use_beam_search=True, **{"n": sampling["beam_width"], **sampling})
     beam_search = BeamSearch(params, stop_token_ids, params.max_tokens)
+    num_candidates = Sequence("a", [1], params, stop_token_ids).num_beam_candidates
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     num_steps = 0
     while beams:
@@ -28,7 +30,7 @@ def search(log_probs: LogProbs, *, stop_token_ids: frozenset[int] = frozenset({S
             for token_id, log_prob in enumerate(log_probs(output))
         ]
         candidates.sort(key=lambda candidate: -candidate.score)
-        moves = beam_search.advance([output for output, _ in beams], candidates[: beam_search.num_candidates])
+        moves = beam_search.advance([output for output, _ in beams], candidates[:num_candidates])
         beams = [([*beams[move.beam][0], move.token_id], move.score) for move in moves]
         assert len(beams) in (0, params.beam_width)
         num_steps += 1
@@ -114,7 +116,7 @@ def test_without_stop_tokens_all_texts_have_full_length() -> None:
 def test_several_stop_tokens_leave_enough_candidates() -> None:
     stops = frozenset({0, 1, 2})
     sampling = make_sampling(use_beam_search=True, beam_width=2, n=2)
-    assert BeamSearch(sampling, stops, 8).num_candidates == 8
-    assert BeamSearch(sampling, frozenset(), 8).num_candidates == 4
+    assert Sequence("a", [1], sampling, stops).num_beam_candidates == 8
+    assert Sequence("a", [1], sampling).num_beam_candidates == 4
     answers, _ = search(random_model(4, vocab_size=8), stop_token_ids=stops, beam_width=2, max_tokens=8)
     assert all(set(answer.token_ids[:-1]).isdisjoint(stops) for answer in answers)

@@ -3,15 +3,15 @@
 import pytest
 
 from engine_worker.scheduling.policy import FirstComeFirstServed
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence_group import SequenceGroup
 from tests.builders import make_sequence
 
 
 def test_order_of_admission() -> None:
     policy = FirstComeFirstServed()
-    first, second, third, preempted = (make_sequence() for _ in range(4))
-    for sequence in (first, second, third):
-        policy.add(sequence)
+    first, second, third, preempted = (SequenceGroup([make_sequence()]) for _ in range(4))
+    for group in (first, second, third):
+        policy.add(group)
     policy.put_back(preempted)
     policy.remove(second.request_id)
     policy.remove("unknown")
@@ -20,13 +20,13 @@ def test_order_of_admission() -> None:
     assert policy.first() is None
 
 
-def running_sequences(*num_preemptions: int) -> dict[str, Sequence]:
+def running_sequences(*num_preemptions: int) -> dict[str, SequenceGroup]:
     """In order of admission; none has got a token since it was preempted."""
     running = {}
     for number in num_preemptions:
         sequence = make_sequence()
         sequence.num_preemptions, sequence.num_tokens_when_preempted = number, sequence.num_tokens
-        running[sequence.request_id] = sequence
+        running[sequence.request_id] = SequenceGroup([sequence])
     return running
 
 
@@ -51,5 +51,5 @@ def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int)
 def test_a_token_more_unpins() -> None:
     running = running_sequences(0, 0, 2)
     first, _, newest = running.values()
-    newest.output_token_ids.append(1)
+    newest.sequences[0].output_token_ids.append(1)
     assert FirstComeFirstServed().choose_victim(running, first) is newest

@@ -19,6 +19,7 @@ from tests.builders import (
     VOCAB_SIZE,
     FakeModelRunner,
     Transcript,
+    expected_beams,
     expected_output,
     make_engine,
     make_prompt,
@@ -73,6 +74,8 @@ def random_prompt(random: Random) -> list[int]:
 
 def random_request(random: Random, number: int) -> GenerationRequest:
     max_tokens = random.randint(1, 60)
+    if random.random() < 0.15:
+        return random_beam_request(random, number)
     return make_request(
         random_prompt(random),
         request_id=f"r{number:02}",
@@ -83,6 +86,22 @@ def random_request(random: Random, number: int) -> GenerationRequest:
         seed=random.randrange(2**32),
         stop_token_ids=tuple(random.sample(range(VOCAB_SIZE), k=random.choice([0, 0, 10]))),
         presence_penalty=random.choice([0.0] * 9 + [1.0]),  # the fake knows none; such a step is not prepared ahead
+        n=random.choice([1, 1, 1, 2, 3, 5]),
+    )
+
+
+def random_beam_request(random: Random, number: int) -> GenerationRequest:
+    width = random.choice([1, 2, 3, 4])
+    return make_request(
+        random_prompt(random),
+        request_id=f"r{number:02}",
+        max_tokens=random.randint(1, 30),
+        use_beam_search=True,
+        beam_width=width,
+        n=random.randint(1, width),
+        length_penalty=random.choice([0.0, 1.0, 2.0]),
+        early_stopping=random.choice([False, True, "never"]),
+        ignore_eos=random.random() < 0.3,
     )
 
 
@@ -98,37 +117,53 @@ class Promises:
     num_cached_tokens: int = 0
     num_swapped_blocks: int = 0
     last_step: set[tuple[str, int]] = field(default_factory=set)
+    running: set[str] = field(default_factory=set)
+    forked: set[tuple[str, int]] = field(default_factory=set)
 
     def __call__(self, batch: ScheduledBatch) -> None:
         assert self.engine is not None
         scheduler = self.engine._scheduler
-        running, waiting = list(scheduler._running.values()), list(scheduler._policy._waiting.values())
-        scheduled = {item.sequence.request_id: item for item in batch.sequences}
+        groups, waiting = list(scheduler._running.values()), list(scheduler._policy._waiting.values())
+        scheduled = {item.sequence: item for item in batch.sequences}
         assert len(scheduled) == len(batch.sequences), "a sequence is in the batch twice"
-        assert not scheduled.keys() & {sequence.request_id for sequence in batch.preempted}
-        ending = {s.request_id for s in running if ends_with_inflight_token(s, scheduler.max_num_tokens)}
+        names = {sequence.request_id for sequence in scheduled}
+        assert not names & {group.request_id for group in batch.preempted}
+        ending = {
+            sequence
+            for group in groups
+            for sequence in group.active
+            if ends_with_inflight_token(sequence, group.max_num_tokens)
+        }
         arrivals = {copy.target_block_id for copy in batch.swap_in}
-        arriving = {s.request_id for s in running if not arrivals.isdisjoint(s.block_table)}
+        arriving = {s for group in groups for s in group.active if not arrivals.isdisjoint(s.block_table)}
         assert not arriving & scheduled.keys(), "a sequence is computed before its KV is there"
-        for sequence in running:  # decode is never starved
-            name = sequence.request_id
-            assert sequence.num_uncomputed_tokens > 1 or name in scheduled.keys() | ending | arriving
-        order = [self.arrivals[s.request_id] for s in [*running, *waiting] if s.num_preemptions < 2]
+        late = {group.request_id for group in groups if not arriving.isdisjoint(group.active)}
+        late |= {group.request_id for group in groups if len(group.active) > 1} - self.running  # swapped in
+        self.running = {group.request_id for group in groups}
+        lives = {group.request_id: (group.request_id, group.num_preemptions) for group in groups}
+        for group in groups:  # decode is never starved; a fork may take a step
+            for sequence in group.active if lives[group.request_id] in self.forked else []:
+                behind = sequence.num_uncomputed_tokens > 1 or sequence.sampling.use_beam_search
+                assert behind or sequence in scheduled.keys() | ending or group.request_id in late
+        forked = {lives[group.request_id] for group in groups if group.is_forked}
+        just_forked, self.forked = forked - self.forked, forked
+        order = [self.arrivals[group.request_id] for group in [*groups, *waiting] if group.num_preemptions < 2]
         assert order == sorted(order), "first come, first served; who was preempted twice may have been pinned"
-        self._check_budget(batch)
-        self.last_step = {(name, item.sequence.num_preemptions) for name, item in scheduled.items()}
-        self.last_step |= {(s.request_id, s.num_preemptions) for s in running if s.request_id in arriving}
-        assert running[0].request_id in scheduled.keys() | ending | arriving, "the oldest moves on"
+        self._check_budget(batch, lives)
+        self.last_step = {lives[name] for name in names | late} | just_forked
+        moving = scheduled.keys() | ending | arriving
+        moves = any(sequence in moving for sequence in groups[0].active) or groups[0].request_id in late
+        assert moves or lives[groups[0].request_id] in just_forked, "the oldest moves on"
         self.num_swapped_blocks += len(batch.swap_in)
         self.num_steps += 1
         self.num_preempted += len(batch.preempted)
 
-    def _check_budget(self, batch: ScheduledBatch) -> None:
+    def _check_budget(self, batch: ScheduledBatch, lives: dict[str, tuple[str, int]]) -> None:
         assert not batch.is_empty and batch.num_tokens <= self.settings["max_num_batched_tokens"]
         decodes = [
             item
             for item in batch.sequences
-            if (item.sequence.request_id, item.sequence.num_preemptions) in self.last_step
+            if lives[item.sequence.request_id] in self.last_step
             and item.num_new_tokens == 1
             and item.samples
         ]
@@ -159,9 +194,9 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
     """Else the test above would prove little."""
     for async_scheduling in (False, True):
         runs = [run_random_traffic(seed, async_scheduling) for seed in range(20)]
-        assert sum(run.num_steps for run in runs) > 5_000
-        assert sum(run.num_preempted for run in runs) > 100
-        assert sum(run.num_cached_tokens for run in runs) > 400
+        assert sum(run.num_steps for run in runs) > 3_500
+        assert sum(run.num_preempted for run in runs) > 80
+        assert sum(run.num_cached_tokens for run in runs) > 350
         assert sum(run.num_swapped_blocks for run in runs) > 100
 
 
@@ -200,21 +235,26 @@ def run_random_traffic(seed: int, async_scheduling: bool) -> Promises:
 
 
 def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript, engine: Engine) -> None:
-    limit = engine._scheduler.max_num_tokens
+    scheduler = engine._scheduler
     for request in requests:
+        num_sequences, num_prompt = request.sampling.num_sequences, len(request.prompt_token_ids)
+        longest = scheduler.max_num_tokens_of(num_prompt, num_sequences)
         end = transcript.ends.get(request.request_id)
-        tokens = transcript.tokens.get(request.request_id, [])
-        if len(request.prompt_token_ids) >= limit:
+        tokens = [transcript.choice(request.request_id, choice) for choice in range(request.sampling.n)]
+        if num_prompt >= longest or num_sequences > scheduler.config.max_num_seqs:
             assert end is None or isinstance(end, ErrorEvent)
             continue
-        expected = expected_output(request, max_num_tokens=limit)
+        if request.sampling.use_beam_search:
+            expected = [output for output, _ in expected_beams(request, max_num_tokens=longest)]
+        else:
+            choices = range(request.sampling.n)
+            expected = [expected_output(request, max_num_tokens=longest, choice=choice) for choice in choices]
         if isinstance(end, FinishEvent):
             assert tokens == expected
-            num_prompt = len(request.prompt_token_ids)
-            assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (num_prompt, len(expected))
+            assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (num_prompt, sum(map(len, expected)))
             assert 0 <= end.usage.cached_tokens < num_prompt
         else:  # cancelled or broken
-            assert tokens == expected[: len(tokens)]
+            assert tokens == [output[: len(got)] for got, output in zip(tokens, expected, strict=True)]
 
 
 ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 16, "max_num_batched_tokens": 512, "max_model_len": 100}
@@ -247,9 +287,8 @@ def test_batch_chunks_blocks_and_preemption_do_not_change_outputs(
         if len(engine.request_ids) % 2 == 0:
             transcript.add(engine.step())
     run_to_end(engine, transcript)
-    assert [transcript.tokens[request.request_id] for request in requests] == [
-        expected_output(request, max_num_tokens=100) for request in requests
-    ]
+    check_outputs(requests, transcript, engine)
+    assert len(transcript.ends) == len(requests)
     assert (engine.stats().counters.preemptions["recompute"] > 0) is preempts
 
 

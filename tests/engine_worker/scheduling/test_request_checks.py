@@ -1,15 +1,16 @@
 """What the engine refuses, and with which code and words."""
 
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
 import pytest
 
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
-from shared.messages import ErrorCode
+from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
-LIMITS = RequestLimits(vocab_size=100, max_model_len=32, capacity_tokens=24)
+LIMITS = RequestLimits(vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, max_num_seqs=8)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,11 @@ LIMITS = RequestLimits(vocab_size=100, max_model_len=32, capacity_tokens=24)
         ({"logit_bias": {1: nan}}, "logit_bias"),
         ({"logit_bias": {100: 1.0}}, "logit_bias holds 100"),
         ({"stop_token_ids": (5, -1)}, "stop_token_ids holds -1"),
+        ({"n": 0}, "n is 0"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width is 2; it must be at least n, 3"),
+        ({"use_beam_search": True, "beam_width": 51}, "only 100 tokens"),
+        ({"use_beam_search": True, "beam_width": 2, "temperature": 1.0}, "does not sample"),
+        ({"use_beam_search": True, "beam_width": 2, "length_penalty": nan}, "length_penalty is nan"),
     ],
 )
 def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], named: str) -> None:
@@ -56,18 +62,38 @@ def test_bad_sampling_parameters_are_named(sampling: dict[str, Any], named: str)
 )
 def test_bad_prompts(prompt: list[int], resumed: list[int], code: ErrorCode, named: str) -> None:
     with pytest.raises(RequestRefused, match=named) as refusal:
-        check_request(make_request(prompt), resumed, LIMITS)
+        check_request(make_request(prompt), [StoredChoice(resumed)], LIMITS)
     assert refusal.value.code is code
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "sampling", "named"),
+    [
+        (3, {"n": 9}, "9 sequences at one time; this worker computes at most 8"),
+        (3, {"use_beam_search": True, "beam_width": 9}, "9 sequences"),
+        # 6 blocks of 4: 2 are shared, so 4 sequences can have one of their own, and 5 cannot
+        (8, {"n": 5}, "one token of each of 5 sequences need 13 KV slots; this worker has 24"),
+        (11, {"n": 5}, "need 28 KV slots"),
+        (15, {"n": 4}, "need 28 KV slots"),
+    ],
+)
+def test_groups_that_never_fit(num_prompt: int, sampling: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestRefused, match=named) as refusal:
+        check_request(make_request(num_prompt, **sampling), [], replace(LIMITS, vocab_size=1000))
+    assert refusal.value.code is ErrorCode.CAPACITY_EXCEEDED
 
 
 @pytest.mark.parametrize(
     "request_",
     [
         make_request([0, 99], temperature=0.0),
+        make_request([1] * 11, n=4),
+        make_request([1] * 4, n=5, max_tokens=10_000),
+        make_request([1], use_beam_search=True, beam_width=6, n=2, length_penalty=-2.0, early_stopping="never"),
         make_request([1] * 23, max_tokens=10_000),  # it ends at the context's end, which is no error
         make_request([1], temperature=2.0, top_k=5, top_p=1.0, min_p=1.0, repetition_penalty=1.3),
         make_request([1], min_tokens=8, max_tokens=8, presence_penalty=-2.0, logit_bias={99: -100.0}),
     ],
 )
 def test_good_requests_pass(request_: Any) -> None:
-    check_request(request_, [5, 6], LIMITS)
+    check_request(request_, [StoredChoice([5, 6])], LIMITS)

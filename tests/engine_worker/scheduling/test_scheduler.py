@@ -152,7 +152,7 @@ def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
         scheduler.apply(batch, answer(batch))
     # a took the last block, b those of c
     assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
-    assert batch.preempted == [third]
+    assert [group.request_id for group in batch.preempted] == [third.request_id]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
     assert (third.status, third.block_table, third.num_computed_tokens, third.num_preemptions) == (WAITING, [], 0, 1)
     assert third.output_token_ids == [TOKEN_ID] * 5
@@ -170,7 +170,8 @@ def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None
     newest = add(scheduler, "c", 6)  # always the first to cross into its next block
     while not (batch := scheduler.schedule()).preempted:
         scheduler.apply(batch, answer(batch))
-    assert (batch.preempted, newest.num_known_tokens) == ([newest], 13)
+    assert [group.request_id for group in batch.preempted] == [newest.request_id]
+    assert newest.num_known_tokens == 13
     assert plan(batch) == {"a": (11, 1, True), "b": (11, 1, True)}
 
 
@@ -204,7 +205,8 @@ def test_an_ended_sequence_gives_up_its_blocks_in_apply() -> None:
     batch = scheduler.schedule()
     assert scheduler.kv_cache_stats().num_active_blocks == 2
     (update,) = scheduler.apply(batch, answer(batch, EOS_TOKEN_ID))
-    assert update == SequenceUpdate(sequence, [EOS_TOKEN_ID], FinishReason.STOP)
+    assert update == SequenceUpdate(sequence, [EOS_TOKEN_ID], FinishReason.STOP, ended_group=update.ended_group)
+    assert update.ended_group is not None
     assert (sequence.status, scheduler.num_running, scheduler.kv_cache_stats().num_active_blocks) == (FINISHED, 0, 0)
 
 
