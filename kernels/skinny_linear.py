@@ -11,7 +11,7 @@ its neighbours, and it has the bits of every matrix product that sums the same w
 A tile is BLOCK_N rows of the weight; each program, one an SM, takes an even share of them, and runs through it with one
 ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by the copy engine. Weights do not depend on the kernel
 before: the whole ring is asked for before the dependency wait, so the memory does not idle from one kernel to the next.
-Weights are the 64-row operand of wgmma and the rows of x its columns: 16 rows of x cost 16 columns, and weights never
+Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of x cost 8 columns, and weights never
 pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py does. Gluon has no
 interpreter, so without a GPU the kernel can only be compiled.
 """
@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MAX_ROWS = 128
 NUM_SMS = 132  # of an H100 or H200
 # A program may have 227 KiB; what the ring leaves is for barriers and for turning the outputs.
-_SHARED_BYTES = 216 * 1024
+_SHARED_BYTES = 225 * 1024
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
     output = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return output
-    block_m = max(16, triton.next_power_of_2(num_rows))
+    block_m = max(8, triton.next_power_of_2(num_rows))  # wgmma has no fewer columns
     stage_bytes = (tiles.block_n + block_m) * tiles.block_k * 2
     num_programs = min(num_outputs // box_n, NUM_SMS)
     skinny_linear_kernel[(num_programs,)](

@@ -115,12 +115,15 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def skinny_products() -> None:
-    """Every entry of the table, at its greatest number of rows."""
+    """Every entry of the table, at its least and its greatest number of rows."""
     for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
+        least = 1
         for max_rows, tiles in choices:
-            x = torch.empty(max_rows, num_inputs, dtype=torch.bfloat16, device="meta")
-            (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+            for num_rows in (least, max_rows):
+                x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
+                (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+            least = max_rows + 1
 
 
 def unpacking() -> None:
