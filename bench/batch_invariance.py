@@ -26,8 +26,8 @@ from engine_worker.model.weights import RandomWeights
 BLOCK_SIZE, MAX_LEN, NUM_SEQUENCES = 16, 8192, 256
 NUM_BLOCKS = 1 + NUM_SEQUENCES * 66
 PROMPT = 700
-# The cuts of a prompt; none leaves a single token, which another attention kernel serves.
-CHUNKS = (33, 35, 300, 698, 700)
+# The cuts of a prompt: one leaves a single token, which another attention kernel serves by default.
+CHUNKS = (33, 35, 300, 301, 698, 700)
 BATCHES = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 200)
 
 
@@ -43,10 +43,11 @@ def llama_8b(num_layers: int) -> ModelConfig:
 class Network:
     """The model, a KV pool, and a table of blocks for each of NUM_SEQUENCES sequences of random tokens."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, is_deterministic: bool = False) -> None:
         self.device = torch.device("cuda")
         config = llama_8b(num_layers)
-        self.model = Transformer(config, RandomWeights(self.device, torch.bfloat16), max_len=MAX_LEN)
+        weights = RandomWeights(self.device, torch.bfloat16)
+        self.model = Transformer(config, weights, MAX_LEN, is_deterministic)
         shape = (NUM_BLOCKS, num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.pool = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self.kv = self.model.attach(self.pool)
@@ -110,10 +111,12 @@ def other_bits(network: Network) -> dict[str, Any]:
 
 def times(network: Network) -> dict[str, float]:
     result = {}
-    for size in (1, 8, 32, 64, 128, 256):
-        model_input = network.model_input([(sequence, 1000, 1001) for sequence in range(size)])
-        call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
-        result[f"decode_{size}x1000_microseconds"] = graph_microseconds(call * 2)
+    for context, sizes in ((1000, (1, 8, 32, 64, 128, 256)), (8000, (1, 16))):
+        network.tables = network.tables.reshape(max(sizes), -1)  # all blocks to these sequences
+        for size in sizes:
+            model_input = network.model_input([(sequence, context, context + 1) for sequence in range(size)])
+            call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
+            result[f"decode_{size}x{context}_microseconds"] = graph_microseconds(call * 2)
     model_input = network.model_input([(sequence, 0, 1000) for sequence in range(8)])
     call = [lambda: network.model.forward(model_input, network.kv)]
     result["prefill_8x1000_microseconds"] = graph_microseconds(call * 2)
@@ -128,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.deterministic:
         use_batch_invariant_products()
-    network = Network(options.num_layers)
+    network = Network(options.num_layers, options.deterministic)
     result = {
         "device": torch.cuda.get_device_name(),
         "deterministic": options.deterministic,

@@ -86,9 +86,12 @@ class AttentionPlan:
         max_seq_len: int,
         num_heads: int,
         head_dim: int,
+        one_kernel: bool = False,
     ) -> None:
+        """`one_kernel`: a token has the same bits whether it is decoded or is part of a prompt; slower where few
+        sequences have long contexts, because these are then not split."""
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-        self._triton = TritonPlan(*self._batch, num_heads, head_dim) if seq_lens.is_cuda else None
+        self._triton = TritonPlan(*self._batch, num_heads, head_dim, one_kernel) if seq_lens.is_cuda else None
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
         """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer."""
@@ -107,13 +110,15 @@ class TritonPlan:
         max_seq_len: int,
         num_heads: int,
         head_dim: int,
+        one_kernel: bool = False,
     ) -> None:
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
         self._block_tables, self._query_start_loc, self._seq_lens = block_tables, query_start_loc, seq_lens
         self._max_query_len = max_query_len
         # One sequence with several new tokens leaves nothing to decode.
-        decodes = max_query_len == 1 or seq_lens.shape[0] > 1
+        decodes = not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1)
+        self._least_prefill_len = 1 if one_kernel else 2
         self._decode = plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) if decodes else None
 
     def attend(
@@ -127,9 +132,9 @@ class TritonPlan:
         caches = (key_cache, value_cache, self._block_tables)
         if self._decode is not None:
             attend_decode(query, *caches, self._decode, output, scale, may_start_early)
-        if self._max_query_len > 1:
+        if self._max_query_len >= self._least_prefill_len:
             lengths = (self._query_start_loc, self._seq_lens)
-            attend_prefill(query, *caches, *lengths, output, self._max_query_len, scale)
+            attend_prefill(query, *caches, *lengths, output, self._max_query_len, scale, self._least_prefill_len)
         return output
 
 
@@ -143,9 +148,10 @@ def paged_attention_triton(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    one_kernel: bool = False,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-    plan = TritonPlan(*batch, num_heads=query.shape[1], head_dim=query.shape[2])
+    plan = TritonPlan(*batch, query.shape[1], query.shape[2], one_kernel)
     # The plan is written by the kernel right before.
     return plan.attend(query, key_cache, value_cache, scale, may_start_early=False)
 

@@ -1,6 +1,7 @@
 """Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
 
-    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale)
+    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale,
+                   least_query_len)
 
 A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
 keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
@@ -30,17 +31,24 @@ class PrefillConfig:
     num_stages: int
 
 
-SMALL_TILES, LARGE_TILES = PrefillConfig(128, 64, 8, 3), PrefillConfig(256, 64, 16, 3)
+SHORT_TILES, SMALL_TILES, LARGE_TILES = (
+    PrefillConfig(64, 64, 4, 3),
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(256, 64, 16, 3),
+)
 
 
 def prefill_config(dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int) -> PrefillConfig:
     """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
 
-    Both tilings give the same bits. Large tiles load keys half as often, 491 against 446 TFLOP/s at 8192 tokens, but
-    at 1024 tokens, 128 tiles, the longest run alone: 206 against 292. At 2048, 256 tiles, they win: 412 against 368."""
+    All tilings give the same bits. Short ones, two programs an SM, are for a few tokens, of which larger ones would be
+    mostly empty. Large ones load keys half as often, 491 against 446 TFLOP/s at 8192 tokens, but at 1024 tokens, 128
+    tiles, the longest run alone: 206 against 292. At 2048, 256 tiles, they win: 412 against 368."""
     if dtype == torch.float32:
         # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
         return PrefillConfig(16, 32, 4, 2)
+    if max_rows <= SHORT_TILES.block_m:
+        return SHORT_TILES
     fills = 2 * num_rows >= 3 * num_multiprocessors * LARGE_TILES.block_m
     return LARGE_TILES if fills and max_rows >= 4 * LARGE_TILES.block_m else SMALL_TILES
 
@@ -119,7 +127,7 @@ def prefill_kernel(
     query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride, num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    LEAST_QUERY_LEN: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program = kv head of a tile of tokens."""
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -130,8 +138,8 @@ def prefill_kernel(
     first_row = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - first_row
     first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
-    # A sequence with one new token belongs to the decode kernel, whatever else is in the batch.
-    if (query_len <= 1) | (first_token >= query_len):
+    # With 2, a sequence with one new token belongs to the decode kernel, whatever else is in the batch.
+    if (query_len < LEAST_QUERY_LEN) | (first_token >= query_len):
         return
     rows, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DIM)
     tokens = first_token + rows // GROUP
@@ -178,7 +186,9 @@ def attend_prefill(
     output: Tensor,
     max_query_len: int,
     scale: float,
+    least_query_len: int = 2,
 ) -> None:
+    """Of the sequences with `least_query_len` new tokens or more."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
@@ -208,6 +218,7 @@ def attend_prefill(
         BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
+        LEAST_QUERY_LEN=least_query_len,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

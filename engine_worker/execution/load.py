@@ -67,7 +67,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     weights = _weights(settings, config, device, report)
-    model = Transformer(config, weights, max_len=max_model_len)
+    model = Transformer(config, weights, max_model_len, settings.deterministic)
     weights.check_all_used()
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device)

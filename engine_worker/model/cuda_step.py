@@ -19,8 +19,10 @@ from kernels.skinny_linear_tiles import tiles_for
 class CudaDevice:
     """What outlives a step: the table of rotations and the layers' views of the KV pool."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kv_pool: Tensor) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, rotary: RotaryEmbedding, kv_pool: Tensor, is_deterministic: bool = False
+    ) -> None:
+        self.config, self.is_deterministic = config, is_deterministic
         self.cos_sin_table = rotary.cos_sin_table
         self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(config.num_layers)]
 
@@ -40,6 +42,7 @@ class CudaStep:
             model_input.max_seq_len,
             device.config.num_heads,
             device.config.head_dim,
+            one_kernel=device.is_deterministic,
         )
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:

@@ -71,8 +71,10 @@ class DecoderLayer:
 
 
 class Transformer:
-    def __init__(self, config: ModelConfig, weights: WeightSource, max_len: int) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, max_len: int, is_deterministic: bool = False
+    ) -> None:
+        self.config, self._is_deterministic = config, is_deterministic
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         self._layers = [DecoderLayer(config, weights, index) for index in range(config.num_layers)]
@@ -89,7 +91,7 @@ class Transformer:
         if kv_pool.is_cuda:
             from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
 
-            return CudaDevice(self.config, self.rotary, kv_pool)
+            return CudaDevice(self.config, self.rotary, kv_pool, self._is_deterministic)
         from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
 
         return CpuDevice(self.config, self.rotary, kv_pool)

@@ -70,7 +70,7 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
     tables = torch.empty(num_sequences, 256, dtype=torch.int32, device="meta")
 
     def launch() -> None:
-        for max_query_len in (100, 512):  # small and large tiles
+        for max_query_len in (8, 100, 512):  # short, small and large tiles
             plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, head_dim)
             plan.attend(qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], head_dim**-0.5, may_start_early=True)
 

@@ -164,10 +164,15 @@ def test_neighbours_in_the_batch_do_not_change_a_bit_of_a_sequence() -> None:
         assert torch.equal(attend(alone), together[starts[sequence] : starts[sequence + 1]])
 
 
-def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece() -> None:
+@pytest.mark.parametrize(
+    ("cuts", "one_kernel"),
+    [((33, 35, 98, 100), False), ((33, 34, 98, 99, 100), True)],
+    ids=["chunks", "chunks and single tokens by one kernel"],
+)
+def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(cuts: tuple[int, ...], one_kernel: bool) -> None:
     whole = build(HeadShape(4, 2, 64), 16, [(0, 100)])
-    expected, pieces, start = attend(whole), [], 0
-    for end in (33, 35, 98, 100):
+    expected, pieces, start = paged_attention_triton(**vars(whole), one_kernel=one_kernel), [], 0
+    for end in cuts:
         piece = dataclasses.replace(
             whole,
             query=whole.query[start:end],
@@ -176,9 +181,10 @@ def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece() -> None:
             max_query_len=end - start,
             max_seq_len=end,
         )
-        pieces.append(attend(piece))
+        pieces.append(paged_attention_triton(**vars(piece), one_kernel=one_kernel))
         start = end
     assert torch.equal(torch.cat(pieces), expected)
+    assert_exact(whole, expected)
 
 
 def test_the_comparison_sees_one_wrong_key() -> None:
