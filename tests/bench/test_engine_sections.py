@@ -1,6 +1,6 @@
 import random
 
-from bench.engine_sections import Bench, pressure, trace
+from bench.engine_sections import Bench, beam, parallel, pressure, trace
 from bench.engine_session import EngineSession
 from tests.builders import make_engine
 
@@ -14,6 +14,17 @@ def test_the_trace_is_run_greedily_as_often_as_asked_and_once_at_temperature_1()
     rows = list(trace(bench([(5, 3), (4, 2)])))
     assert [row["temperature"] for row in rows] == [0.0, 0.0, 1.0]
     assert [(row["requests"], row["prompt_tokens"], row["output_tokens"]) for row in rows] == [(2, 9, 5)] * 3
+
+
+def test_four_choices_bring_four_times_the_tokens() -> None:
+    four, one = parallel(bench([(5, 3), (4, 2)]))
+    assert (four["what"], four["output_tokens"]) == ("parallel_n4_trace100", 20)
+    assert (one["what"], one["output_tokens"]) == ("parallel_n1_trace100", 5)
+
+
+def test_beam_search_answers_with_all_its_beams() -> None:
+    (row,) = beam(bench([(5, 3), (4, 2)], num_blocks=400))
+    assert (row["what"], row["requests"], row["output_tokens"]) == ("beam4_trace100_64tok", 2, 2 * 4 * 64)
 
 
 def test_pressure_counts_what_its_own_run_preempted() -> None:
