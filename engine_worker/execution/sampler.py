@@ -25,6 +25,7 @@ from torch import Tensor
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
 from engine_worker.execution.sampling_inputs import SamplingInputs, ScoreEdits, batch_parameters, score_edits
+from engine_worker.execution.token_counts import PenaltyCounts
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import sample_tokens
 from shared.messages import TokenLogprobs
@@ -73,6 +74,7 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self.device = device
         self._batch = batch_parameters([], device)
+        self._penalty_counts = PenaltyCounts()
 
     def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
@@ -84,10 +86,13 @@ class Sampler:
             indices = [sequence.num_output_tokens for sequence in sequences]
         if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
             self._batch = batch_parameters(sequences, self.device)
+            self._penalty_counts.keep_only(sequences)
         edits: ScoreEdits | None = None
         refusals: dict[str, str] = {}
         if self._batch.may_edit:
-            edits, refusals = score_edits(sequences, indices, self._eos_token_ids, self._vocab_size, self.device)
+            edits, refusals = score_edits(
+                sequences, indices, self._penalty_counts, self._eos_token_ids, self._vocab_size, self.device
+            )
         return SamplingInputs(
             sequences=self._batch.sequences,
             rows=self._batch.rows_at(indices, self.device),

@@ -5,8 +5,7 @@ before still samples. Penalties alone need the tokens (Sequence.needs_last_token
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_worker.execution.token_counts import PenaltyCounts, TokenCounts
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import SamplingRows
 from shared.messages import SamplingParams
@@ -124,6 +124,7 @@ def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> Sam
 def score_edits(
     sequences: list[Sequence],
     output_indices: list[int],
+    penalty_counts: PenaltyCounts,
     eos_token_ids: Iterable[int],
     vocab_size: int,
     device: torch.device,
@@ -140,14 +141,15 @@ def score_edits(
             known = f"the vocabulary has {vocab_size}"
             refusals[sequence.request_id] = f"logit_bias names token {outside[0]}; {known}"
     biases = [{} if sequence.request_id in refusals else sequence.sampling.logit_bias for sequence in sequences]
-    counts = [_token_counts(sequence) for sequence in sequences]
+    counts = [penalty_counts.of(sequence) for sequence in sequences]
+    penalised: list[Any] = [[] if counted is None else counted.token_ids for counted in counts]
     if not (any(masked) or any(biases) or any(counts)):
         return None, refusals
     edits = ScoreEdits(
         masked=to_device(_flat_indices(masked, vocab_size), device),
-        biased=to_device(_flat_indices(biases, vocab_size), device),
+        biased=to_device(_flat_indices([list(bias) for bias in biases], vocab_size), device),
         biases=to_device(np.array(_values(biases), dtype=np.float32), device),
-        penalised=to_device(_flat_indices(counts, vocab_size), device),
+        penalised=to_device(_flat_indices(penalised, vocab_size), device),
         penalties=to_device(_penalties(sequences, counts), device),
     )
     return edits, refusals
@@ -183,34 +185,23 @@ def _masked_token_ids(
     return [token_id for token_id in ending if 0 <= token_id < vocab_size]
 
 
-def _token_counts(sequence: Sequence) -> dict[int, int]:
-    """Token id -> times in the output, for every token that a penalty of this sequence can touch."""
-    if not sequence.sampling.has_penalties:
-        return {}
-    counts = dict.fromkeys(sequence.prompt_token_ids, 0) if sequence.sampling.repetition_penalty != 1.0 else {}
-    counts.update(Counter(sequence.output_token_ids))
-    return counts
-
-
-def _penalties(sequences: list[Sequence], counts: list[dict[int, int]]) -> "np.ndarray[Any, Any]":
-    """Repetition over prompt and output (as `transformers`); frequency and presence over the output (as OpenAI)."""
-    count = np.array(_values(counts), dtype=np.float32)
-    of_sequence = np.array(
-        [(s.sampling.repetition_penalty, s.sampling.frequency_penalty, s.sampling.presence_penalty) for s in sequences],
-        dtype=np.float32,
-    )
-    penalties = np.repeat(of_sequence, [len(counted) for counted in counts], axis=0).T.copy()
-    penalties[1] *= count
-    penalties[2] *= count > 0
-    return penalties
+def _penalties(sequences: list[Sequence], counts: list[TokenCounts | None]) -> "np.ndarray[Any, Any]":
+    columns = [np.empty((3, 0), dtype=np.float32)]
+    for sequence, counted in zip(sequences, counts, strict=True):
+        if counted is not None:
+            sampling, count = sequence.sampling, counted.counts
+            repetition = np.full_like(count, sampling.repetition_penalty)
+            frequency, presence = sampling.frequency_penalty * count, sampling.presence_penalty * (count > 0)
+            columns.append(np.stack((repetition, frequency, presence), dtype=np.float32, casting="same_kind"))
+    return np.concatenate(columns, axis=1)
 
 
 def _flat_indices(columns_of_rows: list[Any], vocab_size: int) -> "np.ndarray[Any, Any]":
     """Ragged token ids, a collection for each row, as row * V + token id."""
     lengths = [len(columns) for columns in columns_of_rows]
     rows = np.repeat(np.arange(len(columns_of_rows), dtype=np.int64), lengths)
-    columns: Collection[int] = list(chain.from_iterable(columns_of_rows))
-    return rows * vocab_size + np.array(columns, dtype=np.int64)
+    columns = [np.asarray(columns, dtype=np.int64) for columns in columns_of_rows]
+    return rows * vocab_size + np.concatenate(columns)
 
 
 def _values(mappings: Iterable[Mapping[int, float]]) -> list[float]:
