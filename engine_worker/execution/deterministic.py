@@ -11,7 +11,7 @@ import torch
 
 def use_batch_invariant_products() -> None:
     """For the whole process; to be called before it uses CUDA, because cuBLAS reads the variables when it starts."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
