@@ -44,6 +44,11 @@ class ChoiceCount:
     length_penalty: float
     early_stopping: bool | Literal["never"]
 
+    @property
+    def is_best_of(self) -> bool:
+        """Whether samples are ranked, and some of them left out."""
+        return not self.use_beam_search and self.num_candidates > self.n
+
 
 def choice_count(fields: Any) -> ChoiceCount:
     """`fields`: GenerationFields, whose types are checked already. Raises InvalidRequest."""

@@ -29,6 +29,7 @@ class ChoiceProgress:
     ) -> None:
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
+        self.cumulative_logprob = 0.0  # of the tokens consumed, if they come with log-probabilities
         self._index = index
         self._output = output
         self._metrics = metrics
@@ -52,6 +53,7 @@ class ChoiceProgress:
         updates: list[ChoiceUpdate] = []
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
             text = self._output.push((token_id,))
+            self.cumulative_logprob += token_logprobs.logprob if token_logprobs else 0.0
             entries = self._entries(token_id, token_logprobs)
             if self._output.stopped:
                 self.stopped_early = reason is None

@@ -11,6 +11,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from gateway.best_of import BestOf
 from gateway.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest
 from gateway.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
@@ -49,6 +50,7 @@ class Generation:
                     )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
+                _best_of(request, plan),
             )
             for plan in planned
         ]
@@ -128,12 +130,14 @@ class Generation:
 class _RequestProgress:
     """One request of the engine, with its choices by index."""
 
-    def __init__(self, request: GenerationRequest, choices: Sequence[ChoiceProgress]) -> None:
+    def __init__(self, request: GenerationRequest, choices: Sequence[ChoiceProgress], best_of: BestOf | None) -> None:
+        """With `best_of` the choices are samples, which are ranked when all have ended."""
         self.request = request
         self.submitted = False
         self.has_ended = False  # the engine has nothing more of it
         self.cached_tokens = 0
         self._choices = choices
+        self._best_of = best_of
 
     @property
     def num_choices(self) -> int:
@@ -151,6 +155,13 @@ class _RequestProgress:
         return all(choice.finished for choice in self._choices) and any(c.stopped_early for c in self._choices)
 
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
+        updates = self._take(event)
+        if self._best_of is None:
+            return updates
+        self._best_of.hold(updates)
+        return self._best_of.answers([choice.cumulative_logprob for choice in self._choices]) if self.is_over else []
+
+    def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
             choice = self._choices[event.choice]
             return [] if choice.finished else choice.take(event.token_ids, event.finish_reason, event.logprobs)
@@ -172,6 +183,12 @@ class _RequestProgress:
             self.record_end("error")
             raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")
         return [update for choice in self._choices if not choice.finished for update in choice.take((), event.reason)]
+
+
+def _best_of(request: CompletionRequest, plan: PlannedRequest) -> BestOf | None:
+    if not request.choices.is_best_of:
+        return None
+    return BestOf(plan.first_choice, request.n, show_logprobs=request.num_logprobs is not None)
 
 
 async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:

@@ -108,7 +108,7 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
         logit_bias=_logit_bias(fields, limits),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
-        logprobs=request.num_logprobs,
+        logprobs=0 if choices.is_best_of and request.num_logprobs is None else request.num_logprobs,
     )
 
 

@@ -1,0 +1,269 @@
+"""Requests of several choices: the prompt is computed once, blocks are shared until somebody writes, and the group is
+admitted, preempted, resumed and ended as one.
+"""
+
+from typing import Any
+
+import pytest
+
+from engine_worker.engine import Engine
+from engine_worker.scheduling.batch import ScheduledBatch
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, StoredChoice, TokenEvent, Usage
+from tests.builders import (
+    EOS_TOKEN_ID,
+    FakeModelRunner,
+    Transcript,
+    expected_beams,
+    expected_output,
+    make_engine,
+    make_request,
+    run_to_end,
+)
+
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+def outputs(transcript: Transcript, request: Any) -> list[list[int]]:
+    return [transcript.choice(request.request_id, choice) for choice in range(request.sampling.n)]
+
+
+def expected(request: Any, max_num_tokens: int = 256) -> list[list[int]]:
+    return [
+        expected_output(request, choice=choice, max_num_tokens=max_num_tokens) for choice in range(request.sampling.n)
+    ]
+
+
+def sampled(prompt: int = 9, request_id: str = "a", **sampling: Any) -> Any:
+    defaults = {"n": 3, "max_tokens": 3, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    return make_request(prompt, request_id, **{**defaults, **sampling})
+
+
+class Batches:
+    """What every step was to do."""
+
+    def __init__(self) -> None:
+        self.seen: list[ScheduledBatch] = []
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self.seen.append(batch)
+
+    @property
+    def num_tokens(self) -> list[int]:
+        return [batch.num_tokens for batch in self.seen]
+
+    @property
+    def num_copies(self) -> list[int]:
+        return [len(batch.block_copies) for batch in self.seen]
+
+
+def counted_engine(**config: Any) -> tuple[Engine, Batches]:
+    batches = Batches()
+    runner = FakeModelRunner(num_blocks=config.get("num_blocks", 65), before_step=batches)
+    return make_engine(runner, **{"enable_prefix_caching": False, **config}), batches
+
+
+def num_active_blocks(engine: Engine) -> int:
+    return engine.stats().kv_cache.num_active_blocks
+
+
+# Events
+
+
+def test_each_choice_tells_its_end_and_the_request_ends_once() -> None:
+    engine = make_engine()
+    engine.add_request(request := sampled(n=2, max_tokens=2))
+    (first, second), (third, fourth) = expected(request)
+    assert [engine.step(), engine.step()] == [
+        [TokenEvent("a", 0, [first]), TokenEvent("a", 0, [third], 1)],
+        [
+            TokenEvent("a", 1, [second], 0, LENGTH),
+            TokenEvent("a", 1, [fourth], 1, LENGTH),
+            FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=4)),
+        ],
+    ]
+    assert not engine.has_work and num_active_blocks(engine) == 0
+
+
+def test_a_choice_that_stops_leaves_the_others() -> None:
+    request = sampled(max_tokens=6)
+    stop = expected(request)[1][2]
+    assert all(stop not in output for output in (expected(request)[0], expected(request)[2]))
+    engine = make_engine()
+    engine.add_request(request := sampled(max_tokens=6, stop_token_ids=(stop,)))
+    transcript = run_to_end(engine)
+    assert outputs(transcript, request) == expected(request)
+    assert [len(output) for output in outputs(transcript, request)] == [6, 3, 6]
+    assert transcript.choice_ends == {("a", 0): LENGTH, ("a", 1): STOP, ("a", 2): LENGTH}
+    assert transcript.ends["a"] == FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=15))
+
+
+def test_the_first_choice_is_that_of_n_1() -> None:
+    assert expected(sampled(n=3))[0] == expected(sampled(n=1))[0]
+    assert len({tuple(output) for output in expected(sampled(n=8))}) == 8
+
+
+# Blocks
+
+
+def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_one() -> None:
+    """9 tokens in blocks of 4: two full blocks stay shared; the third, with one token, becomes three."""
+    engine, batches = counted_engine()
+    engine.add_request(sampled())
+    engine.step()
+    assert num_active_blocks(engine) == 3
+    assert engine.stats().kv_cache.sharing_ratio == 1 - 3 / 9
+    engine.step()
+    assert num_active_blocks(engine) == 5
+    assert engine.stats().kv_cache.sharing_ratio == pytest.approx(1 - 5 / 9)
+    run_to_end(engine, Transcript(tokens={"a": [0] * 2}, others={("a", 1): [0] * 2, ("a", 2): [0] * 2}))
+    assert batches.num_tokens == [9, 3, 3]
+    assert batches.num_copies == [0, 2, 0]
+
+
+def test_a_prompt_that_fills_its_blocks_needs_no_copy() -> None:
+    engine, batches = counted_engine()
+    engine.add_request(sampled(8))
+    run_to_end(engine)
+    assert (batches.num_tokens, batches.num_copies) == ([8, 3, 3], [0, 0, 0])
+
+
+def test_a_prompt_in_chunks_forks_at_its_end() -> None:
+    engine, batches = counted_engine(max_num_batched_tokens=8)
+    engine.add_request(request := sampled(20))
+    assert outputs(run_to_end(engine), request) == expected(request)
+    assert batches.num_tokens == [8, 8, 4, 3, 3]
+
+
+def test_beams_copy_at_most_one_block_each() -> None:
+    engine, batches = counted_engine()
+    engine.add_request(request := make_request(9, "a", use_beam_search=True, beam_width=4, n=4, max_tokens=12))
+    transcript = run_to_end(engine)
+    ends = [transcript.choice_ends["a", choice] for choice in range(4)]
+    assert list(zip(outputs(transcript, request), ends, strict=True)) == expected_beams(request)
+    assert all(num_copies <= 4 for num_copies in batches.num_copies) and sum(batches.num_copies) > 4
+    assert batches.num_tokens == [9, *[4] * (len(batches.seen) - 1)]
+
+
+def test_a_search_says_that_it_goes_on_and_answers_at_its_end() -> None:
+    engine = make_engine()
+    request = make_request(9, "a", use_beam_search=True, beam_width=3, n=2, max_tokens=2, ignore_eos=True)
+    engine.add_request(request)
+    (first, _), (second, _) = expected_beams(request)
+    assert [engine.step(), engine.step()] == [
+        [TokenEvent("a", 0, [])],
+        [
+            TokenEvent("a", 0, first, 0, LENGTH),
+            TokenEvent("a", 0, second, 1, LENGTH),
+            FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=4)),
+        ],
+    ]
+
+
+# All or nothing
+
+
+def test_a_group_waits_until_there_are_seats_for_all_of_it() -> None:
+    engine, batches = counted_engine(max_num_seqs=4)
+    for name, n in (("a", 3), ("b", 2), ("c", 1)):
+        engine.add_request(sampled(request_id=name, n=n, max_tokens=4))
+    transcript = run_to_end(engine)
+    names = [{scheduled.sequence.request_id for scheduled in batch.sequences} for batch in batches.seen]
+    assert names == [{"a"}] * 4 + [{"b", "c"}] * 4  # nobody overtakes
+    assert transcript.ends.keys() == {"a", "b", "c"}
+
+
+def test_a_group_is_preempted_as_a_whole_and_computes_its_prompt_once_again() -> None:
+    """15 blocks: a grows from 3 to 6 of its own, b of three sequences has to leave."""
+    engine, batches = counted_engine(num_blocks=16)
+    requests = [sampled(8, "a", n=1, max_tokens=40), sampled(9, "b", max_tokens=12)]
+    for request in requests:
+        engine.add_request(request)
+    transcript = run_to_end(engine)
+    assert [outputs(transcript, request) for request in requests] == [expected(request) for request in requests]
+    assert [group.request_id for batch in batches.seen for group in batch.preempted] == ["b"]
+    (again,) = [
+        (batch.sequences[index].num_new_tokens, scheduled.sequence.choice)
+        for batch in batches.seen[2:]
+        for index, scheduled in enumerate(batch.sequences)
+        if scheduled.start == 0
+    ]
+    assert again[1] == 0 and again[0] > 9  # the prompt and the first choice's tokens; the others start behind it
+
+
+@pytest.mark.parametrize("num_sequences", [3, 4])
+def test_a_group_alone_grows_as_far_as_all_of_it_fits(num_sequences: int) -> None:
+    """12 blocks, 2 of them shared: 3 sequences get 3 each of their own, and 4 get 2."""
+    engine = make_engine(num_blocks=13)
+    engine.add_request(request := sampled(9, n=num_sequences, max_tokens=100))
+    longest = {3: 20, 4: 16}[num_sequences]
+    transcript = run_to_end(engine)
+    assert outputs(transcript, request) == expected(request, max_num_tokens=longest)
+    assert all(len(output) == longest - 9 for output in outputs(transcript, request))
+
+
+@pytest.mark.parametrize("sampling", [{"n": 9}, {"n": 5, "max_tokens": 2}])
+def test_a_group_that_never_fits_is_refused(sampling: dict[str, Any]) -> None:
+    engine = make_engine(num_blocks=7)
+    engine.add_request(sampled(**sampling))
+    (event,) = engine.step()
+    assert isinstance(event, ErrorEvent) and event.code is ErrorCode.CAPACITY_EXCEEDED
+
+
+def test_abort_and_failure_end_the_whole_group() -> None:
+    runner = FakeModelRunner()
+    engine = make_engine(runner)
+    for name in ("a", "b", "c"):
+        engine.add_request(sampled(request_id=name, max_tokens=9))
+    transcript = Transcript()
+    transcript.add(engine.step())
+    engine.abort_request("a")
+    runner.failures["b"] = "broken"
+    run_to_end(engine, transcript)
+    assert transcript.ends["b"] == ErrorEvent("b", ErrorCode.REQUEST_FAILED, "broken")
+    assert transcript.ends.keys() == {"b", "c"} and num_active_blocks(engine) == 0
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("num_stored", [(1, 1, 1), (2, 5, 3), (6, 5, 6), (1, 6, 2), (0, 0, 0), (0, 2, 1)])
+@pytest.mark.parametrize("config", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 8}], ids=str)
+def test_a_group_is_resumed_where_each_choice_was(num_stored: tuple[int, ...], config: dict[str, Any]) -> None:
+    request = sampled(max_tokens=6)
+    stored = [
+        StoredChoice(output[:length], LENGTH if length == 6 else None)
+        for output, length in zip(expected(request), num_stored, strict=True)
+    ]
+    engine, batches = counted_engine(**config)
+    engine.add_request(request, stored)
+    transcript = Transcript()
+    for choice, part in enumerate(stored):
+        transcript.resume("a", part.token_ids, choice)
+    run_to_end(engine, transcript)
+    assert outputs(transcript, request) == expected(request)
+    assert transcript.ends["a"] == FinishEvent("a", LENGTH, Usage(prompt_tokens=9, completion_tokens=18))
+    # The prompt once (its last token again for a choice that has nothing while others have), then all that is unknown
+    # but each choice's last token.
+    num_again = 9 + sum(max(0, length - 1) for length in num_stored if length < 6)
+    num_new = sum(6 - length - (length == 0) for length in num_stored if length < 6)
+    num_extra = num_stored.count(0) if any(num_stored) and num_stored[0] else 0
+    assert sum(batches.num_tokens) == num_again + num_new + num_extra
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2}, {"n": 2, "use_beam_search": True, "beam_width": 2, "temperature": 0.0}])
+def test_a_journal_of_all_answers_is_the_end(sampling: dict[str, Any]) -> None:
+    engine = make_engine()
+    request = sampled(max_tokens=6, **sampling)
+    engine.add_request(request, [StoredChoice([7] * 6, LENGTH), StoredChoice([8, EOS_TOKEN_ID], STOP)])
+    assert engine.step() == [FinishEvent("a", STOP, Usage(prompt_tokens=9, completion_tokens=8))]
+
+
+def test_a_search_begins_anew() -> None:
+    engine = make_engine()
+    engine.add_request(request := make_request(9, "a", use_beam_search=True, beam_width=3, n=3, max_tokens=7))
+    for _ in range(3):
+        engine.step()
+    another = make_engine()
+    another.add_request(request, [StoredChoice() for _ in range(3)])
+    transcript = run_to_end(another)
+    assert outputs(transcript, request) == [output for output, _ in expected_beams(request)]
