@@ -21,7 +21,7 @@ from bench.engine_table import comparison
 from bench.load_report import provenance
 from bench.workload import read_trace
 
-SECTIONS = ("decode", "prefill", "trace", "prefix", "parallel", "beam", "pressure", "profile")
+SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile")
 Emit = Callable[[dict[str, Any]], None]
 
 

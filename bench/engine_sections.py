@@ -1,7 +1,7 @@
 """The cases in which an engine is held against another one, each a function from a session to rows of figures.
 
     decode     time between two tokens with all of a batch decoding      prefill   time to the first token, alone
-    trace      a length trace, all requests at once                      prefix    a shared beginning
+    trace      a length trace, all requests at once                      prefix    a shared beginning; unshared: without
     parallel   n = 4 against n = 1                                       beam      the best of four beams
     pressure   the trace, and how often a sequence lost its place; meant for a KV cache that is far too small
 
@@ -84,6 +84,9 @@ def prefix(bench: Bench) -> Rows:
         common = bench.prompt(PREFIX_TOKENS)
         load = [(common + bench.prompt(OWN_TOKENS), sampling(PREFIX_OUTPUT_TOKENS)) for _ in range(PREFIX_REQUESTS)]
         yield {"what": "shared_prefix_1024+64->64", **_throughput(load, bench.session.run(load))}
+
+
+def unshared(bench: Bench) -> Rows:
     load = bench.uniform(PREFIX_REQUESTS, PREFIX_TOKENS + OWN_TOKENS, PREFIX_OUTPUT_TOKENS)
     yield {"what": "no_shared_prefix_1088->64", **_throughput(load, bench.session.run(load))}
 
@@ -132,6 +135,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "prefill": prefill,
     "trace": trace,
     "prefix": prefix,
+    "unshared": unshared,
     "parallel": parallel,
     "beam": beam,
     "pressure": pressure,
