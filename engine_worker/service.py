@@ -22,6 +22,7 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
+from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
 from engine_worker.watchdog import StepWatchdog
 from engine_worker.worker import Worker
@@ -77,6 +78,9 @@ class WorkerService:
                     heartbeats.run(),
                     self._offer_heartbeats(heartbeats),
                     Reaper(self._connections, self._keys).run(),
+                    KVFeed(
+                        self._connections.commands, self._keys, self._loaded_engine, lambda: self._status.worker_id
+                    ).run(),
                     StepWatchdog(self._engine, self._settings.step_timeout_seconds).run(),
                 )
         except PortUnavailable as error:
@@ -138,6 +142,9 @@ class WorkerService:
             self._status.stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT_SECONDS)
         except TimeoutError:
             logger.debug("the engine is in a long step; its last figures are shown")
+
+    def _loaded_engine(self) -> EngineThread | None:
+        return None if self._status.stats is None else self._engine
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

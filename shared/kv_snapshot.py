@@ -12,7 +12,7 @@ SNAPSHOT_SECONDS = 1.0
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence of the engine."""
 
-    id: str
+    id: str  # of its request, and the number of the choice: unique
     state: str  # running | waiting | swapped
     num_tokens: int
     num_computed_tokens: int
@@ -34,7 +34,6 @@ class KVMove(msgspec.Struct, frozen=True, kw_only=True):
 
 class KVSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
-    device: str
     block_size: int  # tokens
     states: str  # a letter a block: p(adding) f(ree) c(ached) a(ctive) s(hared)
     requests: list[KVRequest]

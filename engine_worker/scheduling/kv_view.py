@@ -43,6 +43,7 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
     is_waiting = sequence.status is SequenceStatus.WAITING
     return {
         "request_id": sequence.request_id,
+        "choice": sequence.choice,
         "status": str(sequence.status),
         "num_tokens": sequence.num_tokens,
         "num_computed_tokens": sequence.num_computed_tokens,

@@ -82,8 +82,7 @@ function rows(snapshot) {
   return snapshot.requests.map((request) => {
     const button = document.createElement("button");
     button.type = "button";
-    button.textContent = request.id.slice(0, 12);
-    button.title = request.id;
+    button.textContent = request.id;
     button.setAttribute("aria-pressed", String(request.id === picked));
     button.addEventListener("click", () => { picked = picked === request.id ? "" : request.id; draw(); });
     const first = document.createElement("td");

@@ -102,7 +102,7 @@ export class KVMap {
     const lines = owners.map((request) => {
       const index = request.blocks.indexOf(id);
       const filled = Math.min(slots, Math.max(0, request.num_computed_tokens - index * slots));
-      return `${request.id.slice(0, 12)}: its block ${index}, ${filled} of ${slots} slots filled`;
+      return `${request.id}: its block ${index}, ${filled} of ${slots} slots filled`;
     });
     const owned = owners.length ? `, in ${owners.length} block table${owners.length > 1 ? "s" : ""}` : "";
     return [`Block ${id}: ${NAMES[this.snapshot.states[id]]}${owned}`, ...lines].join(". ");

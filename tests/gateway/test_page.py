@@ -21,7 +21,7 @@ UI = Path(__file__).parents[2] / "gateway" / "ui"
 
 def snapshot(worker: str = "w") -> KVSnapshot:
     request = KVRequest(id="r", state="running", num_tokens=20, num_computed_tokens=19, blocks=[1, 2])
-    return KVSnapshot(worker=worker, device="cpu", block_size=16, states="pasf", requests=[request], events=[])
+    return KVSnapshot(worker=worker, block_size=16, states="pasf", requests=[request], events=[])
 
 
 async def test_the_page_and_all_that_it_names_is_there(gateway: Gateway) -> None:

@@ -1,0 +1,83 @@
+"""Publishes what the worker's KV memory looks like, about once a second, while a gateway says that somebody watches.
+
+Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the next one shows everything anew.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from shared.kv_snapshot import SNAPSHOT_SECONDS, KVMove, KVRequest, KVSnapshot
+from shared.messages import encode
+from shared.redis_keys import RedisKeys
+
+logger = logging.getLogger("worker")
+
+
+class KVSource(Protocol):
+    """The engine, when it is loaded."""
+
+    async def kv_view(self) -> dict[str, Any]: ...
+
+    async def kv_events(self, since: int) -> dict[str, Any]: ...
+
+
+class KVFeed:
+    def __init__(
+        self, redis: Redis, keys: RedisKeys, source: Callable[[], KVSource | None], worker_id: Callable[[], str]
+    ) -> None:
+        """`source` gives None while there is no engine; `worker_id` that of the current incarnation."""
+        self._redis = redis
+        self._keys = keys
+        self._source = source
+        self._worker_id = worker_id
+        self._last_event = 0
+
+    async def run(self) -> None:
+        """Owner task. Store errors are logged, never raised."""
+        while True:
+            await asyncio.sleep(SNAPSHOT_SECONDS)
+            try:
+                await self.publish_if_watched()
+            except (RedisError, OSError) as error:
+                logger.debug("KV snapshot not sent: %s", error)
+
+    async def publish_if_watched(self) -> None:
+        source = self._source()
+        if source is None or not await self._redis.exists(self._keys.kv_watch):
+            return
+        view, moves = await source.kv_view(), await source.kv_events(self._last_event)
+        self._last_event = moves["last"]
+        snapshot = _snapshot(self._worker_id(), view, moves["events"])
+        await self._redis.publish(self._keys.kv_channel, encode(snapshot))
+
+
+def _snapshot(worker_id: str, view: dict[str, Any], events: list[dict[str, Any]]) -> KVSnapshot:
+    host = view["host"] or {"num_blocks": 0, "num_free_blocks": 0}
+    return KVSnapshot(
+        worker=worker_id,
+        block_size=view["block_size_tokens"],
+        states=view["device"]["states"],
+        requests=[_request(sequence) for sequence in view["sequences"]],
+        events=[_move(event) for event in events],
+        host_blocks=host["num_blocks"],
+        host_used_blocks=host["num_blocks"] - host["num_free_blocks"],
+    )
+
+
+def _request(sequence: dict[str, Any]) -> KVRequest:
+    return KVRequest(
+        id=f"{sequence['request_id'][:12]}#{sequence['choice']}",  # that of a request is 32 digits long
+        state=sequence["status"],
+        num_tokens=sequence["num_tokens"],
+        num_computed_tokens=sequence["num_computed_tokens"],
+        blocks=sequence["block_table"],
+    )
+
+
+def _move(event: dict[str, Any]) -> KVMove:
+    return KVMove(**{name: event[name] for name in KVMove.__struct_fields__})

@@ -1,0 +1,72 @@
+"""The KV feed on a real server, over a real engine with a fake model."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine_worker.transport.kv_feed import KVFeed
+from shared.messages import decode_kv_snapshot
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.builders import make_engine, make_request
+
+pytestmark = pytest.mark.redis
+
+
+class Source:
+    def __init__(self) -> None:
+        self.engine = make_engine(num_blocks=9, block_size=4)
+
+    async def kv_view(self) -> dict[str, Any]:
+        return self.engine.kv_view()
+
+    async def kv_events(self, since: int) -> dict[str, Any]:
+        return self.engine.kv_events(since)
+
+
+async def next_snapshot(heard):  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(10):
+        while (message := await heard.get_message(ignore_subscribe_messages=True, timeout=1)) is None:
+            pass
+    return decode_kv_snapshot(message["data"])
+
+
+async def test_snapshots_are_made_only_while_watched(connections: RedisConnections, keys: RedisKeys) -> None:
+    source = Source()
+    loaded: list[Source] = []
+    redis = connections.commands
+    feed = KVFeed(redis, keys, lambda: loaded[0] if loaded else None, lambda: "w.0")
+    async with connections.subscriber.pubsub() as heard:
+        await heard.subscribe(keys.kv_channel)
+        await redis.set(keys.kv_watch, 1)
+        await feed.publish_if_watched()  # no engine yet
+        loaded.append(source)
+        await redis.delete(keys.kv_watch)
+        await feed.publish_if_watched()  # nobody looks
+        await redis.set(keys.kv_watch, 1)
+        source.engine.add_request(make_request(6, "0123456789abcdef", max_tokens=50, ignore_eos=True))
+        source.engine.step()
+        await feed.publish_if_watched()
+        snapshot = await next_snapshot(heard)
+    (request,) = snapshot.requests
+    assert (request.id, request.state, request.num_tokens) == ("0123456789ab#0", "running", 7)
+    assert [snapshot.states[block] for block in request.blocks] == ["a"] * len(request.blocks)
+    assert (snapshot.worker, snapshot.block_size, len(snapshot.states)) == ("w.0", 4, 9)
+
+
+async def test_each_move_is_told_once(connections: RedisConnections, keys: RedisKeys) -> None:
+    source = Source()
+    await connections.commands.set(keys.kv_watch, 1)
+    feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0")
+    for _ in range(2):  # more than eight blocks hold together
+        source.engine.add_request(make_request(8, max_tokens=20, ignore_eos=True))
+    async with connections.subscriber.pubsub() as heard:
+        await heard.subscribe(keys.kv_channel)
+        numbers = []
+        while source.engine.has_work:
+            source.engine.step()
+            await feed.publish_if_watched()
+            numbers += [move.number for move in (await next_snapshot(heard)).events]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert numbers
