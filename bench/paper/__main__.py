@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.paper import drawings, figures_device, figures_memory, figures_prefix
+from bench.paper import drawings, figures_device, figures_memory, figures_prefix, figures_sharing
 
 FIGURES = {
     "2": (figures_memory.figure_2, drawings.figure_2),
     "12": (figures_memory.figure_12, drawings.figure_12),
     "13": (figures_memory.figure_13, drawings.figure_13),
+    "14": (figures_sharing.figure_14, drawings.figure_14),
+    "15": (figures_sharing.figure_15, drawings.figure_15),
     "16": (figures_prefix.figure_16, drawings.figure_16),
     "17": (figures_prefix.figure_17, drawings.figure_17),
     "18": (figures_device.figure_18, drawings.figure_18),

@@ -42,6 +42,30 @@ def figure_13(data: Data, path: Path) -> None:
     plots.save(path, draw, num_panels=len(data["sequences"]))
 
 
+def figure_14(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        for axis, (name, sweep) in zip(axes, data["groups"].items(), strict=True):
+            plots.latency_curves(axis, f"Alpaca, {name}", sweep["curves"], sweep["unloaded_seconds_per_token"])
+
+    plots.save(path, draw, num_panels=len(data["groups"]))
+
+
+def figure_15(data: Data, path: Path) -> None:
+    def draw(axes: list[Axes]) -> None:
+        names = list(data["saved_blocks_percent"]["Alpaca"])
+        paper = [data["paper_percent"]["Alpaca"][name] for name in names]
+        plots.grouped_bars(
+            axes[0], names, paper, list(data["saved_blocks_percent"]["Alpaca"].values()), "saved blocks, %"
+        )
+        axes[0].set_title("Alpaca", fontsize=9)
+        axes[1].bar(names, list(data["saved_blocks_percent"]["ShareGPT"].values()), color=plots.OUR_COLOR)
+        axes[1].set_title("ShareGPT (paper: parallel 16-31 %, beam 44-66 %)", fontsize=9)
+        for axis in axes:
+            axis.tick_params(axis="x", labelsize=6)
+
+    plots.save(path, draw, num_panels=2)
+
+
 def figure_16(data: Data, path: Path) -> None:
     def draw(axes: list[Axes]) -> None:
         for axis, (name, sweep) in zip(axes, data["prefixes"].items(), strict=True):

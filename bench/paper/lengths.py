@@ -68,6 +68,8 @@ class TimedRequest:
     prompt_tokens: int
     output_tokens: int
     shared_prefix_tokens: int = 0  # the first of the prompt tokens, the same in all requests
+    num_sequences: int = 1  # choices of the answer, or beams
+    is_beam_search: bool = False
 
 
 def poisson_trace(

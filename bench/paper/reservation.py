@@ -59,8 +59,9 @@ class ReservedKVCacheManager(KVCacheManager):
     def num_missing_blocks(self, sequence: Sequence) -> int:
         return 0 if sequence.block_table else -(-self._reserve(sequence) // self.block_size)
 
-    def can_allocate(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """A reservation never grows, so it needs no headroom."""
+    def can_allocate(self, *sequences: Sequence, headroom_blocks: int = 0) -> bool:
+        """A reservation never grows, so it needs no headroom. Requests here have one sequence."""
+        (sequence,) = sequences
         return self._buddies.can_allocate(self.num_missing_blocks(sequence))
 
     def allocate(self, sequence: Sequence) -> None:
@@ -69,7 +70,7 @@ class ReservedKVCacheManager(KVCacheManager):
             sequence.block_table = list(range(first, first + num_blocks))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        if not self.can_allocate(sequence, headroom_blocks):
+        if not self.can_allocate(sequence):
             return False
         self.allocate(sequence)
         return True

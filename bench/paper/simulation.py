@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from bench.paper.beams import beam_candidates
 from bench.paper.cost_model import A100_OPT_13B, StepCost
 from bench.paper.knee import summary, sweep
 from bench.paper.lengths import TimedRequest
-from bench.paper.occupancy import Occupancy
-from bench.paper.reservation import MAX_MODEL_LEN
+from bench.paper.occupancy import Occupancy, SharingSaving
+from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVCacheManager
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -29,19 +30,23 @@ class SimulatedExecutor:
 
     cost: StepCost
     occupancy: Occupancy
+    saving: SharingSaving
     now_seconds: float = 0.0
 
     def submit(self, batch: ScheduledBatch) -> FinishedStep:
         seconds = self.cost.seconds(batch)
         self.occupancy.add(batch, seconds)
         self.now_seconds += seconds
-        return FinishedStep(StepResult([0 if scheduled.samples else None for scheduled in batch.sequences]))
+        self.saving.add(batch, seconds)
+        sampled = [0 if scheduled.samples else None for scheduled in batch.sequences]
+        return FinishedStep(StepResult(sampled, beam_candidates=beam_candidates(batch)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
     normalized_latencies_seconds: list[float]  # of each finished request: arrival to last token, over output tokens
     occupancy: Occupancy
+    saving: SharingSaving
     num_preemptions: int
     simulated_seconds: float = 0.0
     num_requests: int = 0
@@ -60,8 +65,14 @@ def simulate(
     cost: StepCost = A100_OPT_13B,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> SimulationResult:
-    """All of `trace`, in order of arrival. Without `drain` it ends at the last arrival, for averages under load."""
-    return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len).run(trace, drain=drain)
+    """All of `trace`, in order of arrival. Without `drain` it ends at the last arrival, for averages under load.
+
+    Over a manager of contiguous reservations a request of several sequences is so many requests.
+    """
+    split = isinstance(manager, ReservedKVCacheManager)
+    return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len, split_groups=split).run(
+        trace, drain=drain
+    )
 
 
 def sweep_managers(
@@ -94,11 +105,14 @@ class _Simulation:
     max_model_len: int
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 2560  # vLLM's default in the paper's year
-    requests: dict[str, TimedRequest] = field(default_factory=dict)
+    split_groups: bool = False
+    requests: dict[int, TimedRequest] = field(default_factory=dict)
+    num_open: dict[int, int] = field(default_factory=dict)
 
     def run(self, trace: list[TimedRequest], *, drain: bool) -> SimulationResult:
         occupancy = Occupancy(self.manager.num_usable_blocks * self.manager.block_size, self.manager.block_size)
-        executor = SimulatedExecutor(self.cost, occupancy)
+        saving = SharingSaving()
+        executor = SimulatedExecutor(self.cost, occupancy, saving)
         engine = self._engine(executor)
         latencies: list[float] = []
         next_arrival = 0
@@ -115,6 +129,7 @@ class _Simulation:
         return SimulationResult(
             normalized_latencies_seconds=latencies,
             occupancy=occupancy,
+            saving=saving,
             num_preemptions=sum(counters.preemptions.values()),
             simulated_seconds=executor.now_seconds,
             num_requests=len(trace),
@@ -131,17 +146,35 @@ class _Simulation:
         return Engine(scheduler, executor, eos_token_ids=(), vocab_size=VOCAB_SIZE, clock=lambda: executor.now_seconds)
 
     def _add(self, engine: Engine, request: TimedRequest, number: int) -> None:
-        request_id = str(number)
-        self.requests[request_id] = request
-        sampling = SamplingParams(max_tokens=request.output_tokens, seed=0, temperature=0.0, ignore_eos=True)
+        """As one request; or as so many as it has sequences, for systems that know no groups."""
+        num_requests = request.num_sequences if self.split_groups else 1
+        self.requests[number] = request
+        self.num_open[number] = num_requests
         shared = request.shared_prefix_tokens
         prompt = [0] * shared + [number + 1] * (request.prompt_tokens - shared)
-        engine.add_request(GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
+        for index in range(num_requests):
+            engine.add_request(
+                GenerationRequest(
+                    request_id=f"{number}/{index}", prompt_token_ids=prompt, sampling=self._sampling(request)
+                )
+            )
+
+    def _sampling(self, request: TimedRequest) -> SamplingParams:
+        common = {"max_tokens": request.output_tokens, "seed": 0, "temperature": 0.0, "ignore_eos": True}
+        if self.split_groups:
+            return SamplingParams(**common)
+        if request.is_beam_search:
+            return SamplingParams(**common, use_beam_search=True, beam_width=request.num_sequences)
+        return SamplingParams(**common, n=request.num_sequences)
 
     def _step(self, engine: Engine, executor: SimulatedExecutor) -> list[float]:
+        """Latencies of the requests that end: arrival to the last token of the last sequence."""
         latencies = []
         for event in engine.step():
             if isinstance(event, FinishEvent):
-                request = self.requests.pop(event.request_id)
-                latencies.append((executor.now_seconds - request.arrival_seconds) / request.output_tokens)
+                number = int(event.request_id.split("/")[0])
+                self.num_open[number] -= 1
+                if self.num_open[number] == 0:
+                    request = self.requests.pop(number)
+                    latencies.append((executor.now_seconds - request.arrival_seconds) / request.output_tokens)
         return latencies
