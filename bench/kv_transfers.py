@@ -38,6 +38,7 @@ DECODE_CASES = ((16, 1024), (64, 1024))  # sequences, prompt tokens
 DECODE_STEPS = 60
 CROSSOVER_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CROSSOVER_REPEATS = 5
+MAX_NUM_SEQS = 96
 PRESSURE_REQUESTS, PRESSURE_PROMPT, PRESSURE_OUTPUT = 96, 512, 192
 
 Figures = dict[str, Any]
@@ -72,7 +73,7 @@ def make_engine(
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host,
     )
-    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=runner.max_model_len)
+    config = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192, max_model_len=runner.max_model_len)
     return Engine(
         Scheduler(config, manager),
         executor or runner,
@@ -338,7 +339,7 @@ def main(argv: list[str]) -> int:
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         swap_space_bytes=options.swap_space_bytes,
         max_model_len=options.max_model_len,
-        max_num_seqs=256,
+        max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=8192,
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: print(phase, f"{progress:.0%}", detail))

@@ -37,6 +37,16 @@ class HostPool(Protocol):
         """Times of transfers that have ended since the last call."""
 
 
+def staging_bytes(num_host_blocks: int, bytes_per_block: int) -> int:
+    """What a host pool takes on a CUDA device."""
+    return _num_staging_chunks(num_host_blocks, bytes_per_block) * _CHUNK_BLOCKS * bytes_per_block
+
+
+def _num_staging_chunks(num_host_blocks: int, bytes_per_block: int) -> int:
+    num_blocks = min(_STAGING_BYTES // bytes_per_block, num_host_blocks)
+    return max(2, -(-num_blocks // _CHUNK_BLOCKS))  # one is filled while another one drains
+
+
 class CpuHostPool:
     """Plain memory beside plain memory: copies happen at once."""
 
@@ -65,8 +75,8 @@ class CudaHostPool:
     def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
         self.blocks = blocks
         self._device_pool = device_pool
-        num_chunks = -(-min(_STAGING_BYTES // device_pool[0].nbytes, blocks.shape[0]) // _CHUNK_BLOCKS)
-        shape = (max(2, num_chunks), _CHUNK_BLOCKS, *device_pool.shape[1:])
+        num_chunks = _num_staging_chunks(len(blocks), device_pool[0].nbytes)
+        shape = (num_chunks, _CHUNK_BLOCKS, *device_pool.shape[1:])
         self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)
         self._chunk_is_free = [_event() for _ in self._staging]
         self._next_chunk = 0

@@ -12,6 +12,7 @@ import torch
 
 from engine_worker.execution.cuda_graphs import graph_sizes
 from engine_worker.execution.deterministic import use_batch_invariant_products
+from engine_worker.execution.host_pool import staging_bytes
 from engine_worker.execution.input_builder import HostInputs
 from engine_worker.execution.kv_cache import (
     KVCache,
@@ -72,7 +73,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
     step_bytes = _step_bytes(settings, model, sampler, max_model_len) if device.type == "cuda" else 0
-    memory = measure_memory(device, weights.loaded_bytes, step_bytes)
+    memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, model, device))
     kv_cache = _allocate_kv_cache(settings, model, memory, max_model_len)
     report("allocate_kv", 1.0, _description(kv_cache))
     runner, graphs = _runner(settings, model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
@@ -153,6 +154,13 @@ def _weights(
     if settings.load_format == "dummy":
         return RandomWeights(device, dtype)
     return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
+
+
+def _staging_bytes(settings: ExecutionSettings, model: Transformer, device: torch.device) -> int:
+    if device.type != "cuda" or settings.swap_space_bytes == 0:
+        return 0
+    bytes_per_block = block_bytes(model.config, settings.block_size, model.dtype)
+    return staging_bytes(settings.swap_space_bytes // bytes_per_block, bytes_per_block)
 
 
 def _allocate_kv_cache(
