@@ -284,7 +284,7 @@ def check_cache_writes(shape: str, block_size: int, dtype: torch.dtype) -> Check
         store_kv_reference(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
         stored = same_bits(pool, expected)
         copies = torch.randperm(num_blocks, device=generator.device, generator=generator)[:20].view(10, 2)
-        copy_kv_blocks(pool, copies)
+        copy_kv_blocks(pool, pool, copies)
         expected[copies[:, 1]] = expected[copies[:, 0]]
         return [stored, same_bits(pool, expected)]
 

@@ -1,10 +1,12 @@
-"""Copy whole KV blocks inside one pool, for copy-on-write: all layers, keys and values of a block at once.
+"""Copy whole KV blocks on the device: inside one pool for copy-on-write, or out of it into a staging buffer.
 
-    copy_kv_blocks(kv_cache, block_copies) -> None, writes into kv_cache
-        kv_cache       [N, ...]   contiguous pool; a block is everything after the first dimension
-        block_copies   [P, 2]     int32 or int64, on the pool's device: (source, destination) pairs
+    copy_kv_blocks(source, target, block_copies) -> None, writes into target
+        source         [N, ...]   contiguous pool; a block is everything after the first dimension
+        target         [M, ...]   contiguous, of blocks of the same shape; may be `source`
+        block_copies   [P, 2]     int32 or int64, on the pools' device: (source, destination) pairs
 
-Destinations are distinct and none is also a source in the same call: the pairs run in any order. Does not know layouts.
+Destinations are distinct and, inside one pool, none is also a source in the same call: the pairs run in any order. All
+layers, keys and values of a block at once; does not know layouts.
 """
 
 import triton
@@ -15,33 +17,34 @@ from torch import Tensor
 _CHUNK = 8192
 
 
-def copy_kv_blocks_reference(kv_cache: Tensor, block_copies: Tensor) -> None:
+def copy_kv_blocks_reference(source: Tensor, target: Tensor, block_copies: Tensor) -> None:
     sources, destinations = block_copies.long().unbind(dim=1)
-    kv_cache[destinations] = kv_cache[sources]
+    target[destinations] = source[sources]
 
 
 @triton.jit
-def _copy_kv_blocks_kernel(kv_cache, block_copies, BLOCK_ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
+def _copy_kv_blocks_kernel(source, target, block_copies, BLOCK_ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
     pair = tl.program_id(0)
-    source = tl.load(block_copies + 2 * pair).to(tl.int64)
-    destination = tl.load(block_copies + 2 * pair + 1).to(tl.int64)
+    source_block = tl.load(block_copies + 2 * pair).to(tl.int64)
+    target_block = tl.load(block_copies + 2 * pair + 1).to(tl.int64)
     elements = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = elements < BLOCK_ELEMENTS
-    values = tl.load(kv_cache + source * BLOCK_ELEMENTS + elements, mask=inside)
-    tl.store(kv_cache + destination * BLOCK_ELEMENTS + elements, values, mask=inside)
+    values = tl.load(source + source_block * BLOCK_ELEMENTS + elements, mask=inside)
+    tl.store(target + target_block * BLOCK_ELEMENTS + elements, values, mask=inside)
 
 
-def copy_kv_blocks_triton(kv_cache: Tensor, block_copies: Tensor) -> None:
-    assert kv_cache.is_contiguous() and block_copies.is_contiguous() and block_copies.shape[1:] == (2,)
-    block_elements = kv_cache[0].numel()
+def copy_kv_blocks_triton(source: Tensor, target: Tensor, block_copies: Tensor) -> None:
+    assert source.is_contiguous() and target.is_contiguous() and source.shape[1:] == target.shape[1:]
+    assert block_copies.is_contiguous() and block_copies.shape[1:] == (2,)
+    block_elements = source[0].numel()
     grid = (block_copies.shape[0], triton.cdiv(block_elements, _CHUNK))
     _copy_kv_blocks_kernel[grid](
-        kv_cache, block_copies, BLOCK_ELEMENTS=block_elements, CHUNK=_CHUNK, num_warps=8
+        source, target, block_copies, BLOCK_ELEMENTS=block_elements, CHUNK=_CHUNK, num_warps=8
     )
 
 
-def copy_kv_blocks(kv_cache: Tensor, block_copies: Tensor) -> None:
-    if kv_cache.is_cuda:
-        copy_kv_blocks_triton(kv_cache, block_copies)
+def copy_kv_blocks(source: Tensor, target: Tensor, block_copies: Tensor) -> None:
+    if source.is_cuda:
+        copy_kv_blocks_triton(source, target, block_copies)
     else:
-        copy_kv_blocks_reference(kv_cache, block_copies)
+        copy_kv_blocks_reference(source, target, block_copies)

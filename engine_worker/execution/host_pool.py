@@ -15,7 +15,7 @@ Knows block ids only. Times of the copies are measured on their streams and give
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -71,14 +71,20 @@ class CpuHostPool:
         return finished
 
 
+_StagedCopy: TypeAlias = tuple[BlockCopy, BlockCopy]  # from the device pool to the staging buffer, on to the host
+
+
 class CudaHostPool:
     def __init__(self, device_pool: Tensor, blocks: Tensor) -> None:
+        from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
+
+        self._copy_kv_blocks = copy_kv_blocks
         self.blocks = blocks
         self._device_pool = device_pool
         num_chunks = _num_staging_chunks(len(blocks), device_pool[0].nbytes)
-        shape = (num_chunks, _CHUNK_BLOCKS, *device_pool.shape[1:])
+        shape = (num_chunks * _CHUNK_BLOCKS, *device_pool.shape[1:])
         self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)
-        self._chunk_is_free = [_event() for _ in self._staging]
+        self._chunk_is_free = [_event() for _ in range(num_chunks)]
         self._next_chunk = 0
         self._store_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
         self._fetch_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
@@ -110,23 +116,39 @@ class CudaHostPool:
 
     def _store(self, copies: Sequence[BlockCopy], compute: torch.cuda.Stream, timer: "_Timer") -> None:
         self._store_stream.wait_event(self._fetched)  # which may still read host blocks that are written now
-        block_ids = torch.tensor([copy.source_block_id for copy in copies], pin_memory=True)
-        device_ids = block_ids.to(self._staging.device, non_blocking=True)
-        for start in range(0, len(copies), _CHUNK_BLOCKS):
-            part = copies[start : start + _CHUNK_BLOCKS]
-            chunk, is_free = self._staging[self._next_chunk], self._chunk_is_free[self._next_chunk]
-            self._next_chunk = (self._next_chunk + 1) % len(self._staging)
-            compute.wait_event(is_free)
-            torch.index_select(self._device_pool, 0, device_ids[start : start + len(part)], out=chunk[: len(part)])
+        portion_blocks = len(self._chunk_is_free) // 2 * _CHUNK_BLOCKS  # one is gathered while another one drains
+        for start in range(0, len(copies), portion_blocks):
+            chunks = self._take_chunks(copies[start : start + portion_blocks])
+            self._gather(chunks, compute)
             self._store_stream.wait_stream(compute)
             if start == 0:
                 timer.start()
-            with torch.cuda.stream(self._store_stream):
-                staged = [BlockCopy(index, copy.target_block_id) for index, copy in enumerate(part)]
-                copy_runs(chunk, self.blocks, staged)
-            is_free.record(self._store_stream)
+            for chunk, staged in chunks:
+                with torch.cuda.stream(self._store_stream):
+                    copy_runs(self._staging, self.blocks, [to_host for _, to_host in staged])
+                self._chunk_is_free[chunk].record(self._store_stream)
         timer.stop()
         self._stored.record(self._store_stream)
+
+    def _take_chunks(self, copies: Sequence[BlockCopy]) -> list[tuple[int, list[_StagedCopy]]]:
+        """Chunks of the staging buffer, in turn, and what goes through each."""
+        chunks = []
+        for start in range(0, len(copies), _CHUNK_BLOCKS):
+            first = self._next_chunk * _CHUNK_BLOCKS
+            staged = [
+                (BlockCopy(copy.source_block_id, slot), BlockCopy(slot, copy.target_block_id))
+                for slot, copy in enumerate(copies[start : start + _CHUNK_BLOCKS], first)
+            ]
+            chunks.append((self._next_chunk, staged))
+            self._next_chunk = (self._next_chunk + 1) % len(self._chunk_is_free)
+        return chunks
+
+    def _gather(self, chunks: list[tuple[int, list[_StagedCopy]]], compute: torch.cuda.Stream) -> None:
+        """One launch for all of them, when what they held has gone to the host."""
+        for chunk, _ in chunks:
+            compute.wait_event(self._chunk_is_free[chunk])
+        copies = [to_staging for _, staged in chunks for to_staging, _ in staged]
+        self._copy_kv_blocks(self._device_pool, self._staging, block_pairs(copies, self._staging.device))
 
     def _fetch(self, copies: Sequence[BlockCopy], timer: "_Timer") -> None:
         timer.start()
@@ -189,6 +211,12 @@ def _stores_what_it_fetches(batch: ScheduledBatch) -> bool:
 
 def _event(timed: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+
+def block_pairs(copies: Sequence[BlockCopy], device: torch.device) -> Tensor:
+    """[P, 2] as kernels take them, without waiting for the device."""
+    pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies], pin_memory=True)
+    return pairs.to(device, non_blocking=True)
 
 
 def copy_runs(source: Tensor, target: Tensor, copies: Sequence[BlockCopy]) -> None:

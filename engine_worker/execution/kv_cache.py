@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool
+from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
 from engine_worker.model.config import ModelConfig
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
@@ -56,13 +56,13 @@ class KVCache:
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         if not copies:
             return
-        pairs = torch.tensor([(copy.source_block_id, copy.target_block_id) for copy in copies])
         if self.pool.is_cuda:
             from kernels.kv_block_copy import copy_kv_blocks  # noqa: PLC0415 - imports triton, which a CPU has not
 
-            copy_kv_blocks(self.pool, pairs.pin_memory().to(self.pool.device, non_blocking=True))
+            copy_kv_blocks(self.pool, self.pool, block_pairs(copies, self.pool.device))
         else:
-            self.pool[pairs[:, 1]] = self.pool[pairs[:, 0]]
+            sources, targets = zip(*((copy.source_block_id, copy.target_block_id) for copy in copies), strict=True)
+            self.pool[list(targets)] = self.pool[list(sources)]
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -94,7 +94,7 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
         table = empty(8192, head_dim, dtype=torch.float32)
         rotate_and_store_triton(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots)
         store_kv_triton(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
-        copy_kv_blocks_triton(pool, empty(4, 2, dtype=torch.int64))
+        copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))
 
     return launch
 
