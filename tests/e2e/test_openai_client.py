@@ -154,6 +154,47 @@ def test_chat_log_probabilities(stack: Stack) -> None:
         assert len(entry.top_logprobs) == 2
 
 
+def test_choices_of_one_prompt_streamed_and_whole(stack: Stack) -> None:
+    with stack.client() as client:
+        asked: Any = {"model": MODEL, "messages": PARIS, "n": 3, "seed": 4, "temperature": 1.2, "max_tokens": 12}
+        answer = client.chat.completions.create(**asked)
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        *chunks, last = list(stream)
+        lone = client.chat.completions.create(**{**asked, "n": 1})
+    texts, reasons = ["", "", ""], dict[int, str]()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        assert choice.index not in reasons, "a chunk after the end of its choice"
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason is not None:
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in answer.choices] and len(set(texts)) == 3
+    assert reasons == {choice.index: choice.finish_reason for choice in answer.choices}
+    assert lone.choices[0].message.content == texts[0]
+    assert last.usage is not None and answer.usage is not None and lone.usage is not None
+    assert last.usage.completion_tokens == answer.usage.completion_tokens
+    assert last.usage.prompt_tokens == lone.usage.prompt_tokens  # the prompt counts once
+
+
+def test_best_of_and_beam_search(stack: Stack) -> None:
+    asked: Any = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 6}
+    with stack.client() as client:
+        best = client.completions.create(**asked, n=2, best_of=5, seed=1, logprobs=0)
+        beams = client.completions.create(**asked, n=2, best_of=4, extra_body={"use_beam_search": True})
+        streamed = client.completions.create(**asked, n=2, best_of=4, stream=True, extra_body={"use_beam_search": True})
+        texts = ["", ""]
+        for chunk in streamed:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**asked, temperature=0.5, extra_body={"use_beam_search": True})
+    sums = [sum(choice.logprobs.token_logprobs or []) for choice in best.choices if choice.logprobs]
+    assert len(sums) == 2 and sums[0] >= sums[1]
+    assert best.usage is not None and best.usage.completion_tokens == 5 * 6
+    assert beams.choices[0].text.startswith(" Paris") and texts == [choice.text for choice in beams.choices]
+    assert len(set(texts)) == 2
+    assert refused.value.param == "temperature"
+
+
 async def test_async_streams_side_by_side(stack: Stack) -> None:
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
 

@@ -5,13 +5,16 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.inference_client import InferenceClient
+from shared.messages import FinishEvent, TokenEvent
 from shared.reaping import reap_workers_with_prefix
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
+from tests.builders import expected_beams, expected_output, make_request
 from tests.conftest import Valkey
 from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
@@ -123,3 +126,41 @@ async def test_a_worker_that_is_paused_for_long_is_reaped_and_returns(start: Sta
     late = Reader(client, max_tokens=20)
     await late.check_complete()
     assert zombie.poll() is None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"n": 2, "temperature": 1.0, "seed": 3}, {"n": 2, "use_beam_search": True, "beam_width": 3}],
+    ids=["samples", "beams"],
+)
+async def test_a_group_survives_the_kill_of_its_worker(
+    start: Start,
+    client: InferenceClient,
+    connections: RedisConnections,
+    keys: RedisKeys,
+    fleet: Fleet,
+    sampling: dict[str, Any],
+) -> None:
+    """Samples go on where each was; a search begins anew. Every choice comes whole, once."""
+    first = start("w0", "--script-step-seconds", "0.01")
+    request = make_request(20, ignore_eos=True, max_tokens=60, **sampling)
+    stream = await client.submit(request)
+    async with asyncio.timeout(STOP_SECONDS):
+        # A search only says that it goes on: three bytes of the journal a step.
+        while await connections.commands.strlen(keys.journal(request.request_id)) < 100:
+            await asyncio.sleep(0.005)
+    first.kill()
+    await exit_status(first)
+    await reap_workers_with_prefix(connections.commands, keys, "w0")
+    start("w1")
+    tokens: list[list[int]] = [[], []]
+    async with asyncio.timeout(STOP_SECONDS):
+        events = [event async for event in stream]
+    for event in events[:-1]:
+        assert isinstance(event, TokenEvent) and event.index == len(tokens[event.choice])
+        tokens[event.choice] += event.token_ids
+    if request.sampling.use_beam_search:
+        assert tokens == [output for output, _ in expected_beams(request, max_num_tokens=2048)]
+    else:
+        assert tokens == [expected_output(request, max_num_tokens=2048, choice=choice) for choice in range(2)]
+    assert isinstance(events[-1], FinishEvent) and events[-1].usage.completion_tokens == 120

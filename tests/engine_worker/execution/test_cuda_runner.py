@@ -10,7 +10,7 @@ from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from shared.messages import GenerationRequest
 from tests.builders import make_request
-from tests.engine_worker.execution.reference import generate, write_model
+from tests.engine_worker.execution.reference import generate, run_engine, write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +60,24 @@ def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, fl
             outputs, num_preemptions = generate(runner, requests(**sampling), **config)
             assert (num_preemptions > 0) == (schedule == "preempted")
             assert outputs == expected, f"{schedule}, eager: {enforce_eager}, ahead: {ahead}"
+
+
+@pytest.mark.timeout(600)
+def test_groups_are_those_of_the_cpu(model_dir: Path) -> None:
+    """Forks without tokens, copies of shared blocks, beams chosen on the device; a tight pool preempts whole groups."""
+    groups = [
+        make_request(length, f"{length} of {kind}", max_tokens=30, ignore_eos=True, **sampling)
+        for length in (1, 15, 16, 100)
+        for kind, sampling in {
+            "samples": {"n": 3, "temperature": 0.9, "seed": 7},
+            "beams": {"n": 2, "use_beam_search": True, "beam_width": 4},
+        }.items()
+    ]
+    names = [(group.request_id, choice) for group in groups for choice in range(group.sampling.n)]
+    roomy = SCHEDULES["roomy"][1]
+    expected = run_engine(load(model_dir, "cpu", "roomy"), groups, **roomy)
+    for schedule, ahead in itertools.product(SCHEDULES, (False, True)):
+        runner = load(model_dir, "cuda", schedule)
+        transcript = run_engine(runner, groups, **SCHEDULES[schedule][1] | {"async_scheduling": ahead})
+        for name in names:
+            assert transcript.choice(*name) == expected.choice(*name), f"{name}, {schedule}, ahead: {ahead}"

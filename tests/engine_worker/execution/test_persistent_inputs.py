@@ -115,3 +115,23 @@ def test_tensors_keep_their_place() -> None:
     inputs = make_inputs()
     pointers = [inputs.fill(ScheduledBatch([decode(sequence(2, 1))])).token_ids.data_ptr() for _ in range(5)]
     assert len(set(pointers)) == 1
+
+
+def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_them() -> None:
+    inputs = make_inputs()
+    first, forks, other = sequence(6, 1, 2), [sequence(6, 1, 2) for _ in range(2)], sequence(9, 3, 4, 5)
+    scheduled = [
+        decode(other),
+        ScheduledSequence(first, 0, 6, samples=True),
+        *(ScheduledSequence(fork, 6, 0, samples=True) for fork in forks),
+    ]
+    assert_as_built(inputs, scheduled)
+    model_input = inputs.fill(ScheduledBatch(scheduled))
+    assert model_input.logits_indices.tolist() == [0, 6, 6, 6]
+    assert (model_input.seq_lens.tolist(), model_input.query_start_loc.tolist()) == ([9, 6], [0, 1, 7])
+    inputs.keep_samples([other, first, *forks], torch.tensor([11, 12, 13, 14]))
+    for one in (other, first, *forks):
+        one.num_inflight_tokens = 1
+    forks[1].block_table = [1, 7]  # the shared block was copied
+    in_flight = dict(zip([other, first, *forks], [11, 12, 13, 14], strict=True))
+    assert_as_built(inputs, [decode(one) for one in (first, *forks)], inflight_token_ids=in_flight)
