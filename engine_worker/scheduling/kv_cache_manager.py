@@ -100,6 +100,8 @@ class KVCacheManager:
         """
         if sequence.host_block_table:
             return self.try_swap_in([sequence], headroom_blocks)
+        if self._pool.num_available_blocks <= headroom_blocks:
+            return False  # at least one new block is needed: a queue that waits is not looked up in every step
         match = self._match(sequence)
         num_new = self.num_missing_blocks(sequence) - len(match.block_ids)
         spare = self._pool.num_available_blocks - num_new - headroom_blocks
