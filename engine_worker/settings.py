@@ -85,7 +85,7 @@ class WorkerSettings:
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
-    metrics_host: str = setting("127.0.0.1", help="address of /metrics, /livez and /readyz")
+    metrics_host: str = setting("127.0.0.1", help="address of /metrics, /livez, /readyz and /debug/kv")
     metrics_port: int = setting(8001, help="its port; 0 takes a free one and prints it")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
 

@@ -153,6 +153,28 @@ def test_how_a_preempted_sequence_gets_its_kv_back_changes_no_output(tiny_dir: P
         assert (counters.recomputed_tokens == 0) is (num_host_blocks == 96), name
 
 
+GROUPS = {
+    "samples": {"n": 3, "temperature": 0.9},
+    "beams": {"n": 2, "use_beam_search": True, "beam_width": 3},
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_swapped_group_keeps_its_choices(tiny_dir: Path, kind: str) -> None:
+    schedule = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
+    source = random.Random(4)
+    prompts = [[source.randrange(3, 500) for _ in range(20 + 9 * number)] for number in range(4)]
+    sampling = {"max_tokens": 24, "ignore_eos": True, **GROUPS[kind]}
+    requests = [make_request(tokens, f"r{len(tokens)}", **sampling) for tokens in prompts]
+    expected = run_engine(make_runner(tiny_dir, num_blocks=200, block_size=8), requests, **schedule)
+    runner = make_runner(tiny_dir, num_blocks=20, block_size=8, num_host_blocks=60)
+    engine = make_engine(runner, **schedule)
+    found = run_engine_to_end(engine, requests)
+    assert engine.stats().counters.preemptions["swap"] > 0
+    assert (found.tokens, found.others) == (expected.tokens, expected.others)
+    assert len(found.others) == len(requests) * (sampling["n"] - 1)
+
+
 def shared_prefix_requests(vocab_size: int) -> list[GenerationRequest]:
     """Prompts that agree with others up to tokens around every edge of a block of 16, and two turns of one chat."""
     source = random.Random(2)
