@@ -85,7 +85,7 @@ def draw_roofline(kernels: dict[str, Any], path: Path) -> None:
     read, peak = (kernels["ceilings"][f"{name}_per_second"] for name in ("read_bytes", "matmul_flops"))
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    intensities = [2**exponent for exponent in range(-3, 13)]
+    intensities = sorted([*(2.0**exponent for exponent in range(-3, 13)), peak / read])
     roof = [min(peak, read * intensity) / 1e12 for intensity in intensities]
     axes.plot(intensities, roof, color="black", label=f"{read / 1e12:.2f} TB/s, {peak / 1e12:.0f} TFLOP/s")
     groups: dict[str, Rows] = {}
