@@ -29,7 +29,7 @@ class Soak:
     max_prompt_tokens: int
     max_output_tokens: int
     last_token_id: int
-    tokens: dict[str, list[int]] = field(default_factory=dict)  # of requests that have not ended
+    num_tokens: dict[str, Counter[int]] = field(default_factory=dict)  # by choice, of requests that have not ended
     ends: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
     num_output_tokens: int = 0
@@ -39,7 +39,7 @@ class Soak:
         if self.engine.stats().num_waiting < MAX_WAITING:
             for _ in range(self.random.choice([0, 0, 0, 1, 1, 2, 8])):
                 self._add()
-        if self.tokens and self.random.random() < 0.05:
+        if self.num_tokens and self.random.random() < 0.05:
             self._abort()
         for event in self.engine.step():
             self._take(event)
@@ -51,11 +51,11 @@ class Soak:
             for event in self.engine.step():
                 self._take(event)
             self.engine.check_integrity()
-        assert not self.tokens, f"no end of {list(self.tokens)[:5]}"
+        assert not self.num_tokens, f"no end of {list(self.num_tokens)[:5]}"
         assert self.engine.stats().kv_cache.num_active_blocks == 0, self.engine.stats().kv_cache
 
     def _add(self) -> None:
-        request_id = f"soak-{self.num_steps}-{len(self.tokens)}-{self.random.getrandbits(32)}"
+        request_id = f"soak-{self.num_steps}-{len(self.num_tokens)}-{self.random.getrandbits(32)}"
         greedy = self.random.random() < 0.4
         sampling = SamplingParams(
             max_tokens=self.random.randint(1, self.max_output_tokens),
@@ -65,9 +65,10 @@ class Soak:
             top_k=self.random.choice([0, 50]),
             presence_penalty=self.random.choice([0.0] * 40 + [0.5]),
             ignore_eos=self.random.random() < 0.7,
+            n=1 if greedy else self.random.choice([1, 1, 1, 3]),
             stop_token_ids=tuple(self.random.sample(range(self.last_token_id), self.random.choice([0, 0, 200]))),
         )
-        self.tokens[request_id] = []
+        self.num_tokens[request_id] = Counter()
         self.engine.add_request(
             GenerationRequest(request_id=request_id, prompt_token_ids=self._prompt(), sampling=sampling)
         )
@@ -84,24 +85,24 @@ class Soak:
         return prompt
 
     def _abort(self) -> None:
-        request_id = self.random.choice(list(self.tokens))
+        request_id = self.random.choice(list(self.num_tokens))
         self.engine.abort_request(request_id)
         self.engine.check_integrity()
-        del self.tokens[request_id]
+        del self.num_tokens[request_id]
         self.ends["aborted"] += 1
 
     def _take(self, event: StreamEvent) -> None:
-        tokens = self.tokens[event.request_id]  # a KeyError: an event after the end
+        num_tokens = self.num_tokens[event.request_id]  # a KeyError: an event after the end
         if isinstance(event, TokenEvent):
-            assert event.index == len(tokens), f"{event} after {len(tokens)} tokens"
+            assert event.index == num_tokens[event.choice], f"{event} after {num_tokens[event.choice]} tokens"
             assert all(0 <= token_id <= self.last_token_id for token_id in event.token_ids), event
-            tokens += event.token_ids
+            num_tokens[event.choice] += len(event.token_ids)
             self.num_output_tokens += len(event.token_ids)
             return
         assert not isinstance(event, ErrorEvent), event
-        assert event.usage.completion_tokens == len(tokens), event
+        assert event.usage.completion_tokens == num_tokens.total(), event
         self.ends[event.reason] += 1
-        del self.tokens[event.request_id]
+        del self.num_tokens[event.request_id]
 
 
 def main(argv: list[str]) -> int:

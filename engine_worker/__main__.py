@@ -90,7 +90,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             num_threads=settings.num_threads,
             deterministic=settings.deterministic,
-            enforce_eager=settings.enforce_eager,
+            cudagraph_mode="none" if settings.enforce_eager else settings.cudagraph_mode,
         ),
         report,
     )

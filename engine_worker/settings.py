@@ -81,7 +81,12 @@ class WorkerSettings:
     )
     deterministic: bool = setting(False, help="no bit of a result depends on the batch or its steps (cuda only)")
 
-    enforce_eager: bool = setting(False, help="no CUDA graphs: every kernel of a step is launched by itself")
+    cudagraph_mode: str = setting(
+        "full_decode_only",
+        choices=("none", "full_decode_only", "full"),
+        help="steps that run as CUDA graphs: none, those that only decode, or small ones with prompts too",
+    )
+    enforce_eager: bool = setting(False, help="the same as --cudagraph-mode none")
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")

@@ -1,6 +1,6 @@
 """Spread the description of a batch, as a host wrote it, over the input tensors of a network with a paged KV cache.
 
-    unpack_inputs(described, sampled_token_ids, inputs, num_rows, block_size) -> None, writes into `inputs`
+    unpack_inputs(described, sampled_token_ids, inputs, size, block_size) -> None, writes into `inputs`
 
 `described` is in host memory, pinned where there is CUDA: the kernel reads it over the bus, and no copy is enqueued.
 
@@ -8,8 +8,9 @@ A row is a sequence. Row r computes tokens [query_start_loc[r], query_start_loc[
 last; their positions and slots follow from seq_lens[r] and the block table. Where feedback[r] >= 0 the row has one
 token, sampled_token_ids[feedback[r]]: the step before sampled it, and the host has not seen it.
 
-Rows from num_sequences up to num_rows are padding: one token each, id 0 at position 0 in slot 0, of a sequence of
-length 0. Only what a batch of num_rows rows uses is written. Knows nothing of requests.
+`size`, if it is given, pads to as many rows and as many tokens: padding rows have one token each, id 0 at position 0 in
+slot 0, of a sequence of length 0, and none when the tokens are used up. Logits indices that are not wanted are 0. Only
+what a batch of that size uses is written. A token's logits may be wanted several times. Knows nothing of requests.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
@@ -48,13 +49,14 @@ class InputTensors:
     query_start_loc: Tensor  # [R + 1] int32
     seq_lens: Tensor  # [R] int32
     block_tables: Tensor  # [R, B] int32
-    logits_indices: Tensor  # [R] int64
+    logits_indices: Tensor  # [most wanted] int64
 
 
 def unpack_inputs_reference(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
 ) -> None:
     num_sequences, num_tokens = described.num_sequences, described.num_tokens
+    num_rows, num_padded_tokens = (num_sequences, num_tokens) if size is None else (size, size)
     starts = described.query_start_loc[: num_sequences + 1].tolist()
     for row in range(num_sequences):
         tokens = slice(starts[row], starts[row + 1])
@@ -66,24 +68,28 @@ def unpack_inputs_reference(
         inputs.positions[tokens] = positions
         inputs.slot_mapping[tokens] = table.long()[positions // block_size] * block_size + positions % block_size
         inputs.block_tables[row, : len(table)] = table
-    padding = num_rows - num_sequences
     inputs.query_start_loc[: num_sequences + 1] = described.query_start_loc[: num_sequences + 1]
-    inputs.query_start_loc[num_sequences : num_rows + 1] = torch.arange(num_tokens, num_tokens + padding + 1)
+    padding_starts = torch.arange(num_tokens, num_tokens + num_rows - num_sequences + 1).clamp(max=num_padded_tokens)
+    inputs.query_start_loc[num_sequences : num_rows + 1] = padding_starts
     inputs.seq_lens[:num_sequences] = described.seq_lens[:num_sequences]
     inputs.seq_lens[num_sequences:num_rows] = 0
     for tensor in (inputs.token_ids, inputs.positions, inputs.slot_mapping):
-        tensor[num_tokens : num_tokens + padding] = 0
+        tensor[num_tokens:num_padded_tokens] = 0
     num_logits = described.num_logits
     inputs.logits_indices[:num_logits] = described.logits_indices[:num_logits].long()
-    inputs.logits_indices[num_sequences:num_rows] = torch.arange(num_tokens, num_tokens + padding)
+    inputs.logits_indices[num_logits : max(num_logits, num_rows)] = 0
 
 
 # Counts change from step to step: none of them may make a new variant of the kernel.
-@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_logits", "row_stride", "table_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "num_sequences", "num_tokens", "num_rows", "num_padded_tokens", "num_logits", "row_stride", "table_stride",
+    ]
+)  # fmt: skip
 def _unpack_inputs_kernel(
     host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
     sampled_token_ids, token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices,
-    num_sequences, num_tokens, num_logits, row_stride, table_stride,
+    num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, table_stride,
     BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -110,28 +116,31 @@ def _unpack_inputs_kernel(
             tl.store(token_ids + token, ids, mask=inside)
             tl.store(positions + token, position.to(tl.int64), mask=inside)
             tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
-    else:
-        start = num_tokens + row - num_sequences
-        end = start + 1
-        seq_len = row * 0
+        tl.store(query_start_loc + row, start)
+        tl.store(query_start_loc + row + 1, end)  # the next row writes the same
+        tl.store(seq_lens + row, seq_len)
+    elif row < num_rows:
+        start = tl.minimum(num_tokens + row - num_sequences, num_padded_tokens)
+        end = tl.minimum(start + 1, num_padded_tokens)
         zero = tl.zeros((), tl.int64)
-        tl.store(token_ids + start, zero)
-        tl.store(positions + start, zero)
-        tl.store(slot_mapping + start, zero)
-        tl.store(logits_indices + row, start.to(tl.int64))
-    tl.store(query_start_loc + row, start)
-    tl.store(query_start_loc + row + 1, end)  # the next row writes the same
-    tl.store(seq_lens + row, seq_len)
-    if row < num_logits:
-        tl.store(logits_indices + row, tl.load(host_logits_indices + row).to(tl.int64))
+        tl.store(token_ids + start, zero, mask=start < end)
+        tl.store(positions + start, zero, mask=start < end)
+        tl.store(slot_mapping + start, zero, mask=start < end)
+        tl.store(query_start_loc + row, start)
+        tl.store(query_start_loc + row + 1, end)
+        tl.store(seq_lens + row, 0)
+    wanted = tl.load(host_logits_indices + row, mask=row < num_logits, other=0)
+    tl.store(logits_indices + row, wanted.to(tl.int64))
 
 
 def unpack_inputs_triton(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
 ) -> None:
+    num_rows, num_padded_tokens = (described.num_sequences, described.num_tokens) if size is None else (size, size)
     assert described.num_sequences <= num_rows <= inputs.seq_lens.shape[0]
-    assert described.num_logits <= described.num_sequences and sampled_token_ids.dtype == torch.int64
-    _unpack_inputs_kernel[(num_rows,)](
+    assert described.num_tokens <= num_padded_tokens <= inputs.token_ids.shape[0]
+    assert described.num_logits <= inputs.logits_indices.shape[0] and sampled_token_ids.dtype == torch.int64
+    _unpack_inputs_kernel[(max(num_rows, described.num_logits),)](
         described.query_start_loc,
         described.seq_lens,
         described.feedback,
@@ -148,6 +157,8 @@ def unpack_inputs_triton(
         inputs.logits_indices,
         described.num_sequences,
         described.num_tokens,
+        num_rows,
+        num_padded_tokens,
         described.num_logits,
         described.row_stride,
         inputs.block_tables.stride(0),
@@ -158,7 +169,7 @@ def unpack_inputs_triton(
 
 
 def unpack_inputs(
-    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, num_rows: int, block_size: int
+    described: DescribedBatch, sampled_token_ids: Tensor, inputs: InputTensors, size: int | None, block_size: int
 ) -> None:
     unpack = unpack_inputs_triton if inputs.token_ids.is_cuda else unpack_inputs_reference
-    unpack(described, sampled_token_ids, inputs, num_rows, block_size)
+    unpack(described, sampled_token_ids, inputs, size, block_size)

@@ -1,8 +1,11 @@
-"""Decode steps as CUDA graphs: one launch for the whole forward pass, captured for a few batch sizes.
+"""Small steps as CUDA graphs: one launch for the whole forward pass, captured for a few numbers of tokens.
 
-A batch is padded to the next size that was captured. Every graph reads the persistent inputs and writes its logits into
-the same buffer, which the next replay overwrites. All graphs share one memory pool: only one runs at a time. They are
-captured largest first, so that the smaller ones fit into memory that the pool has.
+    decode   every sequence has one token: 1 to 512 sequences
+    mixed    some have more, prompts or the ends of them: up to 512 tokens in all (mode "full" alone)
+
+A batch is padded to the next size that was captured, rows and tokens alike. Every graph reads the persistent inputs and
+writes its logits into the same buffer, which the next replay overwrites. All graphs share one memory pool: only one
+runs at a time. They are captured largest first, so that the smaller ones fit into memory that the pool has.
 
 What a graph launches is fixed at capture: kernels take lengths from the device, and grids are those of the longest
 sequence there may be. Knows nothing of sampling.
@@ -10,6 +13,7 @@ sequence there may be. Knows nothing of sampling.
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,16 +21,24 @@ from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.transformer import Device, Transformer
+from engine_worker.scheduling.batch import ScheduledBatch
 
-# Larger batches run for longer than their launches take.
-MAX_GRAPH_ROWS = 512
+CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
+
+# Larger steps run for longer than their launches take: 350 of them are up to 10 ms of the host.
+MAX_GRAPH_TOKENS = 512
+# Of a mixed step: all rows of a larger head product would be computed for a few that are wanted.
+MAX_MIXED_LOGITS = 256
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, ascending: at most 8 rows of padding up to 256, 16 above; `max_num_seqs` is the last."""
-    largest = min(max_num_seqs, MAX_GRAPH_ROWS)
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, MAX_GRAPH_ROWS + 1, 16)]
-    return [*(size for size in sizes if size < largest), largest]
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    size: int  # rows and tokens
+    mixed: bool
+
+    @property
+    def num_logits(self) -> int:
+        return min(self.size, MAX_MIXED_LOGITS) if self.mixed else self.size
 
 
 class GraphInputs(Protocol):
@@ -35,56 +47,93 @@ class GraphInputs(Protocol):
     def views(
         self, *, num_rows: int, num_tokens: int, num_logits: int, max_query_len: int, max_seq_len: int
     ) -> ModelInput: ...
-    def fill_with_padding(self, num_rows: int) -> None: ...
+    def fill_with_padding(self, size: int) -> None: ...
 
 
-class DecodeGraphs:
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Ascending: at most 8 rows of padding up to 256, 16 above; `max_num_seqs` is the last, or MAX_GRAPH_TOKENS."""
+    largest = min(max_num_seqs, MAX_GRAPH_TOKENS)
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, MAX_GRAPH_TOKENS + 1, 16)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Ascending. Up to 128 tokens a step costs what its weights cost, so few sizes serve."""
+    largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
+    sizes = [16, 32, 64, *range(128, MAX_GRAPH_TOKENS + 1, 64)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphKey]:
+    """What a worker captures in one of CUDAGRAPH_MODES."""
+    decodes = [GraphKey(size, mixed=False) for size in decode_sizes(max_num_seqs)] if mode != "none" else []
+    mixed = [GraphKey(size, mixed=True) for size in mixed_sizes(max_num_batched_tokens)] if mode == "full" else []
+    return decodes + mixed
+
+
+class StepGraphs:
     def __init__(
-        self, model: Transformer, device: Device, inputs: GraphInputs, sizes: list[int], max_seq_len: int
+        self, model: Transformer, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
     ) -> None:
         self._model = model
         self._device = device
         self._inputs = inputs
-        self._sizes = sizes
+        self._keys = sorted(keys, key=lambda key: key.size)
+        self._sizes = {mixed: [key.size for key in self._keys if key.mixed == mixed] for mixed in (False, True)}
         self._max_seq_len = max_seq_len
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None  # [largest size, V]
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None  # [most logits, V]
 
-    def size_for(self, num_sequences: int) -> int | None:
-        """Rows of the graph that serves `num_sequences`; None if there is none."""
-        if num_sequences > self._sizes[-1]:
+    def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
+        """The graph that serves `batch`; None if there is none."""
+        num_tokens = batch.num_tokens
+        mixed = any(scheduled.num_new_tokens > 1 for scheduled in batch.sequences)
+        sizes = self._sizes[mixed]
+        if not sizes or num_tokens > sizes[-1]:
             return None
-        return self._sizes[bisect_left(self._sizes, num_sequences)]
+        key = GraphKey(sizes[bisect_left(sizes, num_tokens)], mixed)
+        num_wanted = sum(scheduled.samples for scheduled in batch.sequences)
+        return key if num_wanted <= key.num_logits else None
 
     @torch.inference_mode()
     def capture(self) -> Iterator[tuple[float, str]]:
         """Yields progress 0..1 and what was captured."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for number, size in enumerate(reversed(self._sizes), start=1):
-            self._capture(size, pool, stream)
-            yield number / len(self._sizes), f"graph of {size} sequences"
+        self._logits = self._most_logits()
+        for number, key in enumerate(reversed(self._keys), start=1):
+            self._capture(key, self._logits[: key.num_logits], pool, stream)
+            yield number / len(self._keys), f"graph of {key.size} {'tokens' if key.mixed else 'sequences'}"
 
-    def replay(self, size: int) -> Tensor:
-        """Logits [size, V]; overwritten by the next replay."""
+    def replay(self, key: GraphKey) -> Tensor:
+        """Logits [key.num_logits, V]; overwritten by the next replay."""
         assert self._logits is not None
-        self._graphs[size].replay()
-        return self._logits[:size]
+        self._graphs[key].replay()
+        return self._logits[: key.num_logits]
 
-    def _capture(self, size: int, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        model_input = self._inputs.views(
-            num_rows=size, num_tokens=size, num_logits=size, max_query_len=1, max_seq_len=self._max_seq_len
-        )
-        self._inputs.fill_with_padding(size)
-        logits = self._model.forward(model_input, self._device)  # compiles and loads what the capture must find ready
-        if self._logits is None:
-            self._logits = torch.empty_like(logits)
-        del logits
+    def _capture(self, key: GraphKey, logits: Tensor, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        model_input = self._model_input(key)
+        self._inputs.fill_with_padding(key.size)
+        self._model.forward(model_input, self._device)  # compiles and loads what the capture must find ready
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # "thread_local": another thread's calls (a metrics endpoint asking for memory) do not break the capture.
             graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-            self._logits[:size].copy_(self._model.forward(model_input, self._device))
+            logits.copy_(self._model.forward(model_input, self._device))
             graph.capture_end()
-        self._graphs[size] = graph
+        self._graphs[key] = graph
+
+    def _model_input(self, key: GraphKey) -> ModelInput:
+        return self._inputs.views(
+            num_rows=key.size,
+            num_tokens=key.size,
+            num_logits=key.num_logits,
+            max_query_len=key.size if key.mixed else 1,
+            max_seq_len=self._max_seq_len,
+        )
+
+    def _most_logits(self) -> Tensor:
+        key = max(self._keys, key=lambda key: key.num_logits)
+        self._inputs.fill_with_padding(key.size)
+        return torch.empty_like(self._model.forward(self._model_input(key), self._device))

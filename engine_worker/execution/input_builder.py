@@ -21,8 +21,8 @@ _NONE: Mapping[Sequence, int] = MappingProxyType({})
 class StepInputs(Protocol):
     """What makes the network's inputs of a batch; PersistentInputs on CUDA."""
 
-    def fill(self, batch: ScheduledBatch, num_rows: int | None = None) -> ModelInput:
-        """`num_rows`: pad to as many sequences of one token."""
+    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+        """`size`: pad to as many rows and tokens."""
 
     def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
         """`token_ids[i]` is the token in flight of `sequences[i]` when the next step begins."""
@@ -35,8 +35,8 @@ class HostInputs:
         self._block_size = block_size
         self._inflight_token_ids: dict[Sequence, int] = {}
 
-    def fill(self, batch: ScheduledBatch, num_rows: int | None = None) -> ModelInput:
-        assert num_rows is None, "nothing is padded here"
+    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+        assert size is None, "nothing is padded here"
         return build_model_input(batch, self._block_size, torch.device("cpu"), self._inflight_token_ids)
 
     def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:

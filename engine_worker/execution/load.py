@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine_worker.execution.cuda_graphs import graph_sizes
+from engine_worker.execution.cuda_graphs import GraphKey, graph_keys
 from engine_worker.execution.deterministic import use_batch_invariant_products
 from engine_worker.execution.host_pool import staging_bytes
 from engine_worker.execution.input_builder import HostInputs
@@ -54,7 +54,7 @@ class ExecutionSettings:
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # None = torch's choice (physical cores)
     deterministic: bool = False  # results do not depend on the batch; to be chosen before the process uses CUDA
-    enforce_eager: bool = False  # no CUDA graphs
+    cudagraph_mode: str = "full_decode_only"  # of cuda_graphs.CUDAGRAPH_MODES
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
@@ -101,22 +101,22 @@ def _runner(
         return ModelRunner(model, kv_cache, sampler, inputs, max_model_len, weights_bytes), iter(())
     from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
-    persistent = PersistentInputs(
-        settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len, settings.block_size, device
-    )
+    graphs = _graph_keys(settings)
+    max_rows = max([settings.max_num_seqs, *(key.size for key in graphs)])
+    persistent = PersistentInputs(max_rows, settings.max_num_batched_tokens, max_model_len, settings.block_size, device)
     runner = ModelRunner(model, kv_cache, sampler, persistent, max_model_len, weights_bytes)
-    return runner, runner.capture_graphs(persistent, _graph_sizes(settings)) if not settings.enforce_eager else iter(())
+    return runner, runner.capture_graphs(persistent, graphs) if graphs else iter(())
 
 
-def _graph_sizes(settings: ExecutionSettings) -> list[int]:
-    return [] if settings.enforce_eager else graph_sizes(settings.max_num_seqs)
+def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
+    return graph_keys(settings.cudagraph_mode, settings.max_num_seqs, settings.max_num_batched_tokens)
 
 
 def _step_bytes(settings: ExecutionSettings, model: Transformer, sampler: Sampler, max_model_len: int) -> int:
     peak = measure_step_bytes(
         model, sampler, sampler.device, settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len
     )
-    return peak + len(_graph_sizes(settings)) * _GRAPH_BYTES
+    return peak + len(_graph_keys(settings)) * _GRAPH_BYTES
 
 
 def _max_model_len(settings: ExecutionSettings, config: ModelConfig) -> int:

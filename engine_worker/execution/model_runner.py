@@ -1,7 +1,7 @@
 """Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives the device.
 
-submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A batch
-that only decodes runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing
+submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A small
+batch runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing
 of the queue, of finishing, or of which sequence comes next.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
-from engine_worker.execution.cuda_graphs import DecodeGraphs, GraphInputs
+from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraphs
 from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
@@ -86,11 +86,11 @@ class ModelRunner:
         self._device = model.attach(kv_cache.pool)
         self._sampler = sampler
         self._inputs = inputs
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
-    def capture_graphs(self, inputs: GraphInputs, sizes: list[int]) -> Iterator[tuple[float, str]]:
-        """Batches of up to sizes[-1] sequences that only decode are graphs from then on. Yields progress and detail."""
-        graphs = DecodeGraphs(self._model, self._device, inputs, sizes, self.max_model_len)
+    def capture_graphs(self, inputs: GraphInputs, keys: list[GraphKey]) -> Iterator[tuple[float, str]]:
+        """Batches that fit one of `keys` are graphs from then on. Yields progress 0..1 and what was captured."""
+        graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len)
         yield from graphs.capture()
         self._graphs = graphs
 
@@ -103,11 +103,11 @@ class ModelRunner:
         self._kv_cache.apply_transfers(batch)
         if not batch.sequences:  # all that could run waits for blocks from the host
             return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
-        graph_size = self._graph_size(batch)
-        model_input = self._inputs.fill(batch, graph_size)
+        graph = self._graphs.key_for(batch) if self._graphs is not None else None
+        model_input = self._inputs.fill(batch, graph.size if graph else None)
         prepared = time.perf_counter()
-        if self._graphs is not None and graph_size is not None:
-            logits = self._graphs.replay(graph_size)[: len(batch.sequences)]
+        if self._graphs is not None and graph is not None:
+            logits = self._graphs.replay(graph)[: len(model_input.logits_indices)]
         else:
             logits = self._model.forward(model_input, self._device)
         forwarded = time.perf_counter()
@@ -120,12 +120,6 @@ class ModelRunner:
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
         return SubmittedStep(batch, tokens, beams, ended, self._kv_cache, phase_seconds)
-
-    def _graph_size(self, batch: ScheduledBatch) -> int | None:
-        if self._graphs is None:
-            return None
-        only_decodes = all(scheduled.num_new_tokens == 1 and scheduled.samples for scheduled in batch.sequences)
-        return self._graphs.size_for(len(batch.sequences)) if only_decodes else None
 
     def _launch_sampling(self, batch: ScheduledBatch, logits: Tensor) -> SampledTokens | None:
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]

@@ -48,8 +48,8 @@ class PersistentInputs:
         self._sampled_token_ids = torch.zeros(1, dtype=torch.int64, device=device)
         self._sampled_index: dict[Sequence, int] = {}
 
-    def fill(self, batch: ScheduledBatch, num_rows: int | None = None) -> ModelInput:
-        """Enqueue the unpacking of `batch`, padded to `num_rows` sequences of one token; nothing waits for the device.
+    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+        """Enqueue the unpacking of `batch`, padded to `size` rows and tokens; nothing waits for the device.
 
         The tensors are overwritten by the next call's kernel.
         """
@@ -57,14 +57,12 @@ class PersistentInputs:
         description = self._descriptions[0]
         self._descriptions = [*self._descriptions[1:], description]
         described = description.describe(sequences, self._sampled_index, self._tables, self._block_size)
-        num_rows = num_rows or described.num_sequences
-        unpack_inputs(described, self._sampled_token_ids, self._tensors, num_rows, self._block_size)
+        unpack_inputs(described, self._sampled_token_ids, self._tensors, size, self._block_size)
         description.enqueued()
-        padding = num_rows - described.num_sequences
         return self.views(
-            num_rows=num_rows,
-            num_tokens=described.num_tokens + padding,
-            num_logits=num_rows if padding else described.num_logits,
+            num_rows=size or described.num_sequences,
+            num_tokens=size or described.num_tokens,
+            num_logits=described.num_logits,
             max_query_len=max(scheduled.num_new_tokens for scheduled in sequences),
             max_seq_len=max(scheduled.end for scheduled in sequences),
         )
@@ -86,10 +84,11 @@ class PersistentInputs:
             max_seq_len=max_seq_len,
         )
 
-    def fill_with_padding(self, num_rows: int) -> None:
-        """What a graph is warmed up and captured on: `num_rows` sequences of length 0."""
+    def fill_with_padding(self, size: int) -> None:
+        """What a graph is warmed up and captured on: `size` sequences of length 0."""
         described = self._descriptions[0].describe([], {}, self._tables, self._block_size)
-        unpack_inputs(described, self._sampled_token_ids, self._tensors, num_rows, self._block_size)
+        unpack_inputs(described, self._sampled_token_ids, self._tensors, size, self._block_size)
+        self._descriptions[0].enqueued()
 
     def keep_samples(self, sequences: list[Sequence], token_ids: Tensor) -> None:
         """`token_ids[i]` (int64, on the device) is the token in flight of `sequences[i]` when the next step begins."""

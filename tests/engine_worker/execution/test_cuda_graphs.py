@@ -1,30 +1,86 @@
-"""Which batch sizes are captured, and which of them serves a batch. The graphs themselves: test_cuda_runner.py."""
+"""Which sizes are captured, and which graph serves a batch. The graphs themselves: test_cuda_runner.py."""
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import cast
 
 import pytest
 
-from engine_worker.execution.cuda_graphs import DecodeGraphs, GraphInputs, graph_sizes
+from engine_worker.execution.cuda_graphs import (
+    CUDAGRAPH_MODES,
+    GraphInputs,
+    GraphKey,
+    StepGraphs,
+    decode_sizes,
+    graph_keys,
+    mixed_sizes,
+)
 from engine_worker.model.transformer import Device, Transformer
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from engine_worker.settings import WorkerSettings
+from tests.builders import make_sequence
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "expected"),
     [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
 )
-def test_sizes_end_with_the_most_sequences_there_are(max_num_seqs: int, expected: list[int]) -> None:
-    assert graph_sizes(max_num_seqs) == expected
+def test_decode_sizes_end_with_the_most_sequences_there_are(max_num_seqs: int, expected: list[int]) -> None:
+    assert decode_sizes(max_num_seqs) == expected
 
 
-def test_sizes_of_many_sequences() -> None:
-    sizes = graph_sizes(1024)
+def test_sizes_of_many_sequences_and_tokens() -> None:
+    sizes = decode_sizes(1024)
     assert (len(sizes), sizes[:5], sizes[-2:]) == (51, [1, 2, 4, 8, 16], [496, 512])
     assert max(after - before for before, after in pairwise(sizes)) == 16
+    assert mixed_sizes(8192) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
+    assert mixed_sizes(100) == [16, 32, 64, 100]
 
 
-def test_the_next_size_serves_and_none_beyond_the_last() -> None:
-    graphs = DecodeGraphs(
-        cast(Transformer, None), cast(Device, None), cast(GraphInputs, None), graph_sizes(20), max_seq_len=64
-    )
-    assert [graphs.size_for(number) for number in (1, 3, 5, 9, 17, 20, 21)] == [1, 4, 8, 16, 20, 20, None]
+def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
+    keys = graph_keys(mode, max_num_seqs, max_num_batched_tokens=8192)
+    return StepGraphs(cast(Transformer, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
+
+
+def batch(*num_new_tokens: int, samples: bool = True) -> ScheduledBatch:
+    return ScheduledBatch([ScheduledSequence(make_sequence(600), 0, number, samples) for number in num_new_tokens])
+
+
+@pytest.mark.parametrize(
+    ("num_new_tokens", "expected"),
+    [
+        ([1], GraphKey(1, mixed=False)),
+        ([1] * 3, GraphKey(4, mixed=False)),
+        ([1] * 17, GraphKey(20, mixed=False)),
+        ([1] * 21, None),
+        ([2], GraphKey(16, mixed=True)),
+        ([1] * 9 + [55], GraphKey(64, mixed=True)),
+        ([1] * 9 + [56], GraphKey(128, mixed=True)),
+        ([512], GraphKey(512, mixed=True)),
+        ([1, 512], None),
+    ],
+    ids=str,
+)
+def test_the_next_size_serves_and_none_beyond_the_last(num_new_tokens: list[int], expected: GraphKey | None) -> None:
+    assert graphs(20).key_for(batch(*num_new_tokens)) == expected
+
+
+def test_more_logits_than_a_mixed_graph_has() -> None:
+    many = graphs(1024)
+    assert many.key_for(batch(*[1] * 255, 100)) == GraphKey(384, mixed=True)
+    assert many.key_for(batch(*[1] * 256, 100)) is None
+    assert many.key_for(batch(*[1] * 256, 100, samples=False)) == GraphKey(384, mixed=True)
+
+
+def test_modes() -> None:
+    (field,) = (field for field in fields(WorkerSettings) if field.name == "cudagraph_mode")
+    assert field.metadata["choices"] == CUDAGRAPH_MODES
+    assert graph_keys("none", 1024, 8192) == []
+    decodes_only = graphs(20, "full_decode_only")
+    assert decodes_only.key_for(batch(1, 1)) == GraphKey(2, mixed=False)
+    assert decodes_only.key_for(batch(1, 2)) is None
+
+
+def test_forks_without_tokens_want_more_logits_than_there_are_tokens() -> None:
+    assert graphs(20).key_for(batch(10, 0, 0)) == GraphKey(16, mixed=True)
+    assert graphs(20).key_for(batch(1, 0, 0)) is None  # three logits, and a graph of one token

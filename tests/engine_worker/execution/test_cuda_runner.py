@@ -6,18 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_worker.execution.cuda_graphs import CUDAGRAPH_MODES
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from shared.messages import GenerationRequest
 from tests.builders import make_request
-from tests.engine_worker.execution.reference import generate, run_engine, write_model
+from tests.engine_worker.execution.reference import make_engine, run_engine, run_engine_to_end, write_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
-LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 700]
+# Prompts of up to 512 tokens beside decodes run as mixed graphs, longer ones kernel by kernel.
+LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 640]
 # name: (KV bytes, scheduler)
 SCHEDULES = {
     "roomy": (2**28, {"max_num_seqs": 16, "max_num_batched_tokens": 2048}),
@@ -30,12 +32,18 @@ def requests(**sampling: float) -> list[GenerationRequest]:
     return [make_request(length, f"{length} tokens", max_tokens=40, ignore_eos=True, **sampling) for length in LENGTHS]
 
 
+def outputs_and_preemptions(runner: ModelRunner, sampling: dict[str, float], **config: int) -> tuple[object, int]:
+    engine = make_engine(runner, **config)
+    transcript = run_engine_to_end(engine, requests(**sampling))
+    return (transcript.tokens, transcript.others), sum(engine.stats().counters.preemptions.values())
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-def load(model_dir: Path, device: str, schedule: str, *, enforce_eager: bool = False) -> ModelRunner:
+def load(model_dir: Path, device: str, schedule: str, cudagraph_mode: str = "full_decode_only") -> ModelRunner:
     kv_cache_memory_bytes, config = SCHEDULES[schedule]
     settings = ExecutionSettings(
         model=model_dir,
@@ -43,23 +51,27 @@ def load(model_dir: Path, device: str, schedule: str, *, enforce_eager: bool = F
         dtype="float32",
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         max_model_len=768,
-        enforce_eager=enforce_eager,
+        cudagraph_mode=cudagraph_mode,
         **config,
     )
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, {"temperature": 0.9, "seed": 7, "n": 2}],
+    ids=["greedy", "seeded", "two_choices"],
+)
 def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, float]) -> None:
-    expected, _ = generate(load(model_dir, "cpu", "roomy"), requests(**sampling), **SCHEDULES["roomy"][1])
-    for schedule, enforce_eager in itertools.product(SCHEDULES, (False, True)):
-        runner = load(model_dir, "cuda", schedule, enforce_eager=enforce_eager)
+    expected, _ = outputs_and_preemptions(load(model_dir, "cpu", "roomy"), sampling, **SCHEDULES["roomy"][1])
+    for schedule, mode in itertools.product(SCHEDULES, CUDAGRAPH_MODES):
+        runner = load(model_dir, "cuda", schedule, mode)
         for ahead in (False, True):
             config = SCHEDULES[schedule][1] | {"async_scheduling": ahead}
-            outputs, num_preemptions = generate(runner, requests(**sampling), **config)
+            outputs, num_preemptions = outputs_and_preemptions(runner, sampling, **config)
             assert (num_preemptions > 0) == (schedule == "preempted")
-            assert outputs == expected, f"{schedule}, eager: {enforce_eager}, ahead: {ahead}"
+            assert outputs == expected, f"{schedule}, graphs: {mode}, ahead: {ahead}"
 
 
 @pytest.mark.timeout(600)

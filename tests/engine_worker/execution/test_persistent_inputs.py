@@ -100,15 +100,23 @@ def test_tables_follow_growth_copies_and_returns() -> None:
 def test_padding_up_to_a_graphs_rows() -> None:
     inputs = make_inputs()
     one = sequence(6, 1, 2)
-    padded = inputs.fill(ScheduledBatch([decode(one)]), num_rows=4)
+    padded = inputs.fill(ScheduledBatch([decode(one)]), size=4)
     assert padded.token_ids.tolist() == [one.prompt_token_ids[5], 0, 0, 0]
     assert padded.slot_mapping.tolist() == [2 * BLOCK_SIZE + 1, 0, 0, 0]
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4]
     assert padded.seq_lens.tolist() == [6, 0, 0, 0]
-    assert padded.logits_indices.tolist() == [0, 1, 2, 3]
+    assert padded.logits_indices.tolist() == [0]
     inputs.fill_with_padding(3)
     views = inputs.views(num_rows=3, num_tokens=3, num_logits=3, max_query_len=1, max_seq_len=64)
     assert (views.seq_lens.tolist(), views.query_start_loc.tolist()) == ([0, 0, 0], [0, 1, 2, 3])
+
+
+def test_a_chunk_is_padded_in_tokens_and_in_rows() -> None:
+    inputs = make_inputs()
+    padded = inputs.fill(ScheduledBatch([ScheduledSequence(sequence(6, 1, 2), 0, 6, samples=True)]), size=8)
+    assert padded.query_start_loc.tolist() == [0, 6, 7, 8, 8, 8, 8, 8, 8]
+    assert padded.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert (padded.logits_indices.tolist(), padded.max_query_len) == ([5], 6)
 
 
 def test_tensors_keep_their_place() -> None:

@@ -30,7 +30,7 @@ def batch() -> tuple[DescribedBatch, torch.Tensor]:
     return described, torch.tensor([30, 31], dtype=torch.int64)
 
 
-def inputs(num_rows: int = 8, num_tokens: int = 16) -> InputTensors:
+def inputs(num_rows: int = 16, num_tokens: int = 16) -> InputTensors:
     def unwritten(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(size, UNWRITTEN, dtype=dtype)
 
@@ -48,30 +48,60 @@ def inputs(num_rows: int = 8, num_tokens: int = 16) -> InputTensors:
 def test_reference_of_a_mixed_batch_with_padding() -> None:
     described, sampled = batch()
     written = inputs()
-    unpack_inputs_reference(described, sampled, written, 6, BLOCK_SIZE)
+    unpack_inputs_reference(described, sampled, written, 12, BLOCK_SIZE)
     u = UNWRITTEN
     assert written.token_ids.tolist() == [31, 50, 51, 52, 53, 54, 60, 70, 71, 72, 0, 0, u, u, u, u]
     assert written.positions.tolist() == [7, 4, 5, 6, 7, 8, 2, 0, 1, 2, 0, 0, u, u, u, u]
     assert written.slot_mapping.tolist() == [27, 32, 33, 34, 35, 36, 14, 16, 17, 18, 0, 0, u, u, u, u]
-    assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, 11, 12, u, u]
-    assert written.seq_lens.tolist() == [8, 9, 3, 3, 0, 0, u, u]
+    # Two rows of padding have the two tokens of padding, and the last six have none.
+    assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, 11, 12, 12, 12, 12, 12, 12, 12, u, u, u, u]
+    assert written.seq_lens.tolist() == [8, 9, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
     assert written.block_tables[:4].tolist() == [[5, 6, u, u, u], [7, 8, 9, u, u], [3, u, u, u, u], [4, u, u, u, u]]
-    assert written.logits_indices.tolist() == [0, 5, 6, u, 10, 11, u, u]
+    assert written.logits_indices.tolist() == [0, 5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, u, u, u, u]
+
+
+def test_reference_without_padding() -> None:
+    described, sampled = batch()
+    written = inputs()
+    unpack_inputs_reference(described, sampled, written, None, BLOCK_SIZE)
+    assert written.token_ids.tolist() == [31, 50, 51, 52, 53, 54, 60, 70, 71, 72, *[UNWRITTEN] * 6]
+    assert written.query_start_loc.tolist() == [0, 1, 6, 7, 10, *[UNWRITTEN] * 12]
+    assert written.logits_indices.tolist() == [0, 5, 6, 0, *[UNWRITTEN] * 12]
 
 
 def assert_kernel_equals_reference(
-    described: DescribedBatch, sampled: torch.Tensor, num_rows: int, block_size: int, num_tokens: int
+    described: DescribedBatch, sampled: torch.Tensor, size: int | None, block_size: int, num_tokens: int
 ) -> None:
-    expected, written = inputs(num_rows, num_tokens), inputs(num_rows, num_tokens)
-    unpack_inputs_reference(described, sampled, expected, num_rows, block_size)
-    unpack_inputs_triton(described, sampled, written, num_rows, block_size)
+    expected, written = inputs(num_tokens=num_tokens), inputs(num_tokens=num_tokens)
+    unpack_inputs_reference(described, sampled, expected, size, block_size)
+    unpack_inputs_triton(described, sampled, written, size, block_size)
     for name in InputTensors.__annotations__:
         assert torch.equal(getattr(written, name), getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("num_rows", [4, 5, 8])
-def test_a_mixed_batch_with_and_without_padding(num_rows: int) -> None:
-    assert_kernel_equals_reference(*batch(), num_rows, BLOCK_SIZE, num_tokens=16)
+@pytest.mark.parametrize("size", [None, 10, 11, 16])
+def test_a_mixed_batch_with_and_without_padding(size: int | None) -> None:
+    assert_kernel_equals_reference(*batch(), size, BLOCK_SIZE, num_tokens=16)
+
+
+@pytest.mark.parametrize("size", [None, 2, 4])
+def test_logits_that_are_wanted_more_often_than_there_are_rows(size: int | None) -> None:
+    described = DescribedBatch(
+        query_start_loc=int32(0, 2),
+        seq_lens=int32(2),
+        feedback=int32(-1),
+        token_ids=int32(8, 9),
+        block_tables=int32(3),
+        logits_indices=int32(1, 1, 1),
+        num_sequences=1,
+        num_tokens=2,
+        num_logits=3,
+        row_stride=1,
+    )
+    assert_kernel_equals_reference(described, torch.zeros(1, dtype=torch.int64), size, BLOCK_SIZE, num_tokens=16)
+    written = inputs()
+    unpack_inputs_reference(described, torch.zeros(1, dtype=torch.int64), written, size, BLOCK_SIZE)
+    assert written.logits_indices.tolist()[:4] == [1, 1, 1, 0 if size == 4 else UNWRITTEN]
 
 
 def test_a_chunk_longer_than_the_lanes_of_a_program() -> None:
@@ -87,4 +117,4 @@ def test_a_chunk_longer_than_the_lanes_of_a_program() -> None:
         num_logits=1,
         row_stride=5,
     )
-    assert_kernel_equals_reference(described, torch.zeros(1, dtype=torch.int64), 1, 512, num_tokens=2500)
+    assert_kernel_equals_reference(described, torch.zeros(1, dtype=torch.int64), None, 512, num_tokens=2500)
