@@ -219,6 +219,28 @@ def test_seeded_choices_come_again(stack: Stack) -> None:
         assert first == sample() and first[0] != first[1]
 
 
+def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(stack: Stack) -> None:
+    client = stack.client()
+
+    def ask(messages: list[Any], salt: str) -> tuple[str, int, int]:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=24, temperature=0, extra_body={"cache_salt": salt}
+        )
+        usage = answer.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached is not None
+        return str(answer.choices[0].message.content), usage.prompt_tokens, cached
+
+    question = [{"role": "user", "content": "Name three rivers of Europe, and a town that lies on each of them."}]
+    text, num_prompt_tokens, cached = ask(question, "a")
+    assert cached == 0
+    turn = [*question, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Asia?"}]
+    second, _, cached = ask(turn, "a")
+    assert cached >= num_prompt_tokens
+    assert ask(turn, "b") == (second, ask(turn, "a")[1], 0)  # the same answer, computed
+
+
 def test_stop_string(stack: Stack) -> None:
     with stack.client() as client:
         answer = client.completions.create(model=MODEL, prompt="1 2 3 4", temperature=0, max_tokens=30, stop=[" 7"])
