@@ -219,14 +219,15 @@ def test_an_aborted_sequence_gives_up_its_host_blocks() -> None:
 
 
 def test_a_host_block_that_a_fetch_reads_is_not_overwritten_in_the_same_batch() -> None:
-    kv_cache = make_manager(num_blocks=5, num_host_blocks=3)  # 4 on the device, 2 on the host
+    kv_cache = make_manager(num_blocks=7, num_host_blocks=3)  # 6 on the device, 2 on the host
     kv_cache.free(run(kv_cache, TOKENS[:8]))
-    kv_cache.free(fill(kv_cache, 16))  # the 2 blocks of TOKENS are on the host, all on the device are cached
+    kv_cache.free(fill(kv_cache, 24))  # the 2 blocks of TOKENS are on the host, all on the device are cached
     kv_cache.take_transfers()
-    sequence = make_sequence(TOKENS[:14])
-    assert kv_cache.try_admit(sequence)  # fetches 2, and evicts 4 of which the host could hold 2
+    fetching, evicting = make_sequence(TOKENS[:10]), make_sequence(make_prompt(12, first=700))
+    assert kv_cache.try_admit(fetching)
+    assert kv_cache.try_admit(evicting)  # what it evicts would take the place of what is fetched
     transfers = kv_cache.take_transfers()
     sources = {copy.source_block_id for copy in transfers.swap_in}
     assert len(sources) == 2
     assert sources.isdisjoint(copy.target_block_id for copy in transfers.swap_out)
-    kv_cache.check_integrity([sequence])
+    kv_cache.check_integrity([fetching, evicting])
