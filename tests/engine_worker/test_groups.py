@@ -226,7 +226,7 @@ def test_abort_and_failure_end_the_whole_group() -> None:
 # Resuming
 
 
-@pytest.mark.parametrize("num_stored", [(1, 1, 1), (2, 5, 3), (6, 5, 6), (1, 6, 2), (0, 0, 0), (0, 2, 1)])
+@pytest.mark.parametrize("num_stored", [(1, 1, 1), (2, 5, 3), (6, 5, 6), (1, 6, 2), (0, 0, 0), (0, 2, 1), (2, 0, 3)])
 @pytest.mark.parametrize("config", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 8}], ids=str)
 def test_a_group_is_resumed_where_each_choice_was(num_stored: tuple[int, ...], config: dict[str, Any]) -> None:
     request = sampled(max_tokens=6)
