@@ -128,11 +128,17 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
         preempted = self._make_room()
-        behind = self._behind()  # before anything forks: what forks in this step has no room made for it yet
-        scheduled = self._plan_decodes()
+        decodes, behind = self._lacking()  # before anything forks: no room has been made for forks of this step
+        scheduled: list[ScheduledSequence] = []
+        for group, sequence in decodes:
+            self._plan(scheduled, group, sequence, 1)
         self._waits_for = "blocks" if preempted else "its share of a step"
-        prefills = self._prefills(behind, may_admit=not preempted)
-        scheduled += self._plan_prefills(prefills, sum(entry.num_new_tokens for entry in scheduled))
+        budget, prefills = self.config.prefill_budget(len(decodes)), self._prefills(behind, may_admit=not preempted)
+        while budget > 0 and (prefill := next(prefills, None)) is not None:
+            group, sequence = prefill
+            num_new_tokens = min(budget, group.num_prefill_tokens(sequence))
+            self._plan(scheduled, group, sequence, num_new_tokens)
+            budget -= num_new_tokens
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
             scheduled,
@@ -210,15 +216,13 @@ class Scheduler:
         """
         preempted: list[SequenceGroup] = []
         for group in list(self._running.values()):
-            if group.request_id in self._running:
-                needing = [
-                    sequence
-                    for sequence in group.active
-                    if self._kv_cache.num_missing_blocks(sequence) > 0
-                    and not ends_with_inflight_token(sequence, group.max_num_tokens)
-                ]
-                if needing:
-                    preempted += self._make_room_for(group, needing)
+            needing: list[Sequence] = []
+            for sequence in group.active:
+                is_missing = self._kv_cache.num_missing_blocks(sequence) > 0
+                if is_missing and not ends_with_inflight_token(sequence, group.max_num_tokens):
+                    needing.append(sequence)
+            if needing and group.request_id in self._running:  # else it yielded to an older one
+                preempted += self._make_room_for(group, needing)
         return preempted
 
     def _make_room_for(self, group: SequenceGroup, needing: list[Sequence]) -> list[SequenceGroup]:
@@ -234,16 +238,17 @@ class Scheduler:
             self._kv_cache.allocate(sequence)
         return preempted
 
-    def _plan(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int) -> list[ScheduledSequence]:
-        """The next tokens of `sequence`, and the forks of its group that become due with them."""
+    def _plan(
+        self, planned: list[ScheduledSequence], group: SequenceGroup, sequence: Sequence, num_new_tokens: int
+    ) -> None:
+        """Add the next tokens of `sequence`, and the forks of its group that become due with them."""
         start, samples = sequence.num_computed_tokens, num_new_tokens == sequence.num_uncomputed_tokens
         self._kv_cache.publish(sequence, start + num_new_tokens)
         sequence.num_computed_tokens += num_new_tokens
         sequence.num_inflight_tokens += samples
-        planned = [ScheduledSequence(sequence, start, num_new_tokens, samples)]
+        planned.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
         if not group.is_forked and sequence.num_computed_tokens >= group.num_prompt_tokens:
             planned += self._fork(group, samples and start + num_new_tokens == group.num_prompt_tokens)
-        return planned
 
     def _fork(self, group: SequenceGroup, samples: bool) -> list[ScheduledSequence]:
         """All others share the first one's prompt; if it `samples` at the prompt's end, those without tokens do too."""
@@ -260,34 +265,19 @@ class Scheduler:
         group.active = list(group.sequences)
         return planned
 
-    def _plan_decodes(self) -> list[ScheduledSequence]:
-        planned: list[ScheduledSequence] = []
+    def _lacking(self) -> tuple[list[tuple[SequenceGroup, Sequence]], list[tuple[SequenceGroup, Sequence]]]:
+        """Running sequences that lack one token, and so decode; and those that lack more."""
+        decodes: list[tuple[SequenceGroup, Sequence]] = []
+        behind: list[tuple[SequenceGroup, Sequence]] = []
         for group in self._running.values():
-            for sequence in group.decodes:
-                if not ends_with_inflight_token(sequence, group.max_num_tokens):
-                    planned += self._plan(group, sequence, 1)
-        return planned
-
-    def _plan_prefills(
-        self, prefills: Iterator[tuple[SequenceGroup, Sequence]], num_decodes: int
-    ) -> list[ScheduledSequence]:
-        planned: list[ScheduledSequence] = []
-        budget = self.config.prefill_budget(num_decodes)
-        while budget > 0 and (prefill := next(prefills, None)) is not None:
-            group, sequence = prefill
-            num_new_tokens = min(budget, group.num_prefill_tokens(sequence))
-            planned += self._plan(group, sequence, num_new_tokens)
-            budget -= num_new_tokens
-        return planned
-
-    def _behind(self) -> list[tuple[SequenceGroup, Sequence]]:
-        """Running sequences that lack more than one token."""
-        return [
-            (group, sequence)
-            for group in self._running.values()
-            for sequence in group.active
-            if sequence.num_uncomputed_tokens > 1
-        ]
+            may_decode = group.may_decode
+            for sequence in group.active:
+                num_lacking = sequence.num_uncomputed_tokens
+                if num_lacking > 1:
+                    behind.append((group, sequence))
+                elif num_lacking and may_decode and not ends_with_inflight_token(sequence, group.max_num_tokens):
+                    decodes.append((group, sequence))
+        return decodes, behind
 
     def _prefills(
         self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool

@@ -32,16 +32,13 @@ class SequenceGroup:
         self.num_prompt_tokens = first.num_prompt_tokens
         self.sequences = sequences
         self.active: list[Sequence] = []
+        # Sequences that it has or may get: places in a batch that are kept for it.
+        self.num_seats = first.sampling.beam_width if first.sampling.use_beam_search else len(sequences)
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, when it was first admitted
         self.max_num_tokens = 0  # the longest that one of its sequences gets; set when it is queued
         self.beam_search: BeamSearch | None = None
         self._num_ended_tokens = num_ended_tokens
-
-    @property
-    def num_seats(self) -> int:
-        """Sequences that it has or may get: places in a batch that are kept for it."""
-        return self.sampling.beam_width if self.sampling.use_beam_search else len(self.sequences)
 
     @property
     def is_forked(self) -> bool:
@@ -66,12 +63,11 @@ class SequenceGroup:
         return any(sequence.num_inflight_tokens for sequence in self.sequences)
 
     @property
-    def decodes(self) -> list[Sequence]:
-        """Those that lack one token. Beams are compared with each other, so they wait until all of them do."""
-        decodes = [sequence for sequence in self.active if sequence.num_uncomputed_tokens == 1]
-        if self.sampling.use_beam_search and len(decodes) < len(self.sequences):
-            return []
-        return decodes
+    def may_decode(self) -> bool:
+        """Beams are compared with each other, so they wait until all of them lack one token."""
+        if not self.sampling.use_beam_search:
+            return True
+        return self.is_forked and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
 
     def num_fork_blocks(self, block_size: int) -> int:
         """Blocks that the sequences that are not active yet need of their own, or will with their next token."""
@@ -95,6 +91,7 @@ class SequenceGroup:
         """One choice has ended; its blocks are free already."""
         self._num_ended_tokens += sequence.num_output_tokens
         sequence.status = SequenceStatus.FINISHED
+        self.num_seats -= 1
         self.sequences = [other for other in self.sequences if other is not sequence]
         self.active = [other for other in self.active if other is not sequence]
 
