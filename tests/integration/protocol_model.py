@@ -136,8 +136,8 @@ class LossyClient(InferenceClient):
 
 
 class GapBlindStream(ResponseStream):
-    def _take(self, index: int, start: int, token_ids: Any, finish_reason: Any) -> None:
-        super()._take(index, min(start, len(self._choices[index].tokens)), token_ids, finish_reason)
+    def _take(self, index: int, start: int, *rest: Any) -> None:
+        super()._take(index, min(start, len(self._choices[index].tokens)), *rest)
 
 
 class ForgetfulRequestStream(RequestStream):
