@@ -9,6 +9,7 @@ PROGRAMS = {
     "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
     "soak": "bench.soak",  # random traffic on one engine, its books checked after each step
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
+    "delivery-cost": "bench.delivery_cost",  # CPU time of a token between the engine and the client
     "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
     "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it
     "plots": "bench.plots",  # the pictures of docs/benchmarks.md
