@@ -11,7 +11,7 @@ import aiohttp
 from bench.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest
 
-START_SECONDS = 1.5  # until every process is up
+START_SECONDS = 0.5  # until every process is up: they are forked
 SILENCE_SECONDS = 300.0  # that fails a request
 
 
