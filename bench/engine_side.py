@@ -14,22 +14,26 @@ from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 class Run:
     seconds_to_first_tokens: float  # until every sequence has its first one: the prefill
     seconds: float
+    num_tokens_with_all: int  # that came when every sequence had its first one already
     outputs: list[list[int]]
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after each sequence's first, over the time when all decode."""
-        num_tokens = sum(len(output) - 1 for output in self.outputs)
-        return num_tokens / (self.seconds - self.seconds_to_first_tokens)
+        """While all decode and nothing else is computed."""
+        return self.num_tokens_with_all / (self.seconds - self.seconds_to_first_tokens)
 
     @property
     def e2e_tokens_per_second(self) -> float:
         return sum(map(len, self.outputs)) / self.seconds
 
 
-def run_engine(runner: ModelRunner, prompts: list[list[int]], output_tokens: int) -> Run:
-    """Greedy, to exactly `output_tokens` each, all prompts sent at once, 4096 prompt tokens a step."""
-    config = SchedulerConfig(max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len)
+def run_engine(
+    runner: ModelRunner, prompts: list[list[int]], output_tokens: int, scheduling: SchedulerConfig | None = None
+) -> Run:
+    """Greedy, to exactly `output_tokens` each, all prompts sent at once; 4096 tokens a step without `scheduling`."""
+    config = scheduling or SchedulerConfig(
+        max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len
+    )
     engine = Engine(
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
         runner,
@@ -42,6 +46,7 @@ def run_engine(runner: ModelRunner, prompts: list[list[int]], output_tokens: int
     without_tokens = set(outputs)
     started = time.perf_counter()
     first_tokens_at = started
+    num_tokens_with_all = 0
     for request_id, prompt in zip(outputs, prompts, strict=True):
         engine.add_request(GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling))
     while engine.has_work:
@@ -50,7 +55,8 @@ def run_engine(runner: ModelRunner, prompts: list[list[int]], output_tokens: int
             if isinstance(event, TokenEvent):
                 outputs[event.request_id] += event.token_ids
                 without_tokens.discard(event.request_id)
+                num_tokens_with_all += 0 if prefilling else len(event.token_ids)
         if prefilling:
             first_tokens_at = time.perf_counter()
     ended = time.perf_counter()
-    return Run(first_tokens_at - started, ended - started, list(outputs.values()))
+    return Run(first_tokens_at - started, ended - started, num_tokens_with_all, list(outputs.values()))

@@ -1,9 +1,9 @@
 """python -m bench.http_share --model DIR: what share of the engine's speed is left through HTTP, both in one run.
 
 One wave on each side: the same prompts, all sent at once, greedy, to exactly the same number of tokens; through the
-engine in this process, and as streams from a `pagestream serve` of its own. Every repetition loads both anew, because
-two processes of one setting differ, visits every concurrency, and lets the other side begin. Ends with 1 when a request
-failed or the median share of e2e at some concurrency is under --least-share.
+engine in this process, scheduled as a worker schedules by default, and as streams from a `pagestream serve` of its own.
+Every repetition loads both anew, because two processes of one setting differ, visits every concurrency, and lets the
+other side begin. Ends with 1 when a request failed or the median share of e2e is under --least-share somewhere.
 
     e2e      all output tokens over the time from the first request sent to the last token
     decode   tokens after the moment when every stream has its first one, over the time from then on
@@ -27,6 +27,8 @@ from bench.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest, Workload
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.scheduler_config import SchedulerConfig
+from engine_worker.settings import CPU_DEFAULTS
 
 NAME = "share"
 Figures = dict[str, float]
@@ -82,7 +84,7 @@ def _load(options: argparse.Namespace) -> ModelRunner:
         device="cpu",
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         max_num_seqs=max(options.concurrency),
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=CPU_DEFAULTS.max_num_batched_tokens,
         max_model_len=length,
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
@@ -92,7 +94,14 @@ def _load(options: argparse.Namespace) -> ModelRunner:
 
 
 def _through_engine(runner: ModelRunner, requests: list[PlannedRequest]) -> Figures:
-    run = run_engine(runner, [list(map(int, request.prompt)) for request in requests], requests[0].output_tokens)
+    scheduling = SchedulerConfig(
+        max_num_seqs=CPU_DEFAULTS.max_num_seqs,
+        max_num_batched_tokens=CPU_DEFAULTS.max_num_batched_tokens,
+        max_prefill_tokens_with_decodes=CPU_DEFAULTS.max_prefill_tokens_with_decodes,
+        max_model_len=runner.max_model_len,
+    )
+    prompts = [list(map(int, request.prompt)) for request in requests]
+    run = run_engine(runner, prompts, requests[0].output_tokens, scheduling)
     return {
         "e2e_tokens_per_second": run.e2e_tokens_per_second,
         "decode_tokens_per_second": run.decode_tokens_per_second,

@@ -33,7 +33,7 @@ def run_transformers(model: LlamaForCausalLM, prompts: list[list[int]], output_t
     """Static batch; the prefill is timed by a run of its own with one output token."""
     to_first, _ = _generate(model, prompts, 1)
     seconds, outputs = _generate(model, prompts, output_tokens)
-    return Run(min(to_first, seconds), seconds, outputs)
+    return Run(min(to_first, seconds), seconds, sum(len(output) - 1 for output in outputs), outputs)
 
 
 @torch.inference_mode()
