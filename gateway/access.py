@@ -10,6 +10,7 @@ import base64
 import ipaddress
 import logging
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -130,6 +131,12 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _is_of_this_site(headers: Mapping[str, str]) -> bool:
+    """A browser adds a password that it knows to the requests of every site's scripts, and says which site it was."""
+    origin = headers.get("Origin")
+    return origin is None or urllib.parse.urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
+
+
 def _basic_password(encoded: str) -> str:
     try:
         return base64.b64decode(encoded, validate=True).decode("utf-8", "surrogateescape").partition(":")[2]
@@ -144,7 +151,7 @@ def _presented(headers: Mapping[str, str]) -> bytes:
     """
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic":
-        key = _basic_password(key)
+        key = _basic_password(key) if _is_of_this_site(headers) else ""
     elif scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
     return key.strip().encode("utf-8", "surrogateescape")

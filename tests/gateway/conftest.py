@@ -71,11 +71,14 @@ def tiny_model(tiny_model_dir: Path) -> ServedModel:
 class Gateway:
     """A running gateway, its fake engine, and a client of it."""
 
-    def __init__(self, app: web.Application, engine: FakeInferenceClient, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, app: web.Application, engine: FakeInferenceClient, session: aiohttp.ClientSession, port: int
+    ) -> None:
         self.state = app[STATE]
         self.routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
         self.engine = engine
         self.session = session
+        self.port = port
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.state.metrics.registry.get_sample_value(name, labels)
@@ -95,7 +98,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0][:2]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{host}:{port}"))
-            gateway = Gateway(app, engine, session)
+            gateway = Gateway(app, engine, session, port)
             if wait:
                 await gateway.state.model_loaded.wait()
             return gateway

@@ -188,6 +188,23 @@ class TestRoutes:
             assert response.status == 200
         assert [request.tenant for request in gateway.engine.requests] == ["team-a"]
 
+    @pytest.mark.parametrize(
+        ("origin", "status"), [("http://{host}", 200), ("http://other.example", 401), ("null", 401)]
+    )
+    async def test_another_site_cannot_use_a_password_that_the_browser_knows(
+        self, start_gateway: Callable[..., Any], origin: str, status: int
+    ) -> None:
+        gateway: Gateway = await start_gateway(api_key=KEY)
+        gateway.engine.script = says([5])
+        host = f"127.0.0.1:{gateway.port}"
+        headers = basic(f":{KEY}") | {"Origin": origin.format(host=host)}
+        async with gateway.session.post("/v1/completions", json=PROMPT, headers=headers) as response:
+            assert response.status == status
+        async with gateway.session.post(
+            "/v1/completions", json=PROMPT, headers=bearer(KEY) | {"Origin": "http://other.example"}
+        ) as response:
+            assert response.status == 200  # a script that shows the key itself has been given it
+
     async def test_over_its_limit_a_key_waits_and_others_do_not(
         self, start_gateway: Callable[..., Any], tmp_path: Path
     ) -> None:
