@@ -13,7 +13,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.engine_side import Run, run_engine
+from bench.repository import commit
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     runner, load_seconds = _load(options)
     result: dict[str, Any] = {
         "command": " ".join(["python -m bench.engine", *argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": _machine(runner),
         "options": {name: str(value) for name, value in vars(options).items()},
         "load_seconds": load_seconds,
@@ -159,14 +159,6 @@ def _print_table(runs: list[dict[str, Any]], ttft: list[dict[str, Any]], ttft_to
     for side in dict.fromkeys(row["side"] for row in ttft):
         seconds = statistics.median(row["seconds"] for row in ttft if row["side"] == side)
         print(f"{side:14} TTFT of {ttft_tokens} tokens: {seconds:.3f} s")
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # a copy without its repository
 
 
 def _machine(runner: ModelRunner) -> dict[str, Any]:

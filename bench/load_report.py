@@ -2,13 +2,13 @@
 
 import json
 import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.repository import commit
 from bench.statistics import LATENCIES
 
 Samples = dict[str, list[float]]
@@ -19,21 +19,12 @@ def provenance(argv: list[str]) -> dict[str, Any]:
     """What is needed to run it again."""
     return {
         "command": " ".join(["python -m bench", *argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "aiohttp": version("aiohttp"),
         "machine": platform.platform(),
     }
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # installed without its repository
-    return answer.stdout.strip()
 
 
 def table(runs: list[dict[str, Any]]) -> str:

@@ -3,13 +3,13 @@
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.paper import drawings, figures_device, figures_memory, figures_prefix, figures_sharing
+from bench.repository import commit
 
 FIGURES = {
     "2": (figures_memory.figure_2, drawings.figure_2),
@@ -42,17 +42,9 @@ def _header(argv: list[str], name: str) -> dict[str, Any]:
     return {
         "figure": name,
         "command": " ".join(["python -m bench.paper", *argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
     }
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # a copy without its repository
 
 
 def _figures(text: str) -> list[str]:
