@@ -26,7 +26,8 @@ LOCKS = {
     "engine-cpu.txt": ["--extra", "engine"],
     "serve.txt": ["--extra", "gateway", "--extra", "engine", "--extra", "embedded"],
 }
-DEV = ["--extra", "gateway", "--extra", "engine", "--extra", "embedded", "--extra", "bench", "--group", "dev"]
+EVERY_EXTRA = ["gateway", "engine", "embedded", "bench", "tracing"]
+DEV = [*(word for extra in EVERY_EXTRA for word in ("--extra", extra)), "--group", "dev"]
 
 
 def compile_lock(options: list[str], constraints: str = "") -> str:
