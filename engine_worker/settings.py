@@ -82,7 +82,7 @@ class WorkerSettings:
     deterministic: bool = setting(False, help="no bit of a result depends on the batch or its steps (cuda only)")
 
     cudagraph_mode: str = setting(
-        "full_decode_only",
+        "full",
         choices=("none", "full_decode_only", "full"),
         help="steps that run as CUDA graphs: none, those that only decode, or small ones with prompts too",
     )

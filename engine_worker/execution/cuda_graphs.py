@@ -58,9 +58,9 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Ascending. Up to 128 tokens a step costs what its weights cost, so few sizes serve."""
+    """Ascending. 64 tokens cost little more than the weights are read; from there on 32 more cost about 0.6 ms."""
     largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
-    sizes = [16, 32, 64, *range(128, MAX_GRAPH_TOKENS + 1, 64)]
+    sizes = [16, *range(32, MAX_GRAPH_TOKENS + 1, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
 

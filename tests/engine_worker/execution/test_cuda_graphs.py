@@ -33,8 +33,8 @@ def test_sizes_of_many_sequences_and_tokens() -> None:
     sizes = decode_sizes(1024)
     assert (len(sizes), sizes[:5], sizes[-2:]) == (51, [1, 2, 4, 8, 16], [496, 512])
     assert max(after - before for before, after in pairwise(sizes)) == 16
-    assert mixed_sizes(8192) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
-    assert mixed_sizes(100) == [16, 32, 64, 100]
+    assert mixed_sizes(8192) == [16, *range(32, 513, 32)]
+    assert mixed_sizes(100) == [16, 32, 64, 96, 100]
 
 
 def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
@@ -55,7 +55,7 @@ def batch(*num_new_tokens: int, samples: bool = True) -> ScheduledBatch:
         ([1] * 21, None),
         ([2], GraphKey(16, mixed=True)),
         ([1] * 9 + [55], GraphKey(64, mixed=True)),
-        ([1] * 9 + [56], GraphKey(128, mixed=True)),
+        ([1] * 9 + [56], GraphKey(96, mixed=True)),
         ([512], GraphKey(512, mixed=True)),
         ([1, 512], None),
     ],
