@@ -16,6 +16,7 @@ from bench.engine_session import RunLog
 CASES = ((1, 1024), (32, 1024), (256, 1024))
 FIRST_STEP, NUM_STEPS = 20, 16  # of the steps in which the whole batch decodes
 NUM_KERNELS = 24
+FIRST_KERNEL = "_unpack_inputs_kernel"  # of every step on a CUDA device
 PREFILL_TOKENS = 8192
 
 
@@ -45,7 +46,9 @@ class _Recorder:
 
 
 def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
-    """Microseconds. `idle_us_a_step`: no kernel and no copy ran on the device."""
+    """Microseconds. `idle_us_a_step`: no kernel and no copy ran on the device, between the kernels of a graph too;
+    `between_steps_us`: those of them before a step's first kernel, ascending.
+    """
     spans = [
         (event.start_ns() / 1e3, event.duration_ns() / 1e3, event.name())
         for event in profiler.profiler.kineto_results.events()
@@ -57,25 +60,29 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
     for _, duration, name in spans:
         total[name[:110]] += duration
         count[name[:110]] += 1
-    span, busy, gaps = _busy(sorted(spans))
+    span, busy, gaps = busy_and_gaps(sorted(spans))
     return {
         "steps": num_steps,
         "span_us_a_step": round(span / num_steps, 1),
         "busy_us_a_step": round(busy / num_steps, 1),
         "idle_us_a_step": round((span - busy) / num_steps, 1),
-        "longest_gaps_us": [round(gap, 1) for gap in sorted(gaps, reverse=True)[:16]],
+        "longest_gaps_us": [round(gap, 1) for gap, _ in sorted(gaps, reverse=True)[:16]],
+        "between_steps_us": sorted(round(gap, 1) for gap, after in gaps if FIRST_KERNEL in after),
         "kernels": len(spans),
         "top": [[name, count[name], round(total[name], 1)] for name, _ in total.most_common(NUM_KERNELS)],
     }
 
 
-def _busy(spans: list[tuple[float, float, str]]) -> tuple[float, float, list[float]]:
-    """(first start to last end, time with at least one of them running, times with none)."""
+def busy_and_gaps(spans: list[tuple[float, float, str]]) -> tuple[float, float, list[tuple[float, str]]]:
+    """(first start to last end, time with at least one of them running, times with none and what ran after each).
+
+    `spans` are (start, duration, name), ascending.
+    """
     first = end = spans[0][0]
     busy, gaps = 0.0, []
-    for start, duration, _ in spans:
+    for start, duration, name in spans:
         if start > end:
-            gaps.append(start - end)
+            gaps.append((start - end, name))
         if start + duration > end:
             busy += start + duration - max(start, end)
             end = start + duration
