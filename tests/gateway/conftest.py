@@ -1,6 +1,5 @@
-"""A model directory small enough to make in milliseconds, and a gateway that answers on a real port."""
+"""A gateway that answers on a real port, for a model of a few words."""
 
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -11,7 +10,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.keys import STATE
@@ -19,48 +17,14 @@ from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel, load_served_model
 from gateway.settings import GatewaySettings
 from tests.gateway.fake_inference import FakeInferenceClient
+from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 
-END_OF_TEXT, IM_START, IM_END = 0, 1, 2
-MAX_MODEL_LEN = 256
-VOCAB_SIZE = 320  # more than the tokenizer knows, as in models with padded embeddings
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+__all__ = ["CHAT_TEMPLATE", "END_OF_TEXT", "IM_END", "IM_START", "MAX_MODEL_LEN", "VOCAB_SIZE"]  # of the model
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer with a few merges, so that characters outside ASCII take several tokens."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    directory.mkdir()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [
-        AddedToken(text, special=True, normalized=False) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    ]
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the capital of France is Paris, the end of the user and the assistant"], trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    files: dict[str, dict[str, Any]] = {
-        "config.json": {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN},
-        "generation_config.json": {"eos_token_id": IM_END},
-        "tokenizer_config.json": {
-            "chat_template": CHAT_TEMPLATE,
-            "bos_token": "<|im_start|>",
-            "eos_token": {"content": "<|im_end|>"},
-        },
-    }
-    for name, content in files.items():
-        (directory / name).write_text(json.dumps(content))
-    return directory
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
