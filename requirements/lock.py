@@ -5,6 +5,7 @@
     engine-gpu.txt   the same on CUDA: torch from the package index, with the libraries that it names
     serve.txt        `make serve`: gateway, engine on a CPU, embedded store
     dev.txt          serve.txt and what the tests need
+    clients.txt      the clients of tests/clients, from clients.in
 
 Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on
 x86-64 and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of
@@ -57,6 +58,7 @@ def main() -> int:
     others = re.sub(r"^(torch|triton)==.*$", "", pins, flags=re.MULTILINE)  # torch with CUDA names its own triton
     gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
     _write("engine-gpu.txt", compile_lock(gpu, others))
+    _write("clients.txt", compile_lock(["requirements/clients.in"], _pins(FOLDER / "clients.txt")))
     return 0
 
 

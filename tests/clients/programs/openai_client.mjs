@@ -1,0 +1,32 @@
+// The npm package `openai`, as a program: FOLDER-OF-NODE_MODULES URL MODEL -> what it saw, as JSON.
+import { createRequire } from "node:module";
+
+const [folder, url, model] = process.argv.slice(2);
+const OpenAI = createRequire(`${folder}/`)("openai");
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const messages = [{ role: "user", content: "What is the capital of France?" }];
+const asked = { model, messages, temperature: 0, max_completion_tokens: 30 };
+
+const answer = await client.chat.completions.create({ ...asked, logprobs: true, top_logprobs: 2 });
+let streamed = "";
+let usage = null;
+const stream = await client.chat.completions.create({ ...asked, stream: true, stream_options: { include_usage: true } });
+for await (const chunk of stream) {
+  streamed += chunk.choices[0]?.delta.content ?? "";
+  usage = chunk.usage ?? usage;
+}
+const completion = await client.completions.create({ model, prompt: "1 2 3 4", max_tokens: 4, temperature: 0 });
+const models = [];
+for await (const entry of client.models.list()) models.push(entry.id);
+const error = await client.chat.completions.create({ ...asked, temperature: 3 }).catch((raised) => raised);
+
+console.log(JSON.stringify({
+  text: answer.choices[0].message.content,
+  scored: answer.choices[0].logprobs.content.map((entry) => entry.token).join(""),
+  streamed,
+  usage: [answer.usage, usage].map((count) => [count.prompt_tokens, count.completion_tokens]),
+  completion: completion.choices[0].text,
+  models,
+  error: [error.constructor.name, error.status, error.code, error.param],
+  requestId: Boolean(answer._request_id),
+}));

@@ -1,0 +1,45 @@
+"""Real clients against SmolLM2, each in a process of its own: chat, streams, log-probabilities, usage, errors."""
+
+import pytest
+
+from tests.clients.conftest import Served
+from tests.e2e.fleet import MODEL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(180)]
+
+PARIS = "The capital of France is Paris."
+NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS = 37, 8
+
+
+def test_langchain(served: Served) -> None:
+    saw = served.seen_by("langchain_client.py")
+    assert saw["text"] == saw["streamed"] == saw["scored"] == saw["batch"][0] == PARIS
+    assert saw["finish_reason"] == "stop" and saw["num_top"] == 2 and saw["batch"][1]
+    for usage in (saw["usage"], saw["streamed_usage"]):
+        assert (usage["input_tokens"], usage["output_tokens"]) == (NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS)
+    assert saw["completion"].startswith(" 5 6")
+    assert saw["error"] == "model_not_found"
+
+
+def test_litellm(served: Served) -> None:
+    saw = served.seen_by("litellm_client.py")
+    assert saw["texts"] == {"openai": PARIS, "hosted_vllm": PARIS}
+    assert saw["streamed"] == saw["scored"] == PARIS
+    assert saw["usage"] == saw["streamed_usage"]
+    assert saw["usage"] == {"prompt_tokens": NUM_PROMPT_TOKENS, "completion_tokens": NUM_ANSWER_TOKENS}
+    assert saw["completion"].startswith(" 5 6")
+    assert saw["errors"] == ["NotFoundError", "BadRequestError", "ContextWindowExceededError"]
+
+
+def test_llm(served: Served) -> None:
+    saw = served.seen_by("llm_client.py")
+    assert saw["text"] == saw["streamed"] == PARIS
+
+
+def test_openai_of_npm(served: Served) -> None:
+    saw = served.seen_by_npm("openai_client.mjs")
+    assert saw["text"] == saw["streamed"] == saw["scored"] == PARIS
+    assert saw["usage"] == [[NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS]] * 2
+    assert saw["completion"].startswith(" 5 6") and saw["models"] == [MODEL]
+    assert saw["error"] == ["BadRequestError", 400, "invalid_value", "temperature"]
+    assert saw["requestId"]
