@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(settings: GatewaySettings) -> int:
     try:
-        access = Access(settings.api_key, settings.api_keys_file)
+        access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
         check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
     except ApiKeysError as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")

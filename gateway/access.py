@@ -1,8 +1,8 @@
 """Access to the gateway's routes: which key a request shows, and whose account it is charged to.
 
-Without keys everybody may do everything, and the gateway listens on loopback only (see check_address). With keys every
-route but OPEN_ROUTES asks for one, unknown URLs too. The file of keys is read again when it changes; one that cannot
-be read then leaves the keys as they were.
+Without keys everybody may do everything but other sites' pages (browser_guard.py), and the gateway listens on loopback
+only (see check_address). With keys every route but OPEN_ROUTES asks for one, unknown URLs too. The file of keys is read
+again when it changes; one that cannot be read then leaves the keys as they were.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ import base64
 import ipaddress
 import logging
 import time
-import urllib.parse
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
+from gateway.browser_guard import check_host, check_site, is_of_this_site
 from gateway.errors import RateLimited, Unauthenticated
 from gateway.rate_limits import Account
 
@@ -32,9 +32,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Access:
     def __init__(
-        self, api_key: str = "", keys_file: Path | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        api_key: str = "",
+        keys_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        allowed_hosts: Iterable[str] = (),
     ) -> None:
-        """Raises ApiKeysError."""
+        """`allowed_hosts`: further names that requests may call this server by while there are no keys.
+
+        Raises ApiKeysError.
+        """
+        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._fixed = [single_key(api_key)] if api_key else []
         self._keys_file = keys_file
         self._clock = clock
@@ -47,10 +56,16 @@ class Access:
     def needs_key(self) -> bool:
         return bool(self._fixed) or self._keys_file is not None
 
+    def admit(self, method: str, headers: Mapping[str, str]) -> Account:
+        """Whose account a request is charged to. Raises Unauthenticated or Forbidden."""
+        if self.needs_key:  # which no other site's page has
+            return self.account(headers)
+        check_host(headers, self._allowed_hosts)
+        check_site(method, headers)
+        return self._anonymous
+
     def account(self, headers: Mapping[str, str]) -> Account:
-        """Raises Unauthenticated."""
-        if not self.needs_key:
-            return self._anonymous
+        """Of the key that is shown. Raises Unauthenticated."""
         key = self._ring.find(_presented(headers))
         if key is None:
             raise Unauthenticated("A valid API key is needed: Authorization: Bearer KEY.")
@@ -100,7 +115,7 @@ def authenticate(access: Access) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None or resource.canonical not in OPEN_ROUTES:
-            request[ACCOUNT] = access.account(request.headers)
+            request[ACCOUNT] = access.admit(request.method, request.headers)
         return await handler(request)
 
     return middleware
@@ -131,12 +146,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_of_this_site(headers: Mapping[str, str]) -> bool:
-    """A browser adds a password that it knows to the requests of every site's scripts, and says which site it was."""
-    origin = headers.get("Origin")
-    return origin is None or urllib.parse.urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
-
-
 def _basic_password(encoded: str) -> str:
     try:
         return base64.b64decode(encoded, validate=True).decode("utf-8", "surrogateescape").partition(":")[2]
@@ -151,7 +160,7 @@ def _presented(headers: Mapping[str, str]) -> bytes:
     """
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic":
-        key = _basic_password(key) if _is_of_this_site(headers) else ""
+        key = _basic_password(key) if is_of_this_site(headers) else ""  # browsers add it for every site's scripts
     elif scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
     return key.strip().encode("utf-8", "surrogateescape")

@@ -7,6 +7,7 @@
     │   ├── UnsupportedParameter        400     unsupported_parameter
     │   └── ContextLengthExceeded       400     context_length_exceeded
     ├── Unauthenticated                 401     invalid_api_key
+    ├── Forbidden                       403     cross_site_request | host_not_allowed
     ├── ModelNotFound                   404     model_not_found
     ├── UnknownUrl                      404     unknown_url
     ├── MethodNotAllowed                405     method_not_allowed
@@ -79,6 +80,14 @@ class Unauthenticated(GatewayError):
     def headers(self) -> dict[str, str]:
         # A browser that opens the page asks its user for the password of Basic: the key.
         return {"WWW-Authenticate": 'Bearer, Basic realm="pagestream"'}
+
+
+class Forbidden(GatewayError):
+    """Whoever it is, not from there."""
+
+    status = 403
+    error_type = "permission_error"
+    default_code = "cross_site_request"
 
 
 class ModelNotFound(GatewayError):

@@ -24,6 +24,9 @@ class GatewaySettings:
     api_key: str = setting("", secret=True, help="a key that every request must show; better as PAGESTREAM_API_KEY")
     api_keys_file: Path | None = setting(None, parse=Path, help="TOML file of keys and limits; read again on change")
     ui: bool = setting(True, help="the page at /: playground and live map of the KV blocks")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), help="without keys, further names by which requests may call this server, with commas"
+    )
     allow_unauthenticated: bool = setting(False, help="without keys, listen beyond loopback all the same")
 
     max_model_len: int | None = setting(None, parse=parse_count, help="prompt + output at most; default: the model's")

@@ -24,6 +24,7 @@ GATEWAY_FLAGS = frozenset(
         "--ui",
         "--api-key",
         "--api-keys-file",
+        "--allowed-hosts",
         "--allow-unauthenticated",
     }
 )

@@ -10,10 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.inference_client import StoreUnavailable
 from gateway.keys import STATE
+from gateway.openapi import TEXT, Operation
 from gateway.state import GatewayState
 
+OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"
 
 
@@ -81,3 +84,26 @@ def routes() -> list[web.RouteDef]:
         web.get("/metrics", metrics),
         web.get("/version", show_version),
     ]
+
+
+OPERATIONS = (
+    Operation(method="GET", path="/health", summary="Ready or not, by its status alone", other_statuses=(503,)),
+    Operation(method="GET", path="/livez", summary="The process answers", answer=StateBody, is_open=True),
+    Operation(
+        method="GET",
+        path="/ready",
+        summary="Ready or not, and how far the start is",
+        answer=ReadinessBody,
+        other_statuses=(503,),
+    ),
+    Operation(
+        method="GET",
+        path="/readyz",
+        summary="Send traffic here or not",
+        answer=StoreReadinessBody,
+        other_statuses=(503,),
+        is_open=True,
+    ),
+    Operation(method="GET", path="/metrics", summary="Metrics for Prometheus", media=(TEXT, OPENMETRICS)),
+    Operation(method="GET", path="/version", summary="Of this gateway", answer=VersionBody),
+)

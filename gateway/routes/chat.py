@@ -2,9 +2,11 @@
 
 from aiohttp import web
 
+from gateway.answer_shapes import ChatCompletionBody
 from gateway.answering import answer
 from gateway.openai_response import ChatFormat
-from gateway.openai_schema import parse_chat
+from gateway.openai_schema import ChatBody, parse_chat
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, Operation
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -13,3 +15,16 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 def routes() -> list[web.RouteDef]:
     return [web.post("/v1/chat/completions", create_chat_completion)]
+
+
+OPERATIONS = (
+    Operation(
+        method="POST",
+        path="/v1/chat/completions",
+        summary="Answer a chat; with `stream` as events",
+        body=ChatBody,
+        answer=ChatCompletionBody,
+        media=(EVENTS,),
+        errors=INFERENCE_ERRORS,
+    ),
+)

@@ -6,6 +6,7 @@ from aiohttp import web
 from gateway import sse
 from gateway.event_stream import EventStream
 from gateway.keys import STATE
+from gateway.openapi import EVENTS, Operation
 
 _encode = msgspec.json.encode
 
@@ -25,3 +26,13 @@ async def stream_snapshots(request: web.Request) -> web.StreamResponse:
 
 def routes() -> list[web.RouteDef]:
     return [web.get("/debug/kv/stream", stream_snapshots)]
+
+
+OPERATIONS = (
+    Operation(
+        method="GET",
+        path="/debug/kv/stream",
+        summary="The workers' KV memory as it changes, as events",
+        media=(EVENTS,),
+    ),
+)

@@ -4,7 +4,10 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.answer_shapes import ModelBody, ModelListBody
+from gateway.errors import ModelNotFound
 from gateway.keys import STATE
+from gateway.openapi import Operation
 from gateway.state import GatewayState
 
 
@@ -37,3 +40,19 @@ def routes() -> list[web.RouteDef]:
         for prefix in ("/v1", "")
         for path, handler in (("/models", list_models), ("/models/{id:.+}", retrieve_model))
     ]
+
+
+OPERATIONS = tuple(
+    operation
+    for prefix in ("/v1", "")
+    for operation in (
+        Operation(method="GET", path=prefix + "/models", summary="The models served here", answer=ModelListBody),
+        Operation(
+            method="GET",
+            path=prefix + "/models/{id:.+}",
+            summary="One of them",
+            answer=ModelBody,
+            errors=(ModelNotFound,),
+        ),
+    )
+)

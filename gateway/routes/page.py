@@ -8,6 +8,9 @@ from importlib.resources import files
 
 from aiohttp import web
 
+from gateway.errors import UnknownUrl
+from gateway.openapi import Operation
+
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": (
@@ -38,3 +41,15 @@ def _part(contents: dict[str, bytes], name: str) -> web.Response:
     if name not in contents or content_type is None:
         raise web.HTTPNotFound
     return web.Response(body=contents[name], content_type=content_type, charset="utf-8", headers=_HEADERS)
+
+
+OPERATIONS = (
+    Operation(method="GET", path="/", summary="The page", media=("text/html",)),
+    Operation(
+        method="GET",
+        path="/ui/{name}",
+        summary="A part of the page",
+        media=tuple(_TYPES.values()),
+        errors=(UnknownUrl,),
+    ),
+)

@@ -5,11 +5,13 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
+from gateway.answer_shapes import DetokenizedBody, TokenizedBody
 from gateway.answering import encode_prompt
-from gateway.errors import InvalidRequest, MissingParameter
+from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http_body import read_body
 from gateway.keys import STATE
 from gateway.openai_schema import Messages, Prompt, chat_prompt
+from gateway.openapi import Operation
 from gateway.request_body import decode_body
 
 
@@ -77,3 +79,20 @@ def routes() -> list[web.RouteDef]:
         for prefix in ("", "/v1")
         for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize))
     ]
+
+
+OPERATIONS = tuple(
+    Operation(
+        method="POST",
+        path=prefix + path,
+        summary=summary,
+        body=body,
+        answer=answer,
+        errors=(ModelNotFound, Unavailable),
+    )
+    for prefix in ("", "/v1")
+    for path, summary, body, answer in (
+        ("/tokenize", "The token ids of a prompt or of messages", TokenizeBody, TokenizedBody),
+        ("/detokenize", "The text of token ids", DetokenizeBody, DetokenizedBody),
+    )
+)

@@ -1,0 +1,117 @@
+"""The shapes of what the gateway answers, for the API's description alone: answers are written as bytes elsewhere.
+
+Schemathesis holds real answers against these. A field more in an answer is allowed, a missing or other one is not.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None  # the field that is wrong, such as messages[0].role
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """The one shape of every error."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatMessageBody(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+
+
+class ChatChoiceBody(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessageBody
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatCompletionBody(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoiceBody]
+    usage: UsageBody
+
+
+class TextChoiceBody(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class TextCompletionBody(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoiceBody]
+    usage: UsageBody
+
+
+class ModelBody(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None  # null: not loaded yet
+
+
+class ModelListBody(msgspec.Struct, kw_only=True):
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class TokenizedBody(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedBody(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class StateBody(msgspec.Struct, kw_only=True):
+    state: str
+
+
+class ReadinessBody(StateBody, kw_only=True):
+    phase: str
+    progress: float
+    detail: str
+    elapsed_s: float
+    workers: list[dict[str, Any]]
+
+
+class StoreReadinessBody(StateBody, kw_only=True):
+    store_write_seconds: float | None  # null: it took no write
+    ready_workers: int
+
+
+class VersionBody(msgspec.Struct, kw_only=True):
+    version: str

@@ -1,0 +1,159 @@
+"""The description of the HTTP API, OpenAPI 3.1, made from the types that the routes check and answer with. Pure.
+
+Each module of routes has a table `OPERATIONS` beside its `routes()`: one entry a method and path. A test says which
+route has none, and schemathesis holds the answers of a running gateway against what is said here.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from gateway.answer_shapes import ErrorBody
+from gateway.errors import (
+    BodyTooLarge,
+    Forbidden,
+    GatewayError,
+    GenerationFailed,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    RateLimited,
+    RequestTimeout,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedMediaType,
+)
+from shared.version import VERSION
+
+OPENAPI_VERSION = "3.1.0"
+JSON = "application/json"
+TEXT = "text/plain"
+EVENTS = "text/event-stream"
+BODY_ERRORS: tuple[type[GatewayError], ...] = (InvalidRequest, RequestTimeout, BodyTooLarge, UnsupportedMediaType)
+INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (ModelNotFound, RateLimited, GenerationFailed, Unavailable)
+
+_REFERENCE = "#/components/schemas/{name}"
+_PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]+)?\}")  # aiohttp's `{id:.+}` is OpenAPI's `{id}`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """Of the query or a header; those of the path are read out of it."""
+
+    name: str
+    where: str  # query | header
+    description: str
+    kind: Any = str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """`answer`: the type of a JSON answer; `media`: what else can be answered; `errors`: beside those of all."""
+
+    method: str
+    path: str  # as in `routes()`
+    summary: str
+    body: Any = None
+    body_media: str = JSON
+    answer: Any = None
+    media: tuple[str, ...] = ()
+    status: int = 200
+    # The same answer with another status: readiness is told with 503.
+    other_statuses: tuple[int, ...] = ()
+    errors: tuple[type[GatewayError], ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    is_open: bool = False  # answers without a key
+
+    @property
+    def described_path(self) -> str:
+        return _PATH_PARAMETER.sub(r"{\1}", self.path)
+
+
+def describe(operations: Iterable[Operation]) -> dict[str, Any]:
+    """The document of `GET /openapi.json`."""
+    operations = list(operations)
+    kinds = _kinds(operations)
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    schema_of = dict(zip(map(_key, kinds), schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        paths.setdefault(operation.described_path, {})[operation.method.lower()] = _described(operation, schema_of)
+    return {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": "Pagestream", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{"bearer": []}, {"header": []}, {}],  # {}: a gateway without keys asks for none
+    }
+
+
+def _described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {"summary": operation.summary, "responses": _responses(operation, schema_of)}
+    if parameters := _parameters(operation, schema_of):
+        described["parameters"] = parameters
+    if operation.body is not None:
+        content = {operation.body_media: {"schema": schema_of[_key(operation.body)]}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.is_open:
+        described["security"] = []
+    return described
+
+
+def _responses(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {media: {"schema": {"type": "string"}} for media in operation.media}
+    if operation.answer is not None:
+        content[JSON] = {"schema": schema_of[_key(operation.answer)]}
+    responses = {}
+    for status in (operation.status, *operation.other_statuses):
+        responses[str(status)] = {"description": HTTPStatus(status).phrase, **({"content": content} if content else {})}
+    for status in sorted({error.status for error in _errors(operation)} - {int(status) for status in responses}):
+        body = {JSON: {"schema": schema_of[_key(ErrorBody)]}}
+        responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": body}
+    return responses
+
+
+def _errors(operation: Operation) -> Sequence[type[GatewayError]]:
+    of_all: tuple[type[GatewayError], ...] = (InternalError,)
+    if not operation.is_open:
+        of_all += (Forbidden, Unauthenticated)
+    return (*of_all, *(BODY_ERRORS if operation.body is not None else ()), *operation.errors)
+
+
+def _parameters(operation: Operation, schema_of: dict[str, Any]) -> list[dict[str, Any]]:
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _PATH_PARAMETER.findall(operation.path)
+    ]
+    return in_path + [
+        {
+            "name": parameter.name,
+            "in": parameter.where,
+            "description": parameter.description,
+            "schema": schema_of[_key(parameter.kind)],
+        }
+        for parameter in operation.parameters
+    ]
+
+
+def _kinds(operations: Iterable[Operation]) -> list[Any]:
+    """Every type that is spoken of, once: types of the typing module need not be hashable."""
+    kinds = {_key(ErrorBody): ErrorBody}
+    for operation in operations:
+        for kind in (operation.body, operation.answer, *(parameter.kind for parameter in operation.parameters)):
+            if kind is not None:
+                kinds[_key(kind)] = kind
+    return list(kinds.values())
+
+
+def _key(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else repr(kind)

@@ -1,0 +1,20 @@
+"""GET /openapi.json: what every route takes and answers, made once at the start."""
+
+from collections.abc import Iterable
+
+import msgspec
+from aiohttp import web
+
+from gateway.openapi import Operation, describe
+
+OPERATIONS = (Operation(method="GET", path="/openapi.json", summary="This description", answer=dict),)
+
+
+def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
+    """`operations`: those of every other module of routes that is served."""
+    document = msgspec.json.encode(describe([*operations, *OPERATIONS]))
+
+    async def show_description(request: web.Request) -> web.Response:
+        return web.Response(body=document, content_type="application/json")
+
+    return [web.get("/openapi.json", show_description)]

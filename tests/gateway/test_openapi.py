@@ -1,0 +1,99 @@
+"""/openapi.json is whole, is OpenAPI, and is true: schemathesis holds a gateway with a scripted engine against it."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+
+SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+
+
+async def description(gateway: Gateway) -> dict:
+    async with gateway.session.get("/openapi.json") as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def test_every_route_is_described(gateway: Gateway) -> None:
+    """A failure here names the routes that have no entry in the OPERATIONS of their module."""
+    paths = (await description(gateway))["paths"]
+    described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    routes = {(method, path) for method, path in gateway.routes if method != "HEAD"}
+    assert described == routes
+
+
+async def test_every_reference_leads_somewhere(gateway: Gateway) -> None:
+    document = await description(gateway)
+    names = set(document["components"]["schemas"])
+    used = set()
+
+    def look(value: object) -> None:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                used.add(value["$ref"].removeprefix("#/components/schemas/"))
+            for item in value.values():
+                look(item)
+        elif isinstance(value, list):
+            for item in value:
+                look(item)
+
+    look(document)
+    assert used <= names
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+async def test_the_bounds_are_those_of_the_checks(gateway: Gateway) -> None:
+    document = await description(gateway)
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
+    assert fields["messages"]["minItems"] == 1
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    assert set(operation["responses"]) >= {"200", "400", "401", "403", "404", "408", "413", "415", "429", "500", "503"}
+    assert document["paths"]["/livez"]["get"]["security"] == []
+
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+ANSWERED = [
+    ("POST", "/v1/chat/completions", HI),
+    ("POST", "/v1/chat/completions", HI | {"n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("POST", "/v1/completions", {"prompt": "hi", "logprobs": 1, "echo": False}),
+    ("POST", "/v1/tokenize", {"prompt": "hi", "return_token_strs": True}),
+    ("POST", "/detokenize", {"tokens": [5, 6]}),
+    *(("GET", path, None) for path in ("/v1/models", "/models/tiny", "/livez", "/ready", "/readyz", "/version")),
+    ("GET", "/v1/models/gpt", None),
+    ("POST", "/v1/completions", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ANSWERED, ids=lambda value: str(value)[:40])
+async def test_a_usual_answer_is_as_described(gateway: Gateway, method: str, path: str, body: dict | None) -> None:
+    gateway.engine.script = says([5, 6], [7])
+    document = await description(gateway)
+    async with gateway.session.request(method, path, json=body) as response:
+        answer, status = await response.json(), response.status
+    described = next(d for p, d in document["paths"].items() if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", p), path))
+    schema = described[method.lower()]["responses"][str(status)]["content"]["application/json"]["schema"]
+    jsonschema.validate(answer, schema | {"components": document["components"]}, jsonschema.Draft202012Validator)
+
+
+async def test_every_answer_is_as_described_and_none_is_a_fault(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.engine.script = says([5, 6], [7])
+    # /debug/kv/stream has no end; the page's parts are files. The rest: every method, bodies that are right and wrong.
+    command = [
+        SCHEMATHESIS, "run", f"http://127.0.0.1:{gateway.port}/openapi.json", "--phases=examples,coverage,fuzzing",
+        "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+        "negative_data_rejection,unsupported_method",
+        "--exclude-path=/debug/kv/stream", "--max-examples=60", "--seed=1", "--no-color", "--workers=1",
+    ]  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    report, _ = await process.communicate()
+    assert process.returncode == 0, report.decode()[-6000:]
