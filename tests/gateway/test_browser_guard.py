@@ -26,7 +26,7 @@ def test_names_that_no_stranger_can_have(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "a.b", "[::1", "1.2.3.4.5"],
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.io", "a.b", "[::1", "1.2.3.4.5"],
 )  # fmt: skip
 def test_names_that_somebody_may_have_registered(host: str) -> None:
     with pytest.raises(Forbidden, match="--allowed-hosts"):
