@@ -43,7 +43,7 @@ async def answer(
         await encode_prompt(model, limits, prompt, request.prompt_param, request.add_special_tokens)
         for prompt in request.prompts
     ]
-    planned = plan_requests(request, token_ids, limits, account.tenant)
+    planned = plan_requests(request, token_ids, limits, account.tenant, account.priority_class())
     prefixes = _echoes(model.encoder, request, token_ids)
     include_usage = request.stream and (request.include_usage or state.settings.force_include_usage)
     response_format = make_format(planned[0].request.request_id, state.model_name, usage_in_chunks=include_usage)

@@ -12,6 +12,7 @@ from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.openai_schema import CompletionRequest, GenerationFields
 from shared.choice_seeds import SEED_BITS
 from shared.messages import GenerationRequest, SamplingParams
+from shared.redis_keys import PRIORITY_CLASSES
 
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -31,7 +32,11 @@ class PlannedRequest:
 
 
 def plan_requests(
-    request: CompletionRequest, prompts_token_ids: Sequence[list[int]], limits: ModelLimits, tenant: str = ""
+    request: CompletionRequest,
+    prompts_token_ids: Sequence[list[int]],
+    limits: ModelLimits,
+    tenant: str = "",
+    priority_class: str = PRIORITY_CLASSES[0],
 ) -> list[PlannedRequest]:
     """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
     planned = []
@@ -42,6 +47,7 @@ def plan_requests(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens, limits),
+            priority_class=priority_class,
             tenant=tenant,
             cache_salt=request.fields.cache_salt or "",
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api_keys import ApiKey
+from shared.redis_keys import PRIORITY_CLASSES
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Account:
     @property
     def tenant(self) -> str:
         return self.key.name if self.key else ""
+
+    def priority_class(self, asked: str = PRIORITY_CLASSES[0]) -> str:
+        """The class that a request runs in: the one it asks for, or the key's highest if that is lower."""
+        highest = self.key.highest_priority_class if self.key else PRIORITY_CLASSES[0]
+        return max(asked, highest, key=PRIORITY_CLASSES.index)
 
     def begin(self) -> Exceeded | None:
         """Count a request, unless a limit forbids it. Each success is followed by one end()."""

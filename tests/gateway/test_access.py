@@ -12,6 +12,7 @@ from gateway.access import OPEN_ROUTES, Access, check_address
 from gateway.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read_keys, single_key
 from gateway.errors import Unauthenticated
 from gateway.rate_limits import Account, TokenBucket
+from shared.redis_keys import PRIORITY_CLASSES
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 
@@ -112,6 +113,13 @@ class TestLimits:
         assert account.begin() is None
 
 
+    def test_a_class_above_the_keys_own_is_lowered(self) -> None:
+        low = Account(ApiKey(name="a", sha256="0" * 64, highest_priority_class="batch"), lambda: 0.0)
+        high = Account(ApiKey(name="b", sha256="1" * 64), lambda: 0.0)
+        assert [low.priority_class(asked) for asked in PRIORITY_CLASSES] == ["batch", "batch"]
+        assert [high.priority_class(asked) for asked in PRIORITY_CLASSES] == ["interactive", "batch"]
+
+
 class TestReload:
     def test_a_changed_file_counts_at_once_and_a_broken_one_not(self, keys_file: Path) -> None:
         access = Access(keys_file=keys_file)
@@ -204,6 +212,16 @@ class TestRoutes:
             "/v1/completions", json=PROMPT, headers=bearer(KEY) | {"Origin": "http://other.example"}
         ) as response:
             assert response.status == 200  # a script that shows the key itself has been given it
+
+    async def test_a_key_has_its_highest_class(self, start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+        path = tmp_path / "keys.toml"
+        path.write_text(entry("a", KEY) + 'highest_priority_class = "batch"\n' + entry("b", OTHER))
+        gateway: Gateway = await start_gateway(api_keys_file=path)
+        gateway.engine.script = says([5])
+        for key in (KEY, OTHER):
+            async with gateway.session.post("/v1/completions", json=PROMPT, headers=bearer(key)) as response:
+                assert response.status == 200
+        assert [request.priority_class for request in gateway.engine.requests] == ["batch", "interactive"]
 
     async def test_over_its_limit_a_key_waits_and_others_do_not(
         self, start_gateway: Callable[..., Any], tmp_path: Path
