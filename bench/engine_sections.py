@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.engine_session import EngineSession, Load, RunLog, step_figures
+from engine_worker.engine import EngineStats
 from shared.messages import SamplingParams
 
 Rows = Iterator[dict[str, Any]]
@@ -116,17 +117,14 @@ def beam(bench: Bench) -> Rows:
 def pressure(bench: Bench) -> Rows:
     for _ in range(bench.repeats):
         load = [(bench.prompt(prompt), sampling(output)) for prompt, output in bench.lengths]
-        before = bench.session.stats().counters
-        figures = _throughput(load, bench.session.run(load))
-        after = bench.session.stats().counters
+        before = bench.session.stats()
+        log = bench.session.run(load)
         yield {
             "what": "kv_pressure_trace",
-            **figures,
-            "preemptions": {
-                mode: after.preemptions[mode] - before.preemptions.get(mode, 0) for mode in after.preemptions
-            },
-            "recomputed_tokens": after.recomputed_tokens - before.recomputed_tokens,
-            "swapped_out_blocks": after.swapped_out_blocks - before.swapped_out_blocks,
+            **_throughput(load, log),
+            **_preemption_figures(before, bench.session.stats()),
+            "steps": len(log.step_tokens),
+            "mean_sequences_a_step": round(log.num_output_tokens / len(log.step_tokens), 1),
         }
 
 
@@ -140,6 +138,22 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "beam": beam,
     "pressure": pressure,
 }
+
+
+def _preemption_figures(before: EngineStats, after: EngineStats) -> dict[str, Any]:
+    """What became of sequences that lost their place, and how much of what was computed was so for them."""
+    old, new = before.counters, after.counters
+    computed, recomputed = new.computed_tokens - old.computed_tokens, new.recomputed_tokens - old.recomputed_tokens
+    return {
+        "preemptions": {mode: new.preemptions[mode] - old.preemptions[mode] for mode in new.preemptions},
+        "computed_tokens": computed,
+        "recomputed_tokens": recomputed,
+        "recomputed_ratio": round(recomputed / computed, 5),
+        "swapped_out_blocks": after.kv_totals.swapped_out_blocks - before.kv_totals.swapped_out_blocks,
+        "swapped_in_blocks": after.kv_totals.swapped_in_blocks - before.kv_totals.swapped_in_blocks,
+        "offloaded_blocks": after.kv_totals.offloaded_blocks - before.kv_totals.offloaded_blocks,
+        "fetched_blocks": after.kv_totals.fetched_blocks - before.kv_totals.fetched_blocks,
+    }
 
 
 def _throughput(load: Load, log: RunLog) -> dict[str, Any]:

@@ -58,6 +58,11 @@ class KVCacheManager:
         return self._pool.num_available_blocks
 
     @property
+    def may_swap(self) -> bool:
+        """Whether a preempted sequence may keep its KV in host memory."""
+        return self._preemption.may_swap
+
+    @property
     def device_pool(self) -> BlockPool:
         """To look at; only the manager changes it."""
         return self._pool

@@ -1,8 +1,9 @@
 """How a sequence that must yield its blocks gets its KV back: from host memory, or by computing it again.
 
 By setting, or by what costs fewer seconds with the speeds that were measured when the worker started (transfer_costs).
-Swapping overlaps with the steps and computing does not, so counting its whole time is in favour of computing. A group
-of sequences is swapped as a whole or not at all. Moves nothing.
+Swapping overlaps with the steps and computing does not, so counting its whole time is in favour of computing. That a
+swapped sequence misses the step that fetches it is not counted: it costs nobody else anything, where computing again
+lengthens the step of all. A group of sequences is swapped as a whole or not at all. Moves nothing.
 """
 
 from collections.abc import Collection
@@ -37,6 +38,11 @@ class PreemptionChoice:
         self._pool = pool
         self._block_size = block_size
 
+    @property
+    def may_swap(self) -> bool:
+        """Whether sequences are swapped at all; each one by what it costs."""
+        return self._config is not None and self._config.preemption_mode is not PreemptionMode.RECOMPUTE
+
     def choose(self, sequences: Collection[Sequence]) -> tuple[PreemptionMode, str]:
         """SWAP or RECOMPUTE for all of `sequences` together, and why."""
         if self._host is None or self._config is None:
@@ -54,7 +60,7 @@ class PreemptionChoice:
 
     def _swap_seconds(self, host: HostTier, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         num_blocks = len({block_id for sequence in sequences for block_id in sequence.block_table})
-        return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.load_seconds(num_blocks)
+        return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
 
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         """Of the tokens that no other sequence keeps on the device."""

@@ -328,8 +328,12 @@ class Scheduler:
         return True
 
     def _headroom_blocks(self, num_seats: int) -> int:
-        """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps."""
-        return self._num_taken_seats() + num_seats if self._running else 0
+        """Blocks an admission leaves free: one for each sequence, so that none is preempted for block_size steps.
+
+        Half as many where a preempted one is swapped, which costs the others next to nothing (ADR 0048).
+        """
+        num_blocks = self._num_taken_seats() + num_seats if self._running else 0
+        return -(-num_blocks // 2) if self._kv_cache.may_swap else num_blocks
 
     def _preempt(self, group: SequenceGroup) -> None:
         del self._running[group.request_id]

@@ -18,8 +18,13 @@ class TransferCosts:
     def store_seconds(self, num_blocks: int) -> float:
         return num_blocks * self.block_bytes / self.device_to_host_bytes_per_second
 
+    def link_seconds(self, num_blocks: int) -> float:
+        """From the host, of the transfer alone."""
+        return num_blocks * self.block_bytes / self.host_to_device_bytes_per_second
+
     def load_seconds(self, num_blocks: int) -> float:
-        return self.fetch_seconds + num_blocks * self.block_bytes / self.host_to_device_bytes_per_second
+        """From the host, until it can be used: what a sequence waits."""
+        return self.fetch_seconds + self.link_seconds(num_blocks)
 
     def compute_seconds(self, num_tokens: int) -> float:
         return num_tokens / self.prefill_tokens_per_second

@@ -31,4 +31,7 @@ def test_pressure_counts_what_its_own_run_preempted() -> None:
     # 12 blocks of 4 tokens for two sequences of 28: one has to give way.
     first, second = pressure(bench([(8, 20), (8, 20)], num_blocks=13))
     assert first["output_tokens"] == second["output_tokens"] == 40
-    assert sum(first["preemptions"].values()) == sum(second["preemptions"].values()) > 0
+    assert first["preemptions"] == second["preemptions"] == {"recompute": 1, "swap": 0}
+    assert first["computed_tokens"] == 2 * (8 + 20 - 1) + first["recomputed_tokens"]
+    assert first["recomputed_ratio"] == round(first["recomputed_tokens"] / first["computed_tokens"], 5) > 0
+    assert first["mean_sequences_a_step"] == round(40 / first["steps"], 1)

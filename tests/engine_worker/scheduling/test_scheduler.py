@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from shared.messages import FinishReason
@@ -264,6 +265,18 @@ def test_open_seats() -> None:
     add(scheduler, "b", 1)
     step(scheduler)
     assert scheduler.num_open_seats == 0
+
+
+@pytest.mark.parametrize(("mode", "num_running"), [(None, 2), (PreemptionMode.RECOMPUTE, 2), (PreemptionMode.SWAP, 3)])
+def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_are_swapped(
+    mode: PreemptionMode | None, num_running: int
+) -> None:
+    host_tier = None if mode is None else HostTierConfig(num_blocks=9, preemption_mode=mode)
+    scheduler = make_scheduler(num_blocks=12, block_size=4, host_tier=host_tier)
+    for name in "abc":
+        add(scheduler, name, 11)  # 3 blocks; 11 in all, so 2 would be left for 3 sequences
+    step(scheduler)
+    assert scheduler.num_running == num_running
 
 
 @pytest.mark.parametrize(
