@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pagestream.child_process import ChildCommand
+from pagestream.gpus import environ_of_worker, visible_gpus
 from pagestream.model_source import ModelSource
 from pagestream.serve_settings import PassedFlags, ServeSettings
 
@@ -45,10 +46,11 @@ class ChildCommands:
         if self._settings.workers > 1 and not self._flags.worker_has("--num-threads"):
             share = len(os.sched_getaffinity(0)) // self._settings.workers if hasattr(os, "sched_getaffinity") else 1
             argv += ["--num-threads", str(max(1, share))]
-        return _python(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker])
+        environ = environ_of_worker(number, os.environ, visible_gpus(os.environ))
+        return _python(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker], environ)
 
 
-def _python(name: str, module: str, arguments: Sequence[str]) -> ChildCommand:
+def _python(name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> ChildCommand:
     # -P: a folder called `gateway` or `shared` in the user's current directory must not stand in for ours.
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return ChildCommand(name=name, argv=[sys.executable, "-P", "-m", module, *arguments], environ=environ)
+    argv = [sys.executable, "-P", "-m", module, *arguments]
+    return ChildCommand(name=name, argv=argv, environ={**(environ or os.environ), "PYTHONUNBUFFERED": "1"})

@@ -38,7 +38,7 @@ class ServeSettings:
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
     gateways: int = setting(1, help="gateway processes that share the port: about one for 20,000 tokens/s")
-    workers: int = setting(1, help="engine workers to run")
+    workers: int = setting(1, help="engine workers to run; of several GPUs each takes one")
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
     max_model_len: int | None = setting(
