@@ -24,7 +24,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.block_hashes import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder, StepStats
 from engine_worker.scheduling.stop_conditions import finish_reason
@@ -35,6 +35,7 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     StoredChoice,
     StreamEvent,
     TokenEvent,
@@ -150,7 +151,10 @@ class Engine:
         self._recorder.record_end(FinishReason.CANCELLED)
 
     def step(self) -> list[StreamEvent]:
-        """At most one TokenEvent a request, then its end if it ended. Does nothing unless has_work."""
+        """At most one TokenEvent a choice, then its request's end if it ended; what scores a prompt comes before.
+
+        Does nothing unless has_work.
+        """
         ended, self._in_flight = self._in_flight, None
         ahead = self._async_scheduling and not self._scheduler.needs_last_tokens
         if ahead or ended is None:
@@ -160,7 +164,7 @@ class Engine:
         if ended is None:
             self._recorder.record_no_step()
             return self._emit([])
-        return self._emit(self._end_step(ended))
+        return self._end_step(ended)
 
     def _begin_step(self) -> _StepInFlight | None:
         """None if there is nothing to compute: nobody fits, or all have their last token in flight."""
@@ -169,14 +173,15 @@ class Engine:
         schedule_seconds = self._clock() - started
         return _StepInFlight(batch, self._executor.submit(batch), schedule_seconds) if not batch.is_empty else None
 
-    def _end_step(self, step: _StepInFlight) -> list[SequenceUpdate]:
+    def _end_step(self, step: _StepInFlight) -> list[StreamEvent]:
         result = step.handle.collect()
         collected = self._clock()
+        scores = _prompt_events(result)  # before the first token joins the output
         updates = self._scheduler.apply(step.batch, result)
         apply_seconds = self._clock() - collected
         phase_seconds = {"schedule": step.schedule_seconds, **result.phase_seconds, "apply": apply_seconds}
         self._recorder.record_step(step.batch, sum(len(update.new_token_ids) for update in updates), phase_seconds)
-        return updates
+        return [*scores, *self._emit(updates)]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -232,6 +237,7 @@ class Engine:
             stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
             output_token_ids=choice.token_ids,
             choice=number,
+            num_scored_tokens=max(choice.prompt_logprobs, default=-1) + 1,
             cache_root=cache_root(request.tenant, request.cache_salt),
         )
 
@@ -245,6 +251,20 @@ class Engine:
                 self._request_ids.remove(event.request_id)
                 self._recorder.record_end(event.reason if isinstance(event, FinishEvent) else ERROR)
         return events
+
+
+def _prompt_events(result: StepResult) -> list[StreamEvent]:
+    """Each token once, as long as its sequence lives: one that came back may have been computed twice."""
+    events: list[StreamEvent] = []
+    for sequence, scores in result.prompt_logprobs:
+        num_known = max(0, sequence.num_scored_tokens - scores.start)
+        if sequence.status is SequenceStatus.FINISHED or num_known >= len(scores.tokens):
+            continue
+        new = PromptLogprobs(scores.start + num_known, scores.tokens[num_known:])
+        sequence.num_scored_tokens = new.start + len(new.tokens)
+        index, choice = sequence.num_output_tokens, sequence.choice
+        events.append(TokenEvent(sequence.request_id, index, [], choice, prompt_logprobs=new))
+    return events
 
 
 def _events(update: SequenceUpdate) -> list[StreamEvent]:

@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     # None = off; else the chosen token's log-probability is reported, and those of so many likeliest tokens.
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # The same for every token of the prompt but the first, given those before it.
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -119,11 +121,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of the prompt's tokens [start, start + len(tokens)), each given those before it; its first token has none."""
+
+    start: Index
+    tokens: list[TokenLogprobs]
+
+
 class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
     """Tokens [index, index + len(token_ids)) of one choice; `index` lets the gateway see gaps and repeats.
 
     `finish_reason` is the end of a choice of several: nothing of it follows. A request of one choice ends with its
-    FinishEvent alone. An event without tokens or reason only says that the search goes on.
+    FinishEvent alone. An event without tokens or reason only says that the search goes on, or scores a part of the
+    prompt: all of those come before the first token, and perhaps once more after a takeover.
     """
 
     request_id: str
@@ -132,6 +142,7 @@ class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
     choice: Index = 0
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
@@ -156,6 +167,7 @@ class JournalExtras(msgspec.Struct, frozen=True, omit_defaults=True):
     """What some requests have beside tokens; readers pass over fields that they do not know."""
 
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class JournalFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +186,7 @@ class StoredChoice(msgspec.Struct):
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None  # only of a choice of several
     logprobs: dict[int, TokenLogprobs] = {}  # by index, where the request asks for them
+    prompt_logprobs: dict[int, TokenLogprobs] = {}  # by index in the prompt; with the choice that its frames name
 
 
 class _TerminalEnvelope(msgspec.Struct, frozen=True, array_like=True):
@@ -273,8 +286,14 @@ def journal_choices(data: bytes, num_choices: int) -> list[StoredChoice]:
             raise FormatError(f"journal: a frame at index {frame.index}, expected {len(choice.token_ids)}")
         choice.token_ids += frame.token_ids
         choice.logprobs |= _logprobs_by_index(frame)
+        choice.prompt_logprobs |= scores_by_index(frame.extras.prompt_logprobs if frame.extras else None)
         choice.finish_reason = frame.finish_reason or choice.finish_reason
     return choices
+
+
+def scores_by_index(scores: PromptLogprobs | None) -> dict[int, TokenLogprobs]:
+    """By index in the prompt."""
+    return dict(enumerate(scores.tokens, scores.start)) if scores else {}
 
 
 def _logprobs_by_index(frame: JournalFrame) -> dict[int, TokenLogprobs]:

@@ -5,7 +5,7 @@ table*. So an output equals expected_output() only if every token was computed, 
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +29,7 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     SamplingParams,
     StreamEvent,
     TokenEvent,
@@ -143,6 +144,7 @@ class FakeModelRunner:
             self._cache[block_id] = list(slots)
         phase_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
         result = StepResult(sampled, failures, phase_seconds, logprobs=_logprobs(batch, sampled))
+        result.prompt_logprobs.extend(_prompt_logprobs(batch))
         beams: dict[str, list[ScheduledSequence]] = {}
         for scheduled in batch.sequences:
             if scheduled.samples and scheduled.sequence.sampling.use_beam_search:
@@ -195,6 +197,14 @@ def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[To
         fake_logprobs(token_id) if asks and token_id is not None else None
         for asks, token_id in zip(asking, sampled, strict=True)
     ]
+
+
+def _prompt_logprobs(batch: ScheduledBatch) -> Iterator[tuple[Sequence, PromptLogprobs]]:
+    for scheduled in batch.sequences:
+        sequence, tokens = scheduled.sequence, scheduled.scored_tokens
+        if tokens:
+            scores = [fake_logprobs(sequence.prompt_token_ids[index]) for index in tokens]
+            yield sequence, PromptLogprobs(tokens.start, scores)
 
 
 def fake_logprobs(token_id: int) -> TokenLogprobs:

@@ -24,6 +24,9 @@ class StepInputs(Protocol):
     def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
         """`size`: pad to as many rows and tokens."""
 
+    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
+        """Those with tokens, in the order in which their tokens stand in the network's input."""
+
     def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
         """`token_ids[i]` is the token in flight of `sequences[i]` when the next step begins."""
 
@@ -39,6 +42,9 @@ class HostInputs:
         assert size is None, "nothing is padded here"
         return build_model_input(batch, self._block_size, torch.device("cpu"), self._inflight_token_ids)
 
+    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
+        return _in_row_order(batch)
+
     def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
         self._inflight_token_ids = dict(zip(sequences, token_ids.tolist(), strict=True))
 
@@ -47,7 +53,7 @@ def build_model_input(
     batch: ScheduledBatch, block_size: int, device: torch.device, inflight_token_ids: Mapping[Sequence, int] = _NONE
 ) -> ModelInput:
     """`inflight_token_ids`: what the step before sampled, for sequences that do not know it yet."""
-    ordered = sorted((scheduled for scheduled in batch.sequences if scheduled.num_new_tokens), key=_row_order)
+    ordered = _in_row_order(batch)
     query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
     ends = np.array([scheduled.end for scheduled in ordered], dtype=np.int64)
     query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
@@ -83,6 +89,10 @@ def build_model_input(
         max_query_len=int(query_lens.max()),
         max_seq_len=int(ends.max()),
     )
+
+
+def _in_row_order(batch: ScheduledBatch) -> list[ScheduledSequence]:
+    return sorted((scheduled for scheduled in batch.sequences if scheduled.num_new_tokens), key=_row_order)
 
 
 def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:

@@ -16,6 +16,7 @@ from engine_worker.execution.beam_candidates import DeviceCandidates, launch_bea
 from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraphs
 from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
+from engine_worker.execution.prompt_scores import PromptScores
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
@@ -29,6 +30,7 @@ class SubmittedStep:
     batch: ScheduledBatch
     tokens: SampledTokens | None  # None: it samples nothing
     beams: DeviceCandidates | None
+    scores: PromptScores | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
     kv_cache: KVCache
     phase_seconds: dict[str, float]
@@ -47,6 +49,7 @@ class SubmittedStep:
             logprobs=[next(logprobs) if scheduled.samples else None for scheduled in sequences]
             if samples.logprobs
             else [],
+            prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
             phase_seconds=self.phase_seconds
             | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
@@ -103,13 +106,14 @@ class ModelRunner:
         self._kv_cache.apply_transfers(batch)
         if not batch.sequences:  # all that could run waits for blocks from the host
             return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
-        graph = self._graphs.key_for(batch) if self._graphs is not None else None
+        scores = self._prompt_scores(batch)
+        graph = self._graphs.key_for(batch) if self._graphs is not None and scores is None else None
         model_input = self._inputs.fill(batch, graph.size if graph else None)
         prepared = time.perf_counter()
         if self._graphs is not None and graph is not None:
             logits = self._graphs.replay(graph)[: len(model_input.logits_indices)]
         else:
-            logits = self._model.forward(model_input, self._device)
+            logits = self._model.forward(model_input, self._device, scores.launch if scores is not None else None)
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose arrival on the host says that these are there
         tokens = self._launch_sampling(batch, logits)
@@ -119,7 +123,12 @@ class ModelRunner:
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        return SubmittedStep(batch, tokens, beams, ended, self._kv_cache, phase_seconds)
+        return SubmittedStep(batch, tokens, beams, scores, ended, self._kv_cache, phase_seconds)
+
+    def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
+        if not any(scheduled.scored_tokens for scheduled in batch.sequences):
+            return None
+        return PromptScores(self._inputs.rows_of(batch), self._sampler.device)
 
     def _launch_sampling(self, batch: ScheduledBatch, logits: Tensor) -> SampledTokens | None:
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]

@@ -67,6 +67,10 @@ class PersistentInputs:
             max_seq_len=max(scheduled.end for scheduled in sequences),
         )
 
+    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
+        """Those with tokens, in the order in which their tokens stand in the network's input."""
+        return [scheduled for scheduled in batch.sequences if scheduled.num_new_tokens]
+
     def views(
         self, *, num_rows: int, num_tokens: int, num_logits: int, max_query_len: int, max_seq_len: int
     ) -> ModelInput:

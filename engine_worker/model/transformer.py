@@ -6,7 +6,8 @@ Reads as the network; what differs between devices is in CpuStep and CudaStep, c
 state but its weights: the KV pool is an argument.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from engine_worker.model.config import ModelConfig
 from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.weights import WeightSource
+
+LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's tokens -> [M, vocab_size]
 
 
 class DeviceStep(Protocol):
@@ -97,13 +100,23 @@ class Transformer:
         return CpuDevice(self.config, self.rotary, kv_pool)
 
     @torch.inference_mode()
-    def forward(self, model_input: ModelInput, device: Device) -> Tensor:
-        """Logits [N, vocab_size] of `model_input.logits_indices`; the KV of all tokens is in the pool afterwards."""
+    def forward(
+        self, model_input: ModelInput, device: Device, look: Callable[[LogitsOf], None] | None = None
+    ) -> Tensor:
+        """Logits [N, vocab_size] of `model_input.logits_indices`; the KV of all tokens is in the pool afterwards.
+
+        `look` may ask for the logits of other rows, part by part: those of a long prompt would fill the device.
+        """
         step = device.begin_step(model_input)
         residual = F.embedding(model_input.token_ids, self._embedding)
         hidden = torch.zeros_like(residual)
         for layer in self._layers:
             hidden, residual = layer(step, hidden, residual)
-        wanted = model_input.logits_indices
-        normed, _ = step.add_rms_norm(hidden[wanted], residual[wanted], self._norm)
-        return step.linear(normed, self._head)
+
+        def logits_of(rows: Tensor) -> Tensor:
+            normed, _ = step.add_rms_norm(hidden[rows], residual[rows], self._norm)
+            return step.linear(normed, self._head)
+
+        if look is not None:
+            look(logits_of)
+        return logits_of(model_input.logits_indices)

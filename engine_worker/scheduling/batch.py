@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from shared.messages import TokenLogprobs
+from shared.messages import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +34,14 @@ class ScheduledSequence:
     def output_index(self) -> int:
         """Index of the token that this step samples: its randomness depends on (seed, index) alone."""
         return self.end - len(self.sequence.prompt_token_ids)
+
+    @property
+    def scored_tokens(self) -> range:
+        """Indices of the prompt's tokens whose log-probabilities this step gives: each follows a computed position."""
+        sequence = self.sequence
+        if sequence.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start + 1, sequence.num_scored_tokens), min(self.end + 1, sequence.num_prompt_tokens))
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +104,7 @@ class StepResult:
     transfer_times: list[TransferTime] = field(default_factory=list)  # of this batch or earlier ones, when they end
     # By request id, best first: sequence.num_beam_candidates of them for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

@@ -83,6 +83,8 @@ def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterato
         yield f"beam_width is {sampling.beam_width}; the model has only {limits.vocab_size} tokens to choose from"
     if not sampling.is_greedy:
         yield f"temperature is {sampling.temperature}; a beam search does not sample"
+    if sampling.prompt_logprobs is not None:
+        yield "prompt_logprobs: a beam search does not report them"
     if not isfinite(sampling.length_penalty):
         yield f"length_penalty is {sampling.length_penalty}; it must be finite"
 

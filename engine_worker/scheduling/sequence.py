@@ -49,6 +49,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed once
     num_published_blocks: int = 0  # leading blocks that the cache has been told of
     num_cached_tokens: int = 0  # of the prompt: found in the cache when it was first admitted
+    num_scored_tokens: int = 0  # of the prompt: their log-probabilities are out, if the request asks for them
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,7 +91,10 @@ class Sequence:
         A beam that was preempted leaves one more: it computes up to its last token first, and samples with the others.
         """
         is_beam = self.sampling.use_beam_search and len(self.output_token_ids) > 0
-        return self.num_known_tokens - (2 if is_beam else 1)
+        reusable = self.num_known_tokens - (2 if is_beam else 1)
+        if self.sampling.prompt_logprobs is None:
+            return reusable
+        return min(reusable, max(0, self.num_scored_tokens - 1))  # a token is scored by computing the one before it
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -134,5 +134,5 @@ class TokenPublisher:
 
 
 def _frame(event: TokenEvent) -> bytes:
-    extras = None if event.logprobs is None else JournalExtras(event.logprobs)
+    extras = JournalExtras(event.logprobs, event.prompt_logprobs) if event.logprobs or event.prompt_logprobs else None
     return encode(JournalFrame(event.index, event.token_ids, extras, event.choice, event.finish_reason))

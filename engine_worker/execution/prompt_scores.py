@@ -1,0 +1,77 @@
+"""Log-probabilities of prompt tokens, each given the tokens before it, for the requests of a step that ask for them.
+
+The logits of a prompt would be its length times the vocabulary (8,192 x 128,256 floats are 4 GB), so they are computed
+and reduced ROWS_AT_ONCE at a time. Knows nothing of prompts in chunks: a step scores what it computes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
+from engine_worker.execution.sampling_inputs import LogprobRows, to_device
+from engine_worker.model.transformer import LogitsOf
+from engine_worker.scheduling.batch import ScheduledSequence
+from engine_worker.scheduling.sequence import Sequence
+from shared.messages import PromptLogprobs, TokenLogprobs
+
+ROWS_AT_ONCE = 64  # fewer than a step samples at most, whose logits are part of the measured peak
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The scores of one sequence in one step: prompt tokens `tokens`, computed in rows from `first_row` on."""
+
+    sequence: Sequence
+    tokens: range
+    first_row: int
+
+
+class PromptScores:
+    """Of one step: launched within its forward pass, collected after it."""
+
+    def __init__(self, rows: list[ScheduledSequence], device: torch.device) -> None:
+        """`rows`: in the order of the network's input."""
+        self._device = device
+        self._parts = list(_parts(rows))
+        self._launched: list[DeviceLogprobs] = []
+
+    def launch(self, logits_of: LogitsOf) -> None:
+        """Enqueues all of it, copies to the host included."""
+        for part in self._parts:
+            num_top = part.sequence.sampling.prompt_logprobs or 0
+            for start in range(0, len(part.tokens), ROWS_AT_ONCE):
+                tokens = part.tokens[start : start + ROWS_AT_ONCE]
+                self._launched.append(self._launch(logits_of, part.sequence, tokens, part.first_row + start, num_top))
+
+    def collect(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        """To be called when the device has done the step."""
+        scores = iter(chain.from_iterable(_tokens(launched) for launched in self._launched))
+        return [
+            (part.sequence, PromptLogprobs(part.tokens.start, [next(scores) for _ in part.tokens]))
+            for part in self._parts
+        ]
+
+    def _launch(
+        self, logits_of: LogitsOf, sequence: Sequence, tokens: range, first_row: int, num_top: int
+    ) -> DeviceLogprobs:
+        logits = logits_of(torch.arange(first_row, first_row + len(tokens), device=self._device))
+        targets = to_device(np.array(sequence.prompt_token_ids[tokens.start : tokens.stop]), self._device)
+        places = torch.arange(len(tokens), device=self._device)
+        return launch_logprobs(logits, targets, LogprobRows(places, [num_top] * len(tokens))).to_host()
+
+
+def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:
+    row = 0
+    for scheduled in rows:
+        if tokens := scheduled.scored_tokens:
+            yield _Part(scheduled.sequence, tokens, row + tokens.start - 1 - scheduled.start)
+        row += scheduled.num_new_tokens
+
+
+def _tokens(launched: DeviceLogprobs) -> list[TokenLogprobs]:
+    answers = launched.per_row(len(launched.asked.num_top))
+    return [answer for answer in answers if answer is not None]

@@ -1,0 +1,72 @@
+"""Scores of prompts are those of transformers, in chunks, in batches of mixed requests, and in parts of any size."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution import prompt_scores
+from engine_worker.execution.model_runner import ModelRunner
+from shared.messages import GenerationRequest, TokenEvent, TokenLogprobs, scores_by_index
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import Reference, make_engine, make_runner, write_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def runner(model_dir: Path) -> ModelRunner:
+    return make_runner(model_dir, num_blocks=64, block_size=8)
+
+
+def scores(runner: ModelRunner, requests: list[GenerationRequest]) -> dict[str, dict[int, TokenLogprobs]]:
+    engine = make_engine(runner, max_num_seqs=4, max_num_batched_tokens=24)
+    for request in requests:
+        engine.add_request(request)
+    found: dict[str, dict[int, TokenLogprobs]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                found.setdefault(event.request_id, {}).update(scores_by_index(event.prompt_logprobs))
+    return found
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 64])
+def test_they_are_those_of_transformers(
+    runner: ModelRunner, model_dir: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
+    monkeypatch.setattr(prompt_scores, "ROWS_AT_ONCE", rows_at_once)
+    requests = [
+        make_request(61, "long", max_tokens=2, prompt_logprobs=3),
+        make_request(7, "plain", max_tokens=12),
+        make_request(19, "short", max_tokens=2, prompt_logprobs=0),
+    ]
+    found = scores(runner, requests)
+    assert found["plain"] == {}
+    reference = Reference(model_dir)
+    for request, num_top in ((requests[0], 3), (requests[2], 0)):
+        prompt = request.prompt_token_ids
+        exact = reference.logits(prompt, len(prompt)).log_softmax(-1)[:-1]
+        told = [found[request.request_id][index] for index in range(1, len(prompt))]
+        chosen = exact.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+        # fp32 on both sides, in another order of sums: logits of +-10 differ by 1e-4.
+        assert [score.logprob for score in told] == pytest.approx(chosen.tolist(), abs=1e-3)
+        top = exact.topk(num_top)
+        assert [score.top_token_ids for score in told] == top.indices.tolist()
+        flat = [logprob for score in told for logprob in score.top_logprobs]
+        assert flat == pytest.approx(top.values.flatten().tolist(), abs=1e-3)
+
+
+def test_the_answer_is_the_same_with_scores_and_without(runner: ModelRunner) -> None:
+    prompt = make_request(30).prompt_token_ids
+
+    def answer(**sampling: int) -> list[int]:
+        engine = make_engine(runner, max_num_seqs=4, max_num_batched_tokens=24)
+        engine.add_request(make_request(prompt, "a", max_tokens=8, ignore_eos=True, **sampling))
+        events = [event for _ in range(20) for event in engine.step()]
+        return [token for event in events if isinstance(event, TokenEvent) for token in event.token_ids]
+
+    assert answer() == answer(prompt_logprobs=2)
