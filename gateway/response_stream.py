@@ -17,12 +17,14 @@ from shared.messages import (
     GenerationRequest,
     JournalExtras,
     JournalFrame,
+    PromptLogprobs,
     StoredChoice,
     StreamEvent,
     TerminalEvent,
     TokenEvent,
     TokenLogprobs,
     Usage,
+    scores_by_index,
 )
 
 
@@ -71,6 +73,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.last_heard = 0.0  # monotonic seconds; kept by the client
         self.num_repeated_tokens = 0
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by index in the prompt; complete before the first token
         self._choices = [_ChoiceTokens(index) for index in range(request.sampling.n)]
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
@@ -84,7 +87,10 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     @property
     def frames(self) -> list[JournalFrame]:
         """All there is so far, as a journal has it."""
-        return [choice.frame() for choice in self._choices if choice.tokens or choice.finish_reason]
+        frames = [choice.frame() for choice in self._choices if choice.tokens or choice.finish_reason]
+        if scores := _scores_from_the_start(self.prompt_logprobs):
+            frames.insert(0, JournalFrame(0, [], JournalExtras(prompt_logprobs=scores)))
+        return frames
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +105,10 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self.has_ended:
             return
         if isinstance(event, TokenEvent):
+            self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
+            if event.token_ids and not self._has_all_scores:
+                self.is_behind = True
+                return
             logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else {}
             self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
         elif self._is_complete(event):
@@ -112,6 +122,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             return
         self.is_behind = False
         for index, choice in enumerate(choices):
+            self.prompt_logprobs |= choice.prompt_logprobs
             self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
         if terminal is not None:
             self.end(terminal)
@@ -159,7 +170,21 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         """An error does not tell how many tokens came before it, so the journal is asked."""
         if self.is_behind or isinstance(terminal, ErrorEvent):
             return False
-        return terminal.usage.completion_tokens == self.num_tokens
+        return self._has_all_scores and terminal.usage.completion_tokens == self.num_tokens
+
+    @property
+    def _has_all_scores(self) -> bool:
+        if self.request.sampling.prompt_logprobs is None:
+            return True
+        return len(self.prompt_logprobs) >= len(self.request.prompt_token_ids) - 1
+
+
+def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogprobs | None:
+    """As far as they leave out none."""
+    tokens = []
+    while (index := len(tokens) + 1) in by_index:
+        tokens.append(by_index[index])
+    return PromptLogprobs(1, tokens) if tokens else None
 
 
 def cancelled_event(stream: ResponseStream) -> FinishEvent:

@@ -15,6 +15,7 @@ from shared.messages import (
     GenerationRequest,
     JournalExtras,
     JournalFrame,
+    PromptLogprobs,
     SamplingParams,
     StoredChoice,
     TokenEvent,
@@ -74,6 +75,37 @@ async def test_log_probabilities_come_once_with_their_tokens_from_either_source(
     assert await anext(stream) == scored(2, 7, 8)
     # What a store that lost its memory is given back has them too.
     assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
+
+
+PROMPT_SCORES = [TokenLogprobs(-1.0, [], []), TokenLogprobs(-2.0, [], []), TokenLogprobs(-3.0, [], [])]
+
+
+def prompt_scores(start: int, stop: int) -> PromptLogprobs:
+    return PromptLogprobs(start, PROMPT_SCORES[start - 1 : stop - 1])
+
+
+async def test_no_token_comes_before_the_whole_prompt_is_scored():
+    sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
+    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3, 4], sampling=sampling))
+    stream.offer(TokenEvent("a", 0, [], prompt_logprobs=prompt_scores(1, 2)))
+    stream.offer(token(0, 5))  # what lies between was lost on the way
+    assert stream.is_behind and tokens_of(stream) == []
+    frames = [JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt_scores(*part))) for part in ((1, 2), (2, 4))]
+    journal = b"".join(map(encode, [*frames, JournalFrame(0, [5])]))
+    stream.offer_journal(journal_choices(journal, 1), None)
+    assert not stream.is_behind and await anext(stream) == token(0, 5)
+    assert stream.prompt_logprobs == dict(enumerate(PROMPT_SCORES, 1))
+    # What a store that lost its memory is given back has them too.
+    assert journal_choices(b"".join(map(encode, stream.frames)), 1) == journal_choices(journal, 1)
+
+
+async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
+    sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
+    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
+    stream.offer(token(0, 5))
+    assert stream.is_behind
+    stream.offer_journal(journal_choices(encode(JournalFrame(0, [5])), 1), finish(1))
+    assert await everything(stream) == [token(0, 5), finish(1)]
 
 
 async def test_repeats_and_overlaps_are_dropped():
