@@ -181,7 +181,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
 def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogprobs | None:
     """As far as they leave out none."""
-    tokens = []
+    tokens: list[TokenLogprobs] = []
     while (index := len(tokens) + 1) in by_index:
         tokens.append(by_index[index])
     return PromptLogprobs(1, tokens) if tokens else None

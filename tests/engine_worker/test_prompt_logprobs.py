@@ -1,4 +1,4 @@
-"""Scores of prompts: each token once, before the first of the answer, whatever chunks, caches, preemption or takeover."""
+"""Scores of prompts: each token once, before the answer's first, whatever chunks, caches, preemption or takeover."""
 
 from collections import Counter
 from typing import Any
