@@ -28,7 +28,7 @@ from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams, TokenEvent
 
@@ -236,7 +236,7 @@ class Bench:
 
     def _crossover(self, num_tokens: int) -> Figures:
         """Milliseconds from the request to its first token, alone in the engine: medians."""
-        host = HostTierConfig(num_blocks=self._runner.num_host_blocks)
+        host = HostTierConfig(num_blocks=self._runner.num_host_blocks, offloaded_prefixes=OffloadedPrefixes.ALL)
         room = 2 * num_tokens // self._runner.block_size + 64
         engine = make_engine(self._runner, num_blocks=room, host=host)
         times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}

@@ -18,7 +18,7 @@ from engine_worker.engine import Engine
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.transfer_costs import TransferCosts
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
@@ -105,7 +105,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         runner.num_blocks,
         runner.block_size,
         enable_prefix_caching=settings.enable_prefix_caching,
-        host_tier=host_tier_config(runner, block_bytes, settings.preemption_mode),
+        host_tier=host_tier_config(runner, block_bytes, settings),
         events=KVEventLog(block_bytes, time.time),
     )
     engine = Engine(
@@ -126,7 +126,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     return LoadedEngine(engine, info)
 
 
-def host_tier_config(runner: "ModelRunner", block_bytes: int, preemption_mode: str) -> HostTierConfig | None:
+def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: WorkerSettings) -> HostTierConfig | None:
     """With the costs that the runner measured; None if it has no host pool."""
     if runner.speeds is None:
         return None
@@ -137,8 +137,12 @@ def host_tier_config(runner: "ModelRunner", block_bytes: int, preemption_mode: s
         prefill_tokens_per_second=runner.speeds.prefill_tokens_per_second,
         fetch_seconds=FETCH_SECONDS,
     )
-    mode = PreemptionMode(preemption_mode)
-    return HostTierConfig(num_blocks=runner.num_host_blocks, preemption_mode=mode, costs=costs)
+    return HostTierConfig(
+        num_blocks=runner.num_host_blocks,
+        preemption_mode=PreemptionMode(settings.preemption_mode),
+        offloaded_prefixes=OffloadedPrefixes(settings.offloaded_prefixes),
+        costs=costs,
+    )
 
 
 def _version() -> str:

@@ -12,6 +12,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 PREEMPTION_MODES = ("auto", "swap", "recompute")
+OFFLOADED_PREFIXES = ("reused", "all")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class WorkerSettings:
     )
     preemption_mode: str = setting(
         "auto", choices=PREEMPTION_MODES, help="how a preempted sequence gets its KV back; auto: the cheaper way"
+    )
+    offloaded_prefixes: str = setting(
+        "reused",
+        choices=OFFLOADED_PREFIXES,
+        help="prefixes that the device evicts to host memory: reused: those that a second request has used",
     )
     enable_prefix_caching: bool = setting(True, help="share the KV of common prefixes between requests")
     max_num_seqs: int | None = setting(

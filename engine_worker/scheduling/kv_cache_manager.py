@@ -18,7 +18,7 @@ from engine_worker.scheduling.batch import BlockCopy, Transfers
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.host_tier import HostTier
 from engine_worker.scheduling.kv_events import KVEventKind, KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionChoice, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionChoice, PreemptionMode
 from engine_worker.scheduling.prefix_cache import PrefixCache, PrefixMatch
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.stats import KVCacheStats
@@ -42,6 +42,7 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks, self._on_evict)
         self._prefix_cache = PrefixCache(self._pool, block_size) if enable_prefix_caching else None
         self._costs = host_tier.costs if host_tier else None
+        self._keeps_all = host_tier is not None and host_tier.offloaded_prefixes is OffloadedPrefixes.ALL
         self._host = HostTier(host_tier.num_blocks, self._pool, block_size) if host_tier else None
         self._preemption = PreemptionChoice(host_tier, self._host, self._pool, block_size)
         self._block_copies: list[BlockCopy] = []
@@ -140,8 +141,11 @@ class KVCacheManager:
         for sequence in sequences:
             sequence.num_preemptions += 1
             sequence.num_tokens_when_preempted = sequence.num_tokens
+            block_table = sequence.block_table
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
+                if self._prefix_cache:
+                    self._prefix_cache.want(block_table)
                 sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.num_computed_tokens)
                 sequence.num_computed_tokens = 0
         return mode
@@ -299,6 +303,8 @@ class KVCacheManager:
             self._host.fetch(match.host_block_ids, sequence.block_table[num_shared : num_shared + num_fetched])
             self._host.free(match.host_block_ids)
             self.publish(sequence, sequence.num_computed_tokens)
+        if self._prefix_cache:
+            self._prefix_cache.want(sequence.block_table[: num_shared + num_fetched])
         self._count_hits(sequence, num_fetched)
 
     def _count_hits(self, sequence: Sequence, num_fetched: int) -> None:
@@ -334,8 +340,10 @@ class KVCacheManager:
         sequence.num_published_blocks = 0
 
     def _on_evict(self, block_id: int, block_hash: bytes) -> None:
-        is_full = self._prefix_cache is not None and self._prefix_cache.forget(block_id)
-        is_kept = is_full and self._host is not None and self._host.keep(block_id, block_hash)
+        assert self._prefix_cache is not None, "only it publishes what can be evicted"
+        is_full, is_wanted = self._prefix_cache.forget(block_id)
+        is_worth_it = is_full and (is_wanted or self._keeps_all)
+        is_kept = is_worth_it and self._host is not None and self._host.keep(block_id, block_hash)
         self._evictions[is_kept] += 1
 
     def _record_evictions(self) -> None:

@@ -24,10 +24,18 @@ class PreemptionMode(StrEnum):
     RECOMPUTE = "recompute"
 
 
+class OffloadedPrefixes(StrEnum):
+    """Which prefixes the device's evictions leave in host memory."""
+
+    REUSED = "reused"  # those that a second request has used, and those of sequences that will be back
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTierConfig:
     num_blocks: int  # of the executor's host pool, block 0 included
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    offloaded_prefixes: OffloadedPrefixes = OffloadedPrefixes.REUSED
     costs: TransferCosts | None = None  # None: a transfer is always cheaper than computing again
 
 

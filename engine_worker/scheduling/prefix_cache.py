@@ -7,10 +7,14 @@ Beyond the last full block, the tokens that agree with the block published last 
 partly filled end of a sequence that left) are had by copying that block: a common prefix rarely ends at a block's edge.
 Such a copy runs before the step's forward pass, so its source must be of an earlier step.
 
+It also knows which blocks are wanted: a second sequence has used them, or one that lost them will be back. Those are
+worth a copy in host memory when they are evicted. A prefix is wanted from its beginning on, never a part behind a gap.
+
 Decides nothing about admission or eviction; blocks and their references are the BlockPool's.
 """
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -43,6 +47,7 @@ class PrefixCache:
         self._children: dict[bytes, _Child] = {}  # parent hash -> the block published last under it
         self._parents: dict[int, bytes] = {}  # the same by block id
         self._partly_filled: set[int] = set()
+        self._wanted: set[int] = set()  # block ids, all published
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
         """The longest prefix that the cache has, of the tokens that need not be computed."""
@@ -79,14 +84,19 @@ class PrefixCache:
             if self._publish(sequence, index, block_hash, packed, step):
                 self._partly_filled.add(sequence.block_table[index])
 
-    def forget(self, block_id: int) -> bool:
-        """The pool gives the block to somebody else; whether it was a full one."""
+    def want(self, block_ids: Iterable[int]) -> None:
+        """These blocks, as far as they are published, are used by one sequence more, or will be."""
+        self._wanted.update(block_id for block_id in block_ids if self._pool.hash_of(block_id) is not None)
+
+    def forget(self, block_id: int) -> tuple[bool, bool]:
+        """The pool gives the block to somebody else; whether it was a full one, and whether it was wanted."""
         parent = self._parents.pop(block_id, None)
         if parent is not None:
             del self._children[parent]
-        is_full = block_id not in self._partly_filled
+        is_full, is_wanted = block_id not in self._partly_filled, block_id in self._wanted
         self._partly_filled.discard(block_id)
-        return is_full
+        self._wanted.discard(block_id)
+        return is_full, is_wanted
 
     def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
         block_id = sequence.block_table[index]

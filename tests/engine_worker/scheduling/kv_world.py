@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
@@ -40,7 +40,11 @@ class KVWorld:
         self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
     ) -> None:
         """With a host pool, who yields is swapped as long as there is room in it."""
-        host_tier = HostTierConfig(num_blocks=num_host_blocks, preemption_mode=PreemptionMode.SWAP)
+        host_tier = HostTierConfig(
+            num_blocks=num_host_blocks,
+            preemption_mode=PreemptionMode.SWAP,
+            offloaded_prefixes=OffloadedPrefixes.ALL,
+        )
         self.manager = KVCacheManager(
             num_blocks,
             block_size,

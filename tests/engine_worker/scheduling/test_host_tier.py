@@ -4,7 +4,7 @@ import pytest
 
 from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.transfer_costs import TransferCosts
 from tests.builders import make_prompt, make_sequence
@@ -19,9 +19,12 @@ def make_manager(
     mode: PreemptionMode = SWAP,
     costs: TransferCosts | None = None,
     caches: bool = True,
+    offloaded: OffloadedPrefixes = OffloadedPrefixes.ALL,
 ) -> KVCacheManager:
     """8 blocks of 4 slots on the device, 16 on the host."""
-    host_tier = HostTierConfig(num_blocks=num_host_blocks, preemption_mode=mode, costs=costs)
+    host_tier = HostTierConfig(
+        num_blocks=num_host_blocks, preemption_mode=mode, costs=costs, offloaded_prefixes=offloaded
+    )
     return KVCacheManager(num_blocks, 4, enable_prefix_caching=caches, host_tier=host_tier)
 
 
@@ -172,6 +175,39 @@ def test_an_evicted_prefix_falls_to_the_host_and_comes_back_on_a_hit() -> None:
     kv_cache.check_integrity([second, third])
     totals = kv_cache.events.totals
     assert (totals.fetched_blocks, totals.host_hit_tokens, totals.device_hit_tokens) == (2, 8, 8)
+
+
+def num_kept(kv_cache: KVCacheManager) -> int:
+    """Blocks that go to the host when everything on the device is evicted."""
+    kv_cache.free(fill(kv_cache, 32))
+    return kv_cache.events.totals.offloaded_blocks
+
+
+def test_a_prefix_that_nobody_else_used_is_not_kept_on_the_host() -> None:
+    kv_cache = make_manager(offloaded=OffloadedPrefixes.REUSED)
+    kv_cache.free(run(kv_cache, TOKENS[:16]))
+    assert num_kept(kv_cache) == 0
+
+
+def test_a_prefix_that_a_second_request_used_is_kept_as_far_as_it_was_used() -> None:
+    kv_cache = make_manager(offloaded=OffloadedPrefixes.REUSED)
+    kv_cache.free(run(kv_cache, TOKENS[:16]))
+    kv_cache.free(run(kv_cache, [*TOKENS[:8], 1, 2]))
+    assert num_kept(kv_cache) == 2
+    third = run(kv_cache, TOKENS[:12])  # which fetches them
+    assert third.num_cached_tokens == 8
+    kv_cache.free(third)
+    assert num_kept(kv_cache) == 4  # again; they are on the host, and nothing is copied
+    assert kv_cache.take_transfers().swap_out == []
+
+
+def test_what_a_sequence_that_will_be_back_has_computed_is_kept_on_the_host() -> None:
+    kv_cache = make_manager(offloaded=OffloadedPrefixes.REUSED, mode=RECOMPUTE)
+    sequence = run(kv_cache, TOKENS[:10])
+    assert kv_cache.preempt([sequence]) is RECOMPUTE
+    assert num_kept(kv_cache) == 2
+    assert kv_cache.try_admit(sequence)
+    assert sequence.num_computed_tokens == 8
 
 
 @pytest.mark.parametrize(("num_tokens", "hits"), [(8, 0), (12, 0), (16, 12)])

@@ -11,7 +11,7 @@ import pytest
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.stop_conditions import ends_with_inflight_token
 from engine_worker.scheduling.transfer_costs import TransferCosts
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
@@ -60,6 +60,7 @@ def random_host_tier(random: Random, block_size: int) -> HostTierConfig | None:
         num_blocks=max(2, num_blocks),
         preemption_mode=random.choice(list(PreemptionMode)),
         costs=random.choice([None, costs]),
+        offloaded_prefixes=random.choice(list(OffloadedPrefixes)),
     )
     return random.choice([None, config, config])
 
