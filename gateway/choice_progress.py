@@ -5,8 +5,9 @@ Knows nothing of streams, HTTP or JSON.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
+
+import msgspec
 
 from gateway.logprobs import LogprobEntry, logprob_entry
 from gateway.metrics import GatewayMetrics
@@ -15,8 +16,9 @@ from gateway.token_bytes import TokenBytes
 from shared.messages import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
+class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
+    """One a token: made in a fifth of the time of a frozen dataclass."""
+
     index: int
     text: str
     reason: FinishReason | None  # set once, in the choice's last update
@@ -52,9 +54,8 @@ class ChoiceProgress:
             self._record_tokens(time.monotonic())
         updates: list[ChoiceUpdate] = []
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
-            text = self._output.push((token_id,))
-            self.cumulative_logprob += token_logprobs.logprob if token_logprobs else 0.0
-            entries = self._entries(token_id, token_logprobs)
+            text = self._output.push(token_id)
+            entries = () if token_logprobs is None else self._entries(token_id, token_logprobs)
             if self._output.stopped:
                 self.stopped_early = reason is None
                 return [*updates, self._end(text, FinishReason.STOP, entries)]
@@ -71,10 +72,9 @@ class ChoiceProgress:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()
 
-    def _entries(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[LogprobEntry, ...]:
+    def _entries(self, token_id: int, logprobs: TokenLogprobs) -> tuple[LogprobEntry, ...]:
         """What can be told after a token was consumed: a terminal one is held back, as its text is."""
-        if logprobs is None:
-            return ()
+        self.cumulative_logprob += logprobs.logprob
         entry = logprob_entry(self._token_bytes, token_id, logprobs, self._output.token_start)
         released = self._held_logprobs
         self._held_logprobs = (entry,) if self._output.holds_terminal else ()

@@ -84,6 +84,10 @@ class Generation:
 
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
         """Ends when each choice has had its last update. Raises GatewayError when one fails."""
+        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
+            async for updates in self._updates_of_one(self._requests[0], self._streams[0]):
+                yield updates
+            return
         num_open = len(self._requests)
         async for events in self._merged_events():
             updates = []
@@ -101,6 +105,17 @@ class Generation:
             if num_open == 0:
                 return
 
+    async def _updates_of_one(
+        self, request: "_RequestProgress", stream: ResponseStream
+    ) -> AsyncIterator[list[ChoiceUpdate]]:
+        async for event in stream:
+            if updates := request.take(event):
+                yield updates
+            if request.is_over:
+                if not request.has_ended:
+                    self._withdraw(request)
+                return
+
     def abandon(self) -> None:
         for pump in self._pumps:
             pump.cancel()
@@ -113,10 +128,6 @@ class Generation:
         self._state.in_background(self._client.cancel(request.request.request_id))
 
     async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
-        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
-            async for event in self._streams[0]:
-                yield [(0, event)]
-            return
         queue: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
         for position, stream in enumerate(self._streams):
             self._pumps.append(asyncio.create_task(_pump(position, stream, queue)))
@@ -152,7 +163,10 @@ class _RequestProgress:
         """Ended by the engine, or nothing more of it is wanted since a stop string was met."""
         if self.has_ended:
             return True
-        return all(choice.finished for choice in self._choices) and any(c.stopped_early for c in self._choices)
+        for choice in self._choices:  # asked once a token: all() would take half a microsecond
+            if not choice.finished:
+                return False
+        return any(choice.stopped_early for choice in self._choices)
 
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         updates = self._take(event)

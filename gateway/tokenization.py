@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from gateway.byte_level import ByteLevelVocabulary
 from gateway.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from gateway.output_text import Detokenizer
 from gateway.token_bytes import TokenBytes
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
@@ -41,6 +43,7 @@ class PromptEncoder:
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._prefix_ids, self._suffix_ids = self._wrapping()
         self.token_bytes = TokenBytes(self._tokenizer)
+        self._byte_level = ByteLevelVocabulary.of(self._tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -87,7 +90,9 @@ class PromptEncoder:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "IncrementalDetokenizer":
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        if self._byte_level is not None:
+            return self._byte_level.detokenizer(skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def _encode_apart(self, chat: "RenderedChat") -> list[int]:
@@ -150,7 +155,7 @@ class _StandIns:
 
 
 class IncrementalDetokenizer:
-    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens.
+    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
 
     The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
     """
