@@ -37,6 +37,7 @@ async def answer(
     request = parse(await read_body(http, state.settings.body_timeout_seconds))
     state.check_model_name(request.model)
     account = http[ACCOUNT]
+    await state.grammar_checks.check(request.grammar)
     model = state.admit()
     limits = state.limits(model)
     token_ids = [

@@ -17,6 +17,7 @@ from msgspec import Meta
 from gateway.chat_template import ChatMessage
 from gateway.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
 from gateway.errors import InvalidRequest, UnsupportedParameter
+from gateway.grammar_fields import AskedGrammar, GrammarFields, asked_grammar
 from gateway.request_body import decode_body, is_neutral
 from shared.messages import MAX_LOGPROBS
 
@@ -36,7 +37,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(GrammarFields, kw_only=True):
     """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
 
     model: str | None = None
@@ -110,12 +111,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "suffix": ("",),
     "echo": (False,),  # of chat; completions have it
     "modalities": (["text"],),
@@ -163,6 +158,7 @@ class CompletionRequest:
     continuous_usage: bool
     echo: bool
     ignored: tuple[str, ...]
+    grammar: AskedGrammar | None = None
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
 
     @property
@@ -269,6 +265,7 @@ def _request(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         echo=echo,
         ignored=ignored,
+        grammar=asked_grammar(fields),
     )
 
 

@@ -114,6 +114,7 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
         logit_bias=_logit_bias(fields, limits),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
+        grammar=request.grammar.grammar if request.grammar else None,
         logprobs=0 if choices.is_best_of and request.num_logprobs is None else request.num_logprobs,
     )
 

@@ -49,6 +49,20 @@ class ErrorCode(StrEnum):
     CAPACITY_EXCEEDED = "capacity_exceeded"  # the sequence can never fit into the KV cache of this worker
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"  # the text is a JSON schema
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON array of the texts that are allowed
+    GRAMMAR = "grammar"  # Lark's or GBNF's notation
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """The language of the output's text; shared/grammars.py says what each kind means."""
+
+    kind: GrammarKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Defaults are neutral: they change nothing.
 
@@ -81,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # The same for every token of the prompt but the first, given those before it.
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Grammar | None = None  # every choice is a text of it, unless it is cut by its length
 
     @property
     def is_greedy(self) -> bool:
