@@ -123,7 +123,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         max_model_len=runner.max_model_len,
         memory_bytes={"weights": runner.weights_bytes, "kv": runner.kv_cache_bytes},
     )
-    return LoadedEngine(engine, info)
+    return LoadedEngine(engine, info, runner.compile_grammar)
 
 
 def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: WorkerSettings) -> HostTierConfig | None:

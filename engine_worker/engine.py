@@ -121,13 +121,20 @@ class Engine:
         """What the last step did, for the step histograms: unlike stats(), it costs nothing."""
         return self._recorder.last_step
 
-    def add_request(self, request: GenerationRequest, stored: Iterable[StoredChoice] = ()) -> None:
-        """Queue a request; one that was begun elsewhere continues after the choices of its journal."""
+    def add_request(
+        self, request: GenerationRequest, stored: Iterable[StoredChoice] = (), problem: str = ""
+    ) -> None:
+        """Queue a request; one that was begun elsewhere continues after the choices of its journal.
+
+        With a `problem` that was found before, it ends with that error in the next step.
+        """
         if request.request_id in self._request_ids:
             raise DuplicateRequest(request.request_id)
         self._request_ids.add(request.request_id)
         choices = list(stored) or [StoredChoice() for _ in range(request.sampling.n)]
         try:
+            if problem:
+                raise RequestRefused(ErrorCode.INVALID_REQUEST, problem)
             check_request(request, choices, self._limits)
         except RequestRefused as refusal:
             self._early_ends[request.request_id] = ErrorEvent(request.request_id, refusal.code, str(refusal))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine_worker.engine import Engine
+from engine_worker.grammar_gate import Compile, GrammarGate
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from shared.messages import GenerationRequest, StoredChoice, StreamEvent
 
@@ -45,6 +46,7 @@ class EngineThread:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._deliver: Callable[[Turn], None] = lambda turn: None
+        self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
         self._num_requested = 0
         self._latest_turn = Turn(None, (), 0, 0)
         self._turned = asyncio.Event()
@@ -62,18 +64,26 @@ class EngineThread:
         self._calls.put(partial(_complete, future, function))
         return await asyncio.wrap_future(future)
 
-    def start(self, engine: Engine, deliver: Callable[[Turn], None]) -> None:
-        """Step `engine` from now on; `deliver` gets each turn that had a step, in order, in the event loop."""
+    def start(self, engine: Engine, deliver: Callable[[Turn], None], compile_grammar: Compile | None = None) -> None:
+        """Step `engine` from now on; `deliver` gets each turn that had a step, in order, in the event loop.
+
+        `compile_grammar` is called in another thread, for each request that has one.
+        """
         self._deliver = deliver
+        if compile_grammar is not None:
+            self._gate = GrammarGate(compile_grammar, self._pass_on)
         self._calls.put(partial(setattr, self, "_engine", engine))
 
     def add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
-        """Takes part in the next step."""
+        """Takes part in the next step, or when its grammar is compiled."""
         self._num_requested += 1
-        self._calls.put(partial(self._add_request, request, stored))
+        self._gate.add(request, stored)
 
     def abort_request(self, request_id: str) -> None:
         """Takes no part in the next step, which finds its blocks free."""
+        if self._gate.drop(request_id):
+            self._num_requested -= 1
+            return
         self._calls.put(lambda: self._running_engine().abort_request(request_id))
 
     def acknowledge(self) -> None:
@@ -82,6 +92,7 @@ class EngineThread:
 
     async def drop_requests(self) -> None:
         """Abort all requests; when this returns, every turn before it has been delivered and no step has work."""
+        self._num_requested -= self._gate.drop_all()
         await self.call(self._drop_requests)
 
     async def stats(self) -> EngineStats:
@@ -107,6 +118,9 @@ class EngineThread:
     async def stop(self) -> None:
         self._calls.put(partial(setattr, self, "_stopping", True))
         await self.wait_ended()
+
+    def _pass_on(self, request: GenerationRequest, stored: Sequence[StoredChoice], problem: str) -> None:
+        self._calls.put(partial(self._add_request, request, stored, problem))
 
     def _num_open_seats(self) -> int:
         return self._latest_turn.num_open_seats - (self._num_requested - self._latest_turn.num_added)
@@ -158,8 +172,8 @@ class EngineThread:
         assert self._engine is not None, "the engine has not been started"
         return self._engine
 
-    def _add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
-        self._running_engine().add_request(request, stored)
+    def _add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice], problem: str) -> None:
+        self._running_engine().add_request(request, stored, problem)
         self._num_added += 1
 
     def _acknowledge(self) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
+from engine_worker.grammar_gate import Compile
 from engine_worker.health import HealthServer, PortUnavailable
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.settings import WorkerSettings
@@ -41,6 +42,7 @@ STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last sn
 class LoadedEngine:
     engine: Engine
     info: EngineInfo
+    compile_grammar: Compile | None = None
 
 
 class CannotStart(Exception):
@@ -112,7 +114,7 @@ class WorkerService:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
         worker = Worker(self._engine, self._register, self._hear_cancels, self._metrics, self._settings.drain_seconds)
-        self._engine.start(loaded.engine, worker.take_turn)
+        self._engine.start(loaded.engine, worker.take_turn, loaded.compile_grammar)
         self._worker = worker
         if self._told_to_stop.is_set():
             worker.drain()

@@ -5,7 +5,7 @@ client cannot bring one. Knows no tokens.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypedDict
 
@@ -45,12 +45,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """`template_kwargs`: variables of the template beside ours."""
         try:
             text = self._template.render(
-                {**(template_kwargs or {})},
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,

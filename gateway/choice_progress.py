@@ -5,8 +5,9 @@ Knows nothing of streams, HTTP or JSON.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
+
+import msgspec
 
 from gateway.logprobs import LogprobEntry, logprob_entry
 from gateway.metrics import GatewayMetrics
@@ -15,27 +16,19 @@ from gateway.token_bytes import TokenBytes
 from shared.messages import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
+class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
+    """One a token: made in a fifth of the time of a frozen dataclass."""
+
     index: int
     text: str
     reason: FinishReason | None  # set once, in the choice's last update
     logprobs: tuple[LogprobEntry, ...] = ()
-    token_ids: tuple[int, ...] = ()  # all that were consumed, whether or not they have text
 
 
 class ChoiceProgress:
     def __init__(
-        self,
-        index: int,
-        output: OutputText,
-        token_bytes: TokenBytes,
-        metrics: GatewayMetrics,
-        arrived_at: float,
-        *,
-        scores_every_token: bool = False,
+        self, index: int, output: OutputText, token_bytes: TokenBytes, metrics: GatewayMetrics, arrived_at: float
     ) -> None:
-        """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text."""
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
         self.cumulative_logprob = 0.0  # of the tokens consumed, if they come with log-probabilities
@@ -46,7 +39,6 @@ class ChoiceProgress:
         self._first_token_at = 0.0
         self._last_token_at = 0.0
         self._token_bytes = token_bytes
-        self._scores_every_token = scores_every_token
         self._held_logprobs: tuple[LogprobEntry, ...] = ()  # of a token that may have ended the sequence
 
     @property
@@ -62,37 +54,33 @@ class ChoiceProgress:
             self._record_tokens(time.monotonic())
         updates: list[ChoiceUpdate] = []
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
-            text = self._output.push((token_id,))
-            self.cumulative_logprob += token_logprobs.logprob if token_logprobs else 0.0
-            entries = self._entries(token_id, token_logprobs)
+            text = self._output.push(token_id)
+            entries = () if token_logprobs is None else self._entries(token_id, token_logprobs)
             if self._output.stopped:
                 self.stopped_early = reason is None
-                return [*updates, self._end(text, FinishReason.STOP, entries, (token_id,))]
-            updates.append(ChoiceUpdate(self._index, text, None, entries, (token_id,)))
+                return [*updates, self._end(text, FinishReason.STOP, entries)]
+            updates.append(ChoiceUpdate(self._index, text, None, entries))
         if reason is None:
             return updates
         last = updates.pop() if updates else ChoiceUpdate(self._index, "", None)
         text = last.text + self._output.finish(reason)
-        shown = self._held_logprobs if self._scores_every_token or self._output.shows_terminal(reason) else ()
+        shown = self._held_logprobs if self._output.shows_terminal(reason) else ()
         reason = FinishReason.STOP if self._output.stopped else reason
-        return [*updates, self._end(text, reason, last.logprobs + shown, last.token_ids)]
+        return [*updates, self._end(text, reason, last.logprobs + shown)]
 
     def record_end(self, reason: str) -> None:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()
 
-    def _entries(self, token_id: int, logprobs: TokenLogprobs | None) -> tuple[LogprobEntry, ...]:
+    def _entries(self, token_id: int, logprobs: TokenLogprobs) -> tuple[LogprobEntry, ...]:
         """What can be told after a token was consumed: a terminal one is held back, as its text is."""
-        if logprobs is None:
-            return ()
+        self.cumulative_logprob += logprobs.logprob
         entry = logprob_entry(self._token_bytes, token_id, logprobs, self._output.token_start)
         released = self._held_logprobs
         self._held_logprobs = (entry,) if self._output.holds_terminal else ()
         return released if self._output.holds_terminal else (*released, entry)
 
-    def _end(
-        self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...], token_ids: tuple[int, ...]
-    ) -> ChoiceUpdate:
+    def _end(self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...]) -> ChoiceUpdate:
         self.record_end(reason.value)
         self._metrics.generation_tokens.observe(self.num_tokens)
         if self.num_tokens > 1:
@@ -100,7 +88,7 @@ class ChoiceProgress:
                 (self._last_token_at - self._first_token_at) / (self.num_tokens - 1)
             )
         self._metrics.request_duration.observe(time.monotonic() - self._arrived_at)
-        return ChoiceUpdate(self._index, text, reason, logprobs, token_ids)
+        return ChoiceUpdate(self._index, text, reason, logprobs)
 
     def _record_tokens(self, now: float) -> None:
         if self._first_token_at:

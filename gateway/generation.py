@@ -19,7 +19,6 @@ from gateway.openai_response import UsageCount
 from gateway.openai_schema import CompletionRequest
 from gateway.output_text import OutputText, StopStrings
 from gateway.planning import PlannedRequest
-from gateway.prompt_echo import PromptEcho, Scores
 from gateway.served_model import ServedModel
 from gateway.state import GatewayState, unavailable
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
@@ -35,11 +34,8 @@ class Generation:
         request: CompletionRequest,
         planned: Sequence[PlannedRequest],
         arrived_at: float,
-        echo: PromptEcho | None = None,
     ) -> None:
         self._state = state
-        self._echo = echo
-        self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = state.client
         self._requests = [
             _RequestProgress(
@@ -51,7 +47,6 @@ class Generation:
                         model.encoder.token_bytes,
                         state.metrics,
                         arrived_at,
-                        scores_every_token=echo is not None,
                     )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
@@ -70,14 +65,9 @@ class Generation:
     def usage(self) -> UsageCount:
         return UsageCount(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(request.num_tokens for request in self._requests if self._counts_tokens),
+            completion_tokens=sum(request.num_tokens for request in self._requests),
             cached_tokens=sum(request.cached_tokens for request in self._requests),
         )
-
-    @property
-    def prompt_scores(self) -> list[Scores]:
-        """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
-        return [stream.prompt_logprobs for stream in self._streams]
 
     async def submit(self) -> None:
         """Raises Unavailable; what was accepted before it is withdrawn by abandon()."""
@@ -94,6 +84,10 @@ class Generation:
 
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
         """Ends when each choice has had its last update. Raises GatewayError when one fails."""
+        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
+            async for updates in self._updates_of_one(self._requests[0], self._streams[0]):
+                yield updates
+            return
         num_open = len(self._requests)
         async for events in self._merged_events():
             updates = []
@@ -107,8 +101,19 @@ class Generation:
                     if not request.has_ended:
                         self._withdraw(request)
             if updates:
-                yield self._echo.applied_to(updates, self.prompt_scores) if self._echo is not None else updates
+                yield updates
             if num_open == 0:
+                return
+
+    async def _updates_of_one(
+        self, request: "_RequestProgress", stream: ResponseStream
+    ) -> AsyncIterator[list[ChoiceUpdate]]:
+        async for event in stream:
+            if updates := request.take(event):
+                yield updates
+            if request.is_over:
+                if not request.has_ended:
+                    self._withdraw(request)
                 return
 
     def abandon(self) -> None:
@@ -123,10 +128,6 @@ class Generation:
         self._state.in_background(self._client.cancel(request.request.request_id))
 
     async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
-        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
-            async for event in self._streams[0]:
-                yield [(0, event)]
-            return
         queue: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
         for position, stream in enumerate(self._streams):
             self._pumps.append(asyncio.create_task(_pump(position, stream, queue)))
@@ -162,7 +163,10 @@ class _RequestProgress:
         """Ended by the engine, or nothing more of it is wanted since a stop string was met."""
         if self.has_ended:
             return True
-        return all(choice.finished for choice in self._choices) and any(c.stopped_early for c in self._choices)
+        for choice in self._choices:  # asked once a token: all() would take half a microsecond
+            if not choice.finished:
+                return False
+        return any(choice.stopped_early for choice in self._choices)
 
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         updates = self._take(event)

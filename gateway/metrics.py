@@ -19,6 +19,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.latency_histogram import LatencyHistogram
+
 # vLLM's, cut at 160 s
 TTFT_BUCKETS_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -47,8 +49,11 @@ class GatewayMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", TTFT_BUCKETS_SECONDS
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two arrivals of tokens of a choice", ITL_BUCKETS_SECONDS
+        self.inter_token_latency = LatencyHistogram(
+            "pagestream_inter_token_latency_seconds",
+            "Between two arrivals of tokens of a choice",
+            ITL_BUCKETS_SECONDS,
+            self.registry,
         )
         self.time_per_output_token = self._histogram(
             "time_per_output_token_seconds", "Mean time per token of a choice after its first", ITL_BUCKETS_SECONDS

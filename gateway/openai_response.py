@@ -12,9 +12,8 @@ The order of a stream's chunks (each method gives whole Server-Sent Events):
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +22,6 @@ from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.sse import event
 from shared.messages import FinishReason
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
 
@@ -49,31 +47,20 @@ class ChoiceResult:
     text: str
     reason: FinishReason
     logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
-    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
 
 
 class ResponseFormat(Protocol):
-    @property
-    def prompt_in_choice(self) -> bool:
-        """Whether what is told of a prompt stands in each choice, not beside them."""
-
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes: ...
+    def first(self, index: int) -> bytes: ...
 
     def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
+        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
     ) -> bytes: ...
 
     def finish(self, index: int, reason: FinishReason) -> bytes: ...
 
     def usage(self, usage: UsageCount) -> bytes: ...
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        """`extra`: fields of the whole answer beyond OpenAI's."""
+    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes: ...
 
 
 class _Format:
@@ -82,7 +69,6 @@ class _Format:
     chunk_object: str
     body_object: str
     id_prefix: str
-    prompt_in_choice: bool
     before_text: str  # of a choice, up to the text's value
     after_text: str
 
@@ -100,64 +86,49 @@ class _Format:
         raise NotImplementedError
 
     def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
+        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
     ) -> bytes:
         prefix = self._text_prefixes.get(index)
         if prefix is None:
             prefix = self._chunk_head + f',"choices":[{{"index":{index},{self.before_text}'.encode()
             self._text_prefixes[index] = prefix
-        if usage is None and not logprobs and not extra:
+        if usage is None and not logprobs:
             return prefix + json_text(text) + self._text_suffix
         after = self.after_text.encode()
         if logprobs:
             after = after.replace(b"null", one_line(_encode(self.logprobs(logprobs))), 1)
-        if extra:
-            after = after[:-1] + b"," + one_line(_encode(extra))[1:]
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
         return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
 
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
 
-    def _chunk(
-        self,
-        choices: list[dict[str, Any]],
-        usage: dict[str, Any] | None = None,
-        extra: Mapping[str, Any] = NOTHING,
-    ) -> bytes:
-        chunk = {**self._head, "object": self.chunk_object, "choices": choices, **extra}
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
         if self._usage_in_chunks or usage is not None:
             chunk["usage"] = usage
         return event(_encode(chunk))
 
-    def _body(self, choices: list[dict[str, Any]], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        body = {**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()}
-        return _encode({**body, **extra})
+    def _body(self, choices: list[dict[str, Any]], usage: UsageCount) -> bytes:
+        return _encode({**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()})
 
 
 class ChatFormat(_Format):
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     id_prefix = "chatcmpl-"
-    prompt_in_choice = False
     before_text = '"delta":{"content":'
     after_text = '},"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def first(self, index: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], extra=extra)
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason.value}])
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
-        return self._body(chosen, usage, extra)
+    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
+        return self._body([_choice(choice, self.logprobs, message=_message(choice)) for choice in choices], usage)
 
     logprobs = staticmethod(chat_logprobs)
 
@@ -166,18 +137,17 @@ class CompletionFormat(_Format):
     chunk_object = "text_completion"
     body_object = "text_completion"
     id_prefix = "cmpl-"
-    prompt_in_choice = True
     before_text = '"text":'
     after_text = ',"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def first(self, index: int) -> bytes:
         return b""
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}])
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
+    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
+        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage)
 
     logprobs = staticmethod(completion_logprobs)
 
@@ -190,8 +160,7 @@ def _choice(
     choice: ChoiceResult, shape: Callable[[Sequence[LogprobEntry]], dict[str, Any]], **content: Any
 ) -> dict[str, Any]:
     logprobs = None if choice.logprobs is None else shape(choice.logprobs)
-    shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
-    return {**shown, **choice.extra}
+    return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
 
 
 def json_text(text: str) -> bytes:

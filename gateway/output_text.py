@@ -1,7 +1,7 @@
 """The text of one choice: token ids in, text out, with stop strings and the end of sequence taken care of. Pure.
 
     text = OutputText(detokenizer, StopStrings(["\\n\\n"]), terminal_token_ids=frozenset({2}))
-    text.push([318, 257])      # -> " is a": what is certain by now
+    text.push(318)             # -> " is": what is certain by now
     text.stopped               # a stop string was met: stop generating
     text.finish(reason)        # -> the rest
 
@@ -9,7 +9,7 @@ Held back: bytes of an unfinished character (the detokenizer does that), text th
 that ends sequences until it is known whether it ended this one. Knows nothing of events or JSON.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from shared.messages import FinishReason
@@ -97,20 +97,17 @@ class OutputText:
         """Whether a token that ended the sequence is text of the output."""
         return reason is not FinishReason.STOP or self._include_stop_token
 
-    def push(self, token_ids: Sequence[int]) -> str:
+    def push(self, token_id: int) -> str:
         """Nothing is consumed behind a stop string."""
-        pieces = []
-        for token_id in token_ids:
-            pieces.append(self._release_terminal())
-            if self.stopped:
-                break
-            self.num_tokens += 1
-            self.token_start = self._num_characters
-            if token_id in self._terminal_token_ids:
-                self._held_terminal = token_id
-            else:
-                pieces.append(self._text_of(token_id))
-        return "".join(pieces)
+        released = "" if self._held_terminal is None else self._release_terminal()
+        if self.stopped:
+            return released
+        self.num_tokens += 1
+        self.token_start = self._num_characters
+        if token_id in self._terminal_token_ids:
+            self._held_terminal = token_id
+            return released
+        return released + self._text_of(token_id)
 
     def finish(self, reason: FinishReason) -> str:
         """The text still held back; empty after a stop string."""

@@ -62,6 +62,8 @@ class _ChoiceTokens:
 
     def _logprobs_from(self, start: int) -> list[TokenLogprobs] | None:
         """None also where a token has none, as from a worker that does not know of them."""
+        if not self.logprobs:
+            return None
         known = [self.logprobs[index] for index in range(start, len(self.tokens)) if index in self.logprobs]
         return known if known and len(known) == len(self.tokens) - start else None
 
@@ -78,7 +80,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
         self._is_exhausted = False
-        self._wakeup = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # of the reader; cheaper than an Event, and there is one
 
     @property
     def request_id(self) -> str:
@@ -105,11 +107,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self.has_ended:
             return
         if isinstance(event, TokenEvent):
-            self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
+            if event.prompt_logprobs:
+                self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
             if event.token_ids and not self._has_all_scores:
                 self.is_behind = True
                 return
-            logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else {}
+            logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
             self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
         elif self._is_complete(event):
             self.end(event)
@@ -129,13 +132,13 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     def end(self, terminal: TerminalEvent) -> None:
         self._terminal = terminal
-        self._wakeup.set()
+        self._wake_reader()
 
     async def __anext__(self) -> StreamEvent:
         """Tokens of a choice that came since the last read are joined in one TokenEvent."""
         while not self._unread and self._terminal is None:
-            self._wakeup.clear()
-            await self._wakeup.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         if self._unread:
             return self._unread.popleft().read(self.request_id)
         if self._is_exhausted or self._terminal is None:
@@ -149,7 +152,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         start: int,
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
-        logprobs: Mapping[int, TokenLogprobs],
+        logprobs: Mapping[int, TokenLogprobs] | None,
     ) -> None:
         if index >= len(self._choices):
             return  # not of this request's choices
@@ -157,14 +160,21 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if start > len(choice.tokens):
             self.is_behind = True
             return
-        num_known = min(len(choice.tokens) - start, len(token_ids))
-        self.num_repeated_tokens += num_known
-        choice.logprobs.update(logprobs)
-        if choice.take(token_ids[num_known:], finish_reason):
+        if start < len(choice.tokens):
+            num_known = min(len(choice.tokens) - start, len(token_ids))
+            self.num_repeated_tokens += num_known
+            token_ids = token_ids[num_known:]
+        if logprobs:
+            choice.logprobs.update(logprobs)
+        if choice.take(token_ids, finish_reason):
             if not choice.is_queued:
                 choice.is_queued = True
                 self._unread.append(choice)
-            self._wakeup.set()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
         """An error does not tell how many tokens came before it, so the journal is asked."""

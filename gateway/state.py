@@ -13,6 +13,7 @@ from typing import Any
 from gateway.admission import RETRY_AFTER_SECONDS, Limits, Load, Rejected, admit
 from gateway.errors import ModelNotFound, Unavailable
 from gateway.event_stream import StreamWatch
+from gateway.grammar_checks import GrammarChecks
 from gateway.inference_client import InferenceClient
 from gateway.metrics import GatewayMetrics
 from gateway.planning import ModelLimits
@@ -33,6 +34,7 @@ class GatewayState:
         self.watch = StreamWatch(
             settings.sse_keep_alive_seconds, settings.write_stall_seconds, metrics.write_stalls.inc
         )
+        self.grammar_checks = GrammarChecks()
         self.draining = False
         self.model_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # the directory is there and cannot be served: nothing to wait for

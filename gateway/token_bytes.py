@@ -29,7 +29,7 @@ class TokenBytes:
         if spelling is None:
             return b""
         if self._is_byte_level:
-            return b"".join(bytes((_BYTES[char],)) if char in _BYTES else char.encode() for char in spelling)
+            return b"".join(_byte_or_text(character) for character in spelling)
         if byte := _BYTE_TOKEN.fullmatch(spelling):
             return bytes((int(byte[1], 16),))
         return str(spelling).replace("▁", " ").encode()
@@ -43,7 +43,11 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+BYTES_OF_ALPHABET = _byte_alphabet()
+
+
+def _byte_or_text(character: str) -> bytes:
+    return bytes((BYTES_OF_ALPHABET[character],)) if character in BYTES_OF_ALPHABET else character.encode()
 
 
 def _has_byte_level(tokenizer: Tokenizer) -> bool:

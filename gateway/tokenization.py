@@ -13,13 +13,14 @@ Not covered: the prompt of /v1/completions, which is raw by definition, and adde
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from gateway.byte_level import ByteLevelVocabulary
 from gateway.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from gateway.output_text import Detokenizer
 from gateway.token_bytes import TokenBytes
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
@@ -42,6 +43,7 @@ class PromptEncoder:
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._prefix_ids, self._suffix_ids = self._wrapping()
         self.token_bytes = TokenBytes(self._tokenizer)
+        self._byte_level = ByteLevelVocabulary.of(self._tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -60,12 +62,7 @@ class PromptEncoder:
         return self._wrapped(self._encode(self._tokenizer, text), add_special_tokens)
 
     def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> "RenderedChat":
         """Raises ChatTemplateError."""
         if self._chat_template is None:
@@ -75,7 +72,6 @@ class PromptEncoder:
             [stand_ins.hide(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_kwargs=stand_ins.hide_within(template_kwargs or {}),
         )
         return RenderedChat(text, stand_ins)
 
@@ -94,7 +90,9 @@ class PromptEncoder:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> "IncrementalDetokenizer":
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        if self._byte_level is not None:
+            return self._byte_level.detokenizer(skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def _encode_apart(self, chat: "RenderedChat") -> list[int]:
@@ -148,16 +146,6 @@ class _StandIns:
             hidden["name"] = self._pattern.sub(self._stand_in, message["name"])
         return hidden
 
-    def hide_within(self, value: Any) -> Any:
-        """The same in every text of a JSON value."""
-        if isinstance(value, str):
-            return self._pattern.sub(self._stand_in, value)
-        if isinstance(value, list):
-            return [self.hide_within(item) for item in value]
-        if isinstance(value, Mapping):
-            return {key: self.hide_within(item) for key, item in value.items()}
-        return value
-
     def reveal(self, text: str) -> str:
         return re.sub(f"\ue000{self._nonce}:(\\d+)\ue001", lambda match: self._spellings[int(match[1])], text)
 
@@ -167,7 +155,7 @@ class _StandIns:
 
 
 class IncrementalDetokenizer:
-    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens.
+    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
 
     The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
     """

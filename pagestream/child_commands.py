@@ -25,7 +25,8 @@ class ChildCommands:
     ) -> None:
         self._settings = settings
         self._flags = flags
-        self._common = ["--model", str(source.directory), "--redis-url", url]
+        self._url = url
+        self._common = ["--model", str(source.directory)]
         self._common += ["--served-model-name", settings.served_model_name or source.name]
         self._common += ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
         if settings.max_model_len is not None:
@@ -37,7 +38,7 @@ class ChildCommands:
         address = ["--host", self._settings.host, "--port", str(self._settings.port)]
         if self._settings.gateways > 1:
             address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
-        return _python(name, "gateway", [*self._common, *address, *self._flags.gateway])
+        return self._command(name, "gateway", [*self._common, *address, *self._flags.gateway])
 
     def worker(self, number: int, base_id: str) -> ChildCommand:
         argv = [*self._common, "--worker-id", base_id]
@@ -47,10 +48,16 @@ class ChildCommands:
             share = len(os.sched_getaffinity(0)) // self._settings.workers if hasattr(os, "sched_getaffinity") else 1
             argv += ["--num-threads", str(max(1, share))]
         environ = environ_of_worker(number, os.environ, visible_gpus(os.environ))
-        return _python(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker], environ)
+        return self._command(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker], environ)
+
+    def _command(
+        self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
+    ) -> ChildCommand:
+        # By its environment: the URL may hold a password, and every user of this machine can read a command line.
+        return _python(name, module, arguments, {**environ, "PAGESTREAM_REDIS_URL": self._url})
 
 
-def _python(name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> ChildCommand:
+def _python(name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> ChildCommand:
     # -P: a folder called `gateway` or `shared` in the user's current directory must not stand in for ours.
     argv = [sys.executable, "-P", "-m", module, *arguments]
-    return ChildCommand(name=name, argv=argv, environ={**(environ or os.environ), "PYTHONUNBUFFERED": "1"})
+    return ChildCommand(name=name, argv=argv, environ={**environ, "PYTHONUNBUFFERED": "1"})

@@ -17,6 +17,7 @@ class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_computed_tokens: int
     blocks: list[int]  # its block table on the device
+    host_blocks: list[int] = []  # and in host memory, while it is swapped out
 
 
 class KVMove(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,7 @@ class KVMove(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_bytes: int
     num_tokens: int
+    time_seconds: float = 0.0  # by the worker's clock
     milliseconds: float | None = None
 
 
@@ -38,5 +40,5 @@ class KVSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     states: str  # a letter a block: p(adding) f(ree) c(ached) a(ctive) s(hared)
     requests: list[KVRequest]
     events: list[KVMove]  # since the snapshot before
-    host_blocks: int = 0
-    host_used_blocks: int = 0
+    host_states: str = ""  # the same of the host's pool; empty if there is none
+    time_seconds: float = 0.0  # by the worker's clock, as that of the events

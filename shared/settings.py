@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 ENVIRONMENT_PREFIX = "PAGESTREAM_"
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
+_PASSWORD = re.compile(r"(://[^/@:]*:)[^/]*@")  # in a URL
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -286,7 +287,8 @@ def _display(field: Field[Any], value: Any) -> str:
         return "(needed)"
     if field.metadata["secret"] and value:
         return "***"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return _PASSWORD.sub(r"\1***@", shown)
 
 
 def _describe(cls: type[_SettingsClass], values: dict[str, Any], origins: dict[str, str], form: str) -> str:

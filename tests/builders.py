@@ -20,6 +20,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, St
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_events import KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
@@ -86,12 +87,13 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     host_tier: HostTierConfig | None = None,
+    events: KVEventLog | None = None,
     **config: Any,
 ) -> Scheduler:
     """64 usable blocks of 4 slots: 256 tokens."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     kv_cache = KVCacheManager(
-        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier
+        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier, events=events
     )
     return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
 

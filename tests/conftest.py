@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +42,18 @@ class Valkey:
 @pytest.fixture(scope="session")
 def valkey_server(request: pytest.FixtureRequest) -> Iterator[Valkey]:
     """One server per test process, in memory, on a unix socket in a directory of its own."""
-    binary = request.config.getoption("--redis-server") or get_binary_path()
+    with running_server(request.config, ["--port", "0"]) as server:
+        yield server
+
+
+@contextmanager
+def running_server(config: pytest.Config, options: Sequence[str]) -> Iterator[Valkey]:
+    """A server with further `options`; without a file, and gone afterwards."""
+    binary = config.getoption("--redis-server") or get_binary_path()
     # Not tmp_path: the path of a unix socket has room for 107 bytes only.
     directory = Path(tempfile.mkdtemp(prefix="ps-valkey-"))
     socket_path = directory / "s"
-    options = ["--port", "0", "--unixsocket", str(socket_path), "--unixsocketperm", "700"]
+    options = [*options, "--unixsocket", str(socket_path), "--unixsocketperm", "700"]
     options += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory)]
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([str(binary), *options], stdout=log, stderr=log)

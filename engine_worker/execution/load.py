@@ -6,7 +6,9 @@ Each phase reports its progress; a pool that cannot hold max_model_len tokens is
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +32,9 @@ from engine_worker.execution.warmup import warm_up
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+
+if TYPE_CHECKING:
+    from engine_worker.execution.grammar_masks import GrammarMasks
 
 Report = Callable[[str, float, str], None]  # phase ("load" | "allocate_kv" | "warmup"), progress 0..1, detail
 
@@ -71,7 +76,8 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     model = Transformer(config, weights, max_model_len, settings.deterministic)
     weights.check_all_used()
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
-    sampler = Sampler(config.vocab_size, config.eos_token_ids, device)
+    grammars = _grammar_masks(settings, config, device)
+    sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars)
     step_bytes = _step_bytes(settings, model, sampler, max_model_len) if device.type == "cuda" else 0
     memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, model, device))
     kv_cache = _allocate_kv_cache(settings, model, memory, max_model_len)
@@ -81,9 +87,21 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
         report("warmup", _GRAPHS_SHARE * progress, detail)
     for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
         report("warmup", 1.0 - (1.0 - _GRAPHS_SHARE) * (1.0 - progress), detail)
+    runner.compile_grammar = grammars.compile if grammars is not None else None
     if kv_cache.host is not None:
         runner.speeds = measure_speeds(runner, kv_cache)
     return runner
+
+
+def _grammar_masks(settings: ExecutionSettings, config: ModelConfig, device: torch.device) -> "GrammarMasks | None":
+    """None where llguidance is not installed: such a worker refuses grammars and serves everything else."""
+    if find_spec("llguidance") is None:
+        return None
+    from engine_worker.execution.grammar_compiler import GrammarCompiler  # noqa: PLC0415 - see above
+    from engine_worker.execution.grammar_masks import GrammarMasks  # noqa: PLC0415
+
+    compiler = GrammarCompiler(settings.model, config.vocab_size, config.eos_token_ids)
+    return GrammarMasks(compiler, config.vocab_size, device)
 
 
 def _runner(

@@ -6,7 +6,7 @@ of the queue, of finishing, or of which sequence comes next.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
+from shared.messages import Grammar
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class ModelRunner:
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
         self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
+        self.compile_grammar: Callable[[Grammar], object] | None = None  # set by the loader if it can; any thread
         self.block_size = kv_cache.block_size
         self.max_model_len = max_model_len
         self._model = model

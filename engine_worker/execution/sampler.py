@@ -1,11 +1,11 @@
 """Logits of one step -> one token for each sequence.
 
-    inputs = sampler.prepare(sequences, indices) host -> device; needs no token of the step before (but for penalties)
+    inputs = sampler.prepare(sequences, indices) host -> device; grammars alone wait for the step before
     tokens = sampler.launch(logits, inputs)      enqueues the device's work; tokens.token_ids is there for the next step
     samples = tokens.collect()                   waits for it: token ids, failures, log-probabilities
 
 Order of the operations (that of vLLM, so that the same parameters mean the same here):
-    min_tokens mask, logit bias, repetition + frequency + presence penalties
+    min_tokens mask, logit bias, repetition + frequency + presence penalties, the grammar's mask
     then argmax (greedy), or temperature, min-p, top-k, top-p and a draw
 
 A draw depends on the distribution and on (seed, output index) alone: not on the batch, the slot, earlier draws or the
@@ -19,16 +19,28 @@ rows do not notice. Knows nothing of blocks, of the model, or of when a sequence
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
-from engine_worker.execution.sampling_inputs import SamplingInputs, ScoreEdits, batch_parameters, score_edits
+from engine_worker.execution.sampling_inputs import (
+    SamplingInputs,
+    ScoreEdits,
+    TokenMasks,
+    batch_parameters,
+    score_edits,
+)
 from engine_worker.execution.token_counts import PenaltyCounts
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import sample_tokens
+from kernels.token_bitmask import apply_token_bitmask
 from shared.messages import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine_worker.execution.grammar_masks import GrammarMasks
 
 _CPU = torch.device("cpu")
 
@@ -53,10 +65,13 @@ class SampledTokens:
         self._host_logprobs = logprobs.to_host() if logprobs else None
         self._copied = _recorded_event() if token_ids.is_cuda else None
 
+    def by_sequence(self) -> dict[Sequence, int]:
+        """Waits for the device, as collect() does, and may be called before it."""
+        self._wait()
+        return dict(zip(self._inputs.sequences, self._host_token_ids.tolist(), strict=True))
+
     def collect(self) -> Samples:
-        """Waits for the device; the only place that does."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._wait()
         sequences = self._inputs.sequences
         failures = dict(self._inputs.refusals)
         for sequence, best in zip(sequences, self._host_best.tolist(), strict=True):
@@ -67,14 +82,28 @@ class SampledTokens:
         logprobs = self._host_logprobs.per_row(len(sequences)) if self._host_logprobs else []
         return Samples(token_ids, failures, logprobs)
 
+    def _wait(self) -> None:
+        """The only place where the host waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        device: torch.device = _CPU,
+        grammars: "GrammarMasks | None" = None,
+    ) -> None:
+        """Without `grammars` a sequence that has one fails."""
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self.device = device
         self._batch = batch_parameters([], device)
         self._penalty_counts = PenaltyCounts()
+        self._grammars = grammars
+        self._last_tokens: SampledTokens | None = None
 
     def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
@@ -87,27 +116,43 @@ class Sampler:
         if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
             self._batch = batch_parameters(sequences, self.device)
             self._penalty_counts.keep_only(sequences)
+            if self._grammars is not None:
+                self._grammars.keep_only(sequences)
         edits: ScoreEdits | None = None
         refusals: dict[str, str] = {}
         if self._batch.may_edit:
             edits, refusals = score_edits(
                 sequences, indices, self._penalty_counts, self._eos_token_ids, self._vocab_size, self.device
             )
+        masks, broken = self._masks(indices) if self._batch.has_grammars else (None, {})
         return SamplingInputs(
             sequences=self._batch.sequences,
             rows=self._batch.rows_at(indices, self.device),
             edits=edits,
             logprobs=self._batch.logprobs,
-            refusals=refusals,
+            refusals=refusals | broken,
+            masks=masks,
         )
 
     def launch(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
         """`logits` [N, V] in the order of the prepared sequences; not modified."""
         assert logits.shape == (len(inputs.sequences), self._vocab_size)
         scores = inputs.edits.applied_to(logits) if inputs.edits else logits
+        if inputs.masks is not None:
+            scores = scores.clone() if scores is logits else scores
+            apply_token_bitmask(scores, inputs.masks.rows, inputs.masks.masks)
         token_ids, best = sample_tokens(scores, inputs.rows)
         logprobs = launch_logprobs(logits, token_ids, inputs.logprobs) if inputs.logprobs else None
-        return SampledTokens(inputs, token_ids, best, logprobs)
+        self._last_tokens = SampledTokens(inputs, token_ids, best, logprobs)
+        return self._last_tokens
+
+    def _masks(self, indices: list[int]) -> tuple[TokenMasks | None, dict[str, str]]:
+        sequences = self._batch.sequences
+        if self._grammars is None:
+            problem = "this worker has no llguidance to follow a grammar"
+            return None, {sequence.request_id: problem for sequence in sequences if sequence.sampling.grammar}
+        in_flight = self._last_tokens.by_sequence if self._last_tokens is not None else dict[Sequence, int]
+        return self._grammars.of(sequences, indices, cache(in_flight))
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -1,7 +1,8 @@
 """What a step's sampling needs to know of its sequences, as tensors on the device; built without waiting for it.
 
 Of a sequence it reads the parameters and how many tokens are out, not which: so a step can be prepared while the one
-before still samples. Penalties alone need the tokens (Sequence.needs_last_token_on_host).
+before still samples. Penalties need the tokens (Sequence.needs_last_token_on_host), and so do grammars, which wait for
+them while the forward pass runs (grammar_masks.py).
 """
 
 import math
@@ -55,12 +56,21 @@ class LogprobRows:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that grammars allow, as kernels.token_bitmask takes them."""
+
+    rows: Tensor  # [R] int32
+    masks: Tensor  # [R, ceil(V / 32)] int32
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     sequences: list[Sequence]
     rows: SamplingRows | None  # None: every row is an argmax
     edits: ScoreEdits | None
     logprobs: LogprobRows | None
     refusals: dict[str, str]  # request id -> why it cannot be sampled
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class BatchParameters:
     rows: SamplingRows | None  # its indices are those of another step
     logprobs: LogprobRows | None
     may_edit: bool
+    has_grammars: bool
 
     def rows_at(self, output_indices: list[int], device: torch.device) -> SamplingRows | None:
         if self.rows is None:
@@ -85,6 +96,7 @@ def batch_parameters(sequences: list[Sequence], device: torch.device) -> BatchPa
         rows=_sampling_rows(samplings, device),
         logprobs=_logprob_rows(samplings, device),
         may_edit=any(s.min_tokens > 0 or s.logit_bias or s.has_penalties for s in samplings),
+        has_grammars=any(s.grammar is not None for s in samplings),
     )
 
 

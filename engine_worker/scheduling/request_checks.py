@@ -75,6 +75,8 @@ def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterato
         yield f"n is {sampling.n}; it must be at least 1"
     if not sampling.use_beam_search:
         return
+    if sampling.grammar is not None:
+        yield "grammar: a beam search does not follow one"
     if sampling.beam_width < sampling.n:
         yield f"beam_width is {sampling.beam_width}; it must be at least n, {sampling.n}"
     # The first step chooses from the continuations of one sequence; ids of the model's end add a few to these.
@@ -108,5 +110,7 @@ def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
         yield f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
     if not 0.0 < sampling.repetition_penalty < inf:
         yield f"repetition_penalty is {sampling.repetition_penalty}; it must be finite and above 0"
+    if sampling.grammar is not None and (sampling.ignore_eos or sampling.min_tokens):
+        yield "grammar: its end is the end of the output, which ignore_eos and min_tokens would put off"
     if not all(isfinite(bias) for bias in sampling.logit_bias.values()):
         yield "logit_bias holds a value that is not finite"

@@ -5,6 +5,7 @@ Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the nex
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -57,15 +58,14 @@ class KVFeed:
 
 
 def _snapshot(worker_id: str, view: dict[str, Any], events: list[dict[str, Any]]) -> KVSnapshot:
-    host = view["host"] or {"num_blocks": 0, "num_free_blocks": 0}
     return KVSnapshot(
         worker=worker_id,
         block_size=view["block_size_tokens"],
         states=view["device"]["states"],
         requests=[_request(sequence) for sequence in view["sequences"]],
         events=[_move(event) for event in events],
-        host_blocks=host["num_blocks"],
-        host_used_blocks=host["num_blocks"] - host["num_free_blocks"],
+        host_states=view["host"]["states"] if view["host"] else "",
+        time_seconds=time.time(),
     )
 
 
@@ -76,6 +76,7 @@ def _request(sequence: dict[str, Any]) -> KVRequest:
         num_tokens=sequence["num_tokens"],
         num_computed_tokens=sequence["num_computed_tokens"],
         blocks=sequence["block_table"],
+        host_blocks=sequence["host_block_table"],
     )
 
 

@@ -5,7 +5,6 @@ import { watchBlocks } from "./kv_feed.js";
 const $ = (id) => document.getElementById(id);
 const history = [];
 let running = null;
-let model = "";
 
 function settings() {
   const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
@@ -19,7 +18,7 @@ function settings() {
 function body() {
   const system = $("system").value;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...history];
-  return { model, messages, ...settings(), stream: true, stream_options: { include_usage: true } };
+  return { model: $("model_choice").value, messages, ...settings(), stream: true, stream_options: { include_usage: true } };
 }
 
 function show(role, text = "") {
@@ -99,10 +98,7 @@ async function look() {
     const ready = await (await fetch("ready")).json();
     $("state").textContent = ready.state === "ready" ? "ready" : `${ready.phase} ${Math.round(ready.progress * 100)} %`;
     $("state").classList.toggle("ready", ready.state === "ready");
-    if (!model) {
-      model = (await (await fetch("v1/models")).json()).data[0].id;
-      $("model").textContent = model;
-    }
+    if (!$("model_choice").options.length) await offerModels();
   } catch {
     $("state").textContent = "unreachable";
     $("state").classList.remove("ready");
@@ -110,6 +106,13 @@ async function look() {
   setTimeout(look, 2000);
 }
 
+async function offerModels() {
+  const names = (await (await fetch("v1/models")).json()).data.map((model) => model.id);
+  $("model_choice").replaceChildren(...names.map((name) => new Option(name, name)));
+  $("model").textContent = names[0];
+}
+
+$("model_choice").addEventListener("change", () => { $("model").textContent = $("model_choice").value; });
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }

@@ -1,19 +1,28 @@
 // Snapshots of the workers' KV memory while the page is visible, and what to draw of them.
 import { events } from "./chat_stream.js";
 import { KVMap } from "./kv_map.js";
+import { RequestTable } from "./kv_requests.js";
+import { KVTimeline } from "./kv_timeline.js";
 
 const RETRY_MS = 3000;
-const KEPT_EVENTS = 100;
+const KEPT_EVENTS = 500;
+const LISTED_EVENTS = 100;
 const $ = (id) => document.getElementById(id);
 
 const latest = new Map(); // worker -> its last snapshot
 const history = new Map(); // worker -> its last events, newest first
-let map = null;
+let deviceMap = null;
+let hostMap = null;
+let timeline = null;
+let requestTable = null;
 let picked = ""; // request whose block table is shown
 let feed = null;
 
 export function watchBlocks() {
-  map = new KVMap($("map"), $("tip"));
+  deviceMap = new KVMap($("map"), $("tip"), "device", pick);
+  hostMap = new KVMap($("host_map"), $("host_tip"), "host", pick);
+  requestTable = new RequestTable($("requests"), pick);
+  timeline = new KVTimeline($("timeline"));
   $("worker").addEventListener("change", draw);
   document.addEventListener("visibilitychange", follow);
   follow();
@@ -56,52 +65,49 @@ function offerWorkers() {
   if (latest.has(chosen)) select.value = chosen;
 }
 
+function pick(id) {
+  picked = picked === id ? "" : id;
+  draw();
+}
+
 function draw() {
   const snapshot = latest.get($("worker").value);
   if (!snapshot) return;
-  const copied = snapshot.events.filter((event) => event.kind === "copy").reduce((sum, event) => sum + event.num_blocks, 0);
   const owner = snapshot.requests.find((request) => request.id === picked);
-  map.draw(snapshot, owner ? owner.blocks : []);
-  $("usage").textContent = summary(snapshot, copied);
-  $("requests").replaceChildren(...rows(snapshot));
-  $("events").replaceChildren(...(history.get(snapshot.worker) || []).map(eventLine));
+  deviceMap.draw(view(snapshot, snapshot.states, "blocks"), owner?.blocks ?? []);
+  $("host").hidden = !snapshot.host_states;
+  if (snapshot.host_states) hostMap.draw(view(snapshot, snapshot.host_states, "host_blocks"), owner?.host_blocks ?? []);
+  const moves = history.get(snapshot.worker) || [];
+  timeline.draw(moves, snapshot.time_seconds);
+  $("usage").textContent = summary(snapshot);
+  $("host_usage").textContent = hostSummary(snapshot);
+  $("map").setAttribute("aria-label", `Map of the KV blocks: ${$("usage").textContent}. Arrow keys move from block to block`);
+  requestTable.draw(snapshot.requests, picked);
+  $("events").replaceChildren(...moves.slice(0, LISTED_EVENTS).map(eventLine));
 }
 
-function summary(snapshot, copied) {
+function view({ worker, block_size: slots, requests }, states, table) {
+  const tables = requests.map((request) => ({ id: request.id, blocks: request[table], computed: request.num_computed_tokens }));
+  return { worker, states, slots, tables };
+}
+
+function countsOf(states) {
   const counts = { f: 0, c: 0, a: 0, s: 0 };
-  for (const letter of snapshot.states) if (letter in counts) counts[letter] += 1;
-  const total = counts.f + counts.c + counts.a + counts.s;
-  const parts = [`${counts.a + counts.s} active`, `${counts.s} shared`, `${counts.c} cached`, `${counts.f} free`, `${total} in all`];
-  if (snapshot.host_blocks) parts.push(`host: ${snapshot.host_used_blocks} of ${snapshot.host_blocks}`);
+  for (const letter of states) if (letter in counts) counts[letter] += 1;
+  return { ...counts, total: counts.f + counts.c + counts.a + counts.s };
+}
+
+function summary(snapshot) {
+  const { f, c, a, s, total } = countsOf(snapshot.states);
+  const parts = [`${a + s} active`, `${s} of them shared`, `${c} cached`, `${f} free`, `${total} in all`];
+  const copied = snapshot.events.filter((event) => event.kind === "copy").reduce((sum, event) => sum + event.num_blocks, 0);
   if (copied) parts.push(`${copied} just copied`);
   return parts.join(" · ");
 }
 
-function rows(snapshot) {
-  if (!snapshot.requests.length) return [row([cell("none", 4)])];
-  return snapshot.requests.map((request) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = request.id;
-    button.setAttribute("aria-pressed", String(request.id === picked));
-    button.addEventListener("click", () => { picked = picked === request.id ? "" : request.id; draw(); });
-    const first = document.createElement("td");
-    first.append(button);
-    return row([first, cell(request.state), cell(request.num_tokens), cell(request.blocks.length)]);
-  });
-}
-
-function row(cells) {
-  const element = document.createElement("tr");
-  element.append(...cells);
-  return element;
-}
-
-function cell(text, span = 1) {
-  const element = document.createElement("td");
-  element.colSpan = span;
-  element.textContent = text;
-  return element;
+function hostSummary(snapshot) {
+  const { f, c, a, s, total } = countsOf(snapshot.host_states);
+  return `${a + s} swapped · ${c} cached · ${f} free · ${total} in all`;
 }
 
 function eventLine(event) {

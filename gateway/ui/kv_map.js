@@ -1,89 +1,123 @@
-// The blocks of one device as coloured squares on a canvas; hovering or the arrow keys tell of one block.
-// A canvas and not an element a block: an H200 has 56,000 of them.
+// The blocks of one pool as coloured squares on a canvas; hovering or the arrow keys tell of one block, a click picks it.
+// A canvas and not an element a block: an H200 has 56,000 of them. Knows nothing of where its figures come from.
 
-const NAMES = { p: "padding", f: "free", c: "cached", a: "active", s: "shared" };
 const FLASH_MS = 1200;
+const POOLS = {
+  device: { names: { p: "padding", f: "free", c: "cached", a: "active", s: "shared" },
+            colours: { p: "line", f: "free", c: "cached", a: "active", s: "shared" } },
+  host: { names: { p: "padding", f: "free", c: "cached", a: "swapped", s: "swapped, shared" },
+          colours: { p: "line", f: "free", c: "cached", a: "swapped", s: "swapped" } },
+};
 
 // Blocks that took the place of others in a block table: what copy-on-write looks like from outside.
 function copied(before, after) {
   if (before?.worker !== after.worker) return [];
-  const tables = new Map(before.requests.map((request) => [request.id, request.blocks]));
-  return after.requests.flatMap(({ id, blocks }) => {
+  const tables = new Map(before.tables.map((table) => [table.id, table.blocks]));
+  return after.tables.flatMap(({ id, blocks }) => {
     const old = tables.get(id) || [];
     return blocks.filter((block, index) => index < old.length && block !== old[index]);
   });
 }
 
 export class KVMap {
-  constructor(canvas, tip) {
+  // `onPick` gets the id of a request that has the block which was clicked, or "".
+  constructor(canvas, tip, pool, onPick) {
     this.canvas = canvas;
     this.tip = tip;
-    this.snapshot = null;
+    this.pool = POOLS[pool];
+    this.onPick = onPick;
+    this.view = null;
     this.picked = new Set();
     this.flashing = new Map(); // block id -> until when
-    this.focused = 1;
+    this.focused = -1;
     canvas.addEventListener("mousemove", (event) => this.#tell(this.#blockAt(event)));
     canvas.addEventListener("mouseleave", () => this.#tell(-1));
-    canvas.addEventListener("keydown", (event) => this.#step(event));
-    canvas.addEventListener("blur", () => this.#tell(-1));
+    canvas.addEventListener("click", (event) => this.#pick(this.#blockAt(event)));
+    canvas.addEventListener("keydown", (event) => this.#key(event));
+    canvas.addEventListener("blur", () => { this.focused = -1; this.#tell(-1); this.#paint(); });
     new ResizeObserver(() => this.#paint()).observe(canvas.parentElement);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#paint());
   }
 
-  draw(snapshot, picked) {
-    for (const block of copied(this.snapshot, snapshot)) this.flashing.set(block, performance.now() + FLASH_MS);
-    this.snapshot = snapshot;
+  // view: {worker, states, slots (of a block), tables: [{id, blocks, computed (tokens)}]}
+  draw(view, picked) {
+    const until = performance.now() + FLASH_MS;
+    const fresh = copied(this.view, view);
+    for (const block of fresh) this.flashing.set(block, until);
+    if (fresh.length) setTimeout(() => this.#paint(), FLASH_MS + 20);
+    this.view = view;
     this.picked = new Set(picked);
     this.#paint();
   }
 
   #layout() {
     const width = this.canvas.parentElement.clientWidth;
-    const count = this.snapshot.states.length;
+    const count = this.view.states.length;
     const size = count <= 1500 ? 12 : count <= 8000 ? 8 : 5;
     const columns = Math.max(1, Math.floor(width / size));
     return { width, size, columns, rows: Math.ceil(count / columns) };
   }
 
   #paint() {
-    if (!this.snapshot) return;
+    if (!this.view) return;
     const { width, size, columns, rows } = this.#layout();
     const scale = window.devicePixelRatio || 1;
     this.canvas.style.height = `${rows * size}px`;
     this.canvas.width = width * scale;
     this.canvas.height = rows * size * scale;
-    const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(`--${name}`);
-    const colours = { p: colour("line"), f: colour("free"), c: colour("cached"), a: colour("active"), s: colour("shared") };
+    Object.assign(this.canvas.dataset, { columns, size });
     const context = this.canvas.getContext("2d");
     context.scale(scale, scale);
+    const colours = this.#colours();
     const now = performance.now();
-    const { states } = this.snapshot;
+    for (const [block, until] of this.flashing) if (until <= now) this.flashing.delete(block);
+    const { states } = this.view;
     for (let id = 0; id < states.length; id += 1) {
       const x = (id % columns) * size;
       const y = Math.floor(id / columns) * size;
-      context.fillStyle = (this.flashing.get(id) || 0) > now ? colour("flash") : colours[states[id]];
+      context.fillStyle = this.flashing.has(id) ? colours.flash : colours[states[id]];
       context.fillRect(x, y, size - 1, size - 1);
-      if (this.picked.has(id)) {
-        context.strokeStyle = colour("picked");
+      if (this.picked.has(id) || id === this.focused) {
+        context.strokeStyle = colours.picked;
         context.strokeRect(x + 0.5, y + 0.5, size - 2, size - 2);
       }
     }
   }
 
-  #blockAt(event) {
-    if (!this.snapshot) return -1;
-    const { size, columns } = this.#layout();
-    const id = Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
-    return id < this.snapshot.states.length ? id : -1;
+  #colours() {
+    const style = getComputedStyle(document.documentElement);
+    const named = Object.entries({ ...this.pool.colours, flash: "flash", picked: "picked" });
+    return Object.fromEntries(named.map(([key, name]) => [key, style.getPropertyValue(`--${name}`)]));
   }
 
-  #step(event) {
-    if (!this.snapshot) return;
+  #blockAt(event) {
+    if (!this.view) return -1;
+    const { size, columns } = this.#layout();
+    const id = Math.floor(event.offsetY / size) * columns + Math.floor(event.offsetX / size);
+    return id < this.view.states.length ? id : -1;
+  }
+
+  #pick(id) {
+    if (id >= 0) this.onPick(this.#owners(id)[0]?.id ?? "");
+  }
+
+  #key(event) {
+    if (!this.view) return;
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      this.#pick(this.focused);
+      return;
+    }
     const { columns } = this.#layout();
-    const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-    if (!move) return;
+    const last = this.view.states.length - 1;
+    const target = {
+      ArrowLeft: this.focused - 1, ArrowRight: this.focused + 1, ArrowUp: this.focused - columns,
+      ArrowDown: this.focused + columns, Home: 0, End: last,
+    }[event.key];
+    if (target === undefined) return;
     event.preventDefault();
-    this.focused = Math.min(this.snapshot.states.length - 1, Math.max(0, this.focused + move));
+    this.focused = Math.min(last, Math.max(0, target));
+    this.#paint();
     this.#tell(this.focused);
   }
 
@@ -92,19 +126,23 @@ export class KVMap {
     if (id < 0) return;
     const { size, columns } = this.#layout();
     this.tip.textContent = this.#describe(id);
-    this.tip.style.left = `${Math.min((id % columns) * size, this.canvas.clientWidth - 180)}px`;
+    this.tip.style.left = `${Math.max(0, Math.min((id % columns) * size, this.canvas.clientWidth - 270))}px`;
     this.tip.style.top = `${(Math.floor(id / columns) + 1) * size + 4}px`;
   }
 
+  #owners(id) {
+    return this.view.tables.filter((table) => table.blocks.includes(id));
+  }
+
   #describe(id) {
-    const owners = this.snapshot.requests.filter((request) => request.blocks.includes(id));
-    const { block_size: slots } = this.snapshot;
-    const lines = owners.map((request) => {
-      const index = request.blocks.indexOf(id);
-      const filled = Math.min(slots, Math.max(0, request.num_computed_tokens - index * slots));
-      return `${request.id}: its block ${index}, ${filled} of ${slots} slots filled`;
+    const owners = this.#owners(id);
+    const { slots, states } = this.view;
+    const lines = owners.map((table) => {
+      const index = table.blocks.indexOf(id);
+      const filled = Math.min(slots, Math.max(0, table.computed - index * slots));
+      return `${table.id}: its block ${index}, ${filled} of ${slots} slots filled`;
     });
-    const owned = owners.length ? `, in ${owners.length} block table${owners.length > 1 ? "s" : ""}` : "";
-    return [`Block ${id}: ${NAMES[this.snapshot.states[id]]}${owned}`, ...lines].join(". ");
+    const references = owners.length ? `, ${owners.length} reference${owners.length > 1 ? "s" : ""}` : "";
+    return [`Block ${id}: ${this.pool.names[states[id]]}${references}`, ...lines].join(". ");
   }
 }

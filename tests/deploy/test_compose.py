@@ -91,6 +91,46 @@ def test_references_lead_somewhere(name: str) -> None:
         assert source.startswith("${") or source in volumes or (ROOT / source).exists(), source
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_has_no_privileges(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    # The entry point of Redis' image gives /data to its user and becomes that user.
+    assert set(service.get("cap_add", [])) == ({"CHOWN", "SETGID", "SETUID"} if name == "redis" else set())
+    assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & service.keys()
+    assert not [volume for volume in service.get("volumes", []) if "docker.sock" in volume]
+
+
+def test_only_what_publishes_a_port_has_a_way_out() -> None:
+    networks = yaml.safe_load(COMPOSE_TEXT)["networks"]
+    assert {name for name, options in networks.items() if (options or {}).get("internal")} == {"store", "metrics"}
+    for name, service in SERVICES.items():
+        assert ("front" in service["networks"]) == bool(service.get("ports")), name
+        is_ours = name == "redis" or name in built_services()
+        assert ("store" in service["networks"]) == is_ours, name  # nobody else can reach the prompts
+
+
+def test_the_programs_are_users_of_the_store() -> None:
+    command = SERVICES["redis"]["command"]
+    (mount,) = [volume for volume in SERVICES["redis"]["volumes"] if volume.endswith(":ro")]
+    source, target, _ = mount.split(":")
+    assert command[command.index("--aclfile") + 1] == target
+    users = {line.split()[1] for line in (ROOT / source).read_text().splitlines()}
+    for name in built_services():
+        url = SERVICES[name]["environment"]["PAGESTREAM_REDIS_URL"]
+        user = re.search(r"redis://(\w+)@redis:6379", url)[1]
+        assert user == ("gateway" if name.startswith("gateway") else "worker")
+        assert user in users
+
+
+def test_no_account_has_a_password_that_everybody_knows() -> None:
+    grafana = SERVICES["grafana"]["environment"]
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
 def test_the_store_never_forgets() -> None:
     command = SERVICES["redis"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"

@@ -89,6 +89,28 @@ def test_probes_ask_open_routes_and_pods_are_hardened() -> None:
             assert container["resources"]["limits"]["memory"]
 
 
+def test_the_pods_are_users_of_the_store() -> None:
+    lines = (KUSTOMIZE / "base" / "users.acl").read_text().splitlines()
+    users = {line.split()[1] for line in lines}
+    for path, user in (("base/gateway.yaml", "gateway"), ("base/engine-worker.yaml", "worker")):
+        (container,) = containers(documents(path))
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert env["PAGESTREAM_REDIS_URL"] == f"redis://{user}@pagestream-redis:6379/0"
+        assert user in users
+    (redis,) = containers(documents("base/redis.yaml"))
+    assert redis["args"][redis["args"].index("--aclfile") + 1] == "/etc/pagestream/users.acl"
+
+
+def test_nobody_is_root_and_nobody_has_a_token_of_the_cluster() -> None:
+    for path in ("base/gateway.yaml", "base/engine-worker.yaml", "base/redis.yaml"):
+        for item in documents(path):
+            if item["kind"] in ("Deployment", "StatefulSet"):
+                spec = item["spec"]["template"]["spec"]
+                assert spec["automountServiceAccountToken"] is False
+                assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
+                assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
 def test_a_drain_fits_into_the_grace_time() -> None:
     for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
         (drain,) = [field.default for field in dataclasses.fields(settings) if field.name == "drain_seconds"]

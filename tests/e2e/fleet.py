@@ -35,6 +35,9 @@ class Fleet:
         self.processes[name] = process
         return process
 
+    def has_lost_one(self) -> bool:
+        return any(process.poll() is not None for process in self.processes.values())
+
     def log(self, name: str) -> str:
         return (self._logs / name).read_text(errors="replace")
 

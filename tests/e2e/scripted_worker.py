@@ -7,16 +7,19 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 from engine_worker.__main__ import run
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.kv_events import KVEventLog
+from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging
 from shared.settings import load_settings
-from tests.builders import FakeModelRunner, make_engine
+from tests.builders import EOS_TOKEN_ID, VOCAB_SIZE, FakeModelRunner, make_engine
 
 MAX_MODEL_LEN = 2048
 
@@ -27,6 +30,12 @@ def main() -> int:
     parser.add_argument("--script-hang-at-step", type=int, default=0)
     parser.add_argument("--script-raise-at-step", type=int, default=0)
     parser.add_argument("--script-poison-token", type=int, default=-1, help="in a prompt, it kills the process")
+    parser.add_argument("--script-pace-file", type=Path, help="read before each step: how many seconds it takes")
+    parser.add_argument("--script-num-blocks", type=int, default=1025)
+    parser.add_argument("--script-block-size", type=int, default=4)
+    parser.add_argument("--script-num-host-blocks", type=int, default=0)
+    parser.add_argument("--script-vocab-size", type=int, default=VOCAB_SIZE)
+    parser.add_argument("--script-ignore-eos", action="store_true", help="an answer ends at its max_tokens only")
     parser.add_argument("--script-poison-after", type=int, default=0, help="from this output index on")
     script, argv = parser.parse_known_args()
     settings = load_settings(WorkerSettings, argv, os.environ, prog="pagestream worker").settings
@@ -40,7 +49,8 @@ def main() -> int:
     def before_step(batch: ScheduledBatch) -> None:
         nonlocal num_steps
         num_steps += 1
-        time.sleep(script.script_step_seconds)  # the script's own pace, not a wait
+        paced = float(script.script_pace_file.read_text()) if script.script_pace_file else script.script_step_seconds
+        time.sleep(paced)  # the script's own pace, not a wait
         if any(is_lethal(scheduled.sequence) for scheduled in batch.sequences):
             os._exit(139)  # what a segmentation fault would leave
         if num_steps == script.script_hang_at_step:
@@ -50,9 +60,22 @@ def main() -> int:
 
     def load(report: Report) -> LoadedEngine:
         report("load", 1.0, "scripted")
-        executor = FakeModelRunner(num_blocks=1025, before_step=before_step)
+        shape = {
+            "num_blocks": script.script_num_blocks,
+            "block_size": script.script_block_size,
+            "vocab_size": script.script_vocab_size,
+        }
+        num_host_blocks = script.script_num_host_blocks
+        host_tier = HostTierConfig(num_blocks=num_host_blocks) if num_host_blocks else None
         engine = make_engine(
-            executor, num_blocks=1025, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, max_num_batched_tokens=256
+            FakeModelRunner(before_step=before_step, **shape),
+            **shape,
+            eos_token_ids=() if script.script_ignore_eos else (EOS_TOKEN_ID,),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            host_tier=host_tier,
+            events=KVEventLog(block_bytes=1, clock=time.time),
         )
         memory = {"kv": 0}
         info = EngineInfo(

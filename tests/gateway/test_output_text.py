@@ -1,12 +1,14 @@
 """Stop strings, end-of-sequence tokens and broken UTF-8, however the tokens are grouped."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
-from gateway.output_text import OutputText, StopStrings
+from gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary
+from gateway.output_text import Detokenizer, OutputText, StopStrings
 from gateway.served_model import ServedModel
 from gateway.tokenization import IncrementalDetokenizer
 from shared.messages import FinishReason
@@ -38,7 +40,7 @@ def ids(text: str) -> list[int]:
 
 
 def read(text: OutputText, groups: list[str], reason: FinishReason = FinishReason.LENGTH) -> str:
-    pieces = [text.push(ids(group)) for group in groups]
+    pieces = [text.push(token_id) for group in groups for token_id in ids(group)]
     return "".join(pieces) + text.finish(reason)
 
 
@@ -95,7 +97,7 @@ def test_grouping_changes_nothing(text: str, stops: list[str], sizes: list[int],
 
 def test_text_is_held_back_no_longer_than_needed() -> None:
     text = output(["abc"])
-    assert [text.push(ids(character)) for character in "xabxabab"] == ["x", "", "", "abx", "", "", "ab", ""]
+    assert [text.push(token_id) for token_id in ids("xabxabab")] == ["x", "", "", "abx", "", "", "ab", ""]
     assert text.finish(FinishReason.LENGTH) == "ab"
 
 
@@ -129,25 +131,57 @@ def test_a_terminal_token_that_did_not_end_it_is_text() -> None:
 
 def test_stop_string_completed_by_a_held_terminal_token() -> None:
     text = output(["$"], terminal=ord("$"))
-    assert text.push(ids("a$b")) == "a"
+    assert [text.push(token_id) for token_id in ids("a$b")] == ["a", "", ""]
     assert text.stopped and text.num_tokens == 2
 
 
-def detokenizer(model: ServedModel, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-    return model.encoder.detokenizer([], skip_special_tokens=skip_special_tokens)
+def of_bytes(model: ServedModel, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+    chosen = model.encoder.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+    assert isinstance(chosen, ByteLevelDetokenizer)
+    return chosen
 
 
-@given(token_ids=st.lists(st.integers(0, 298), max_size=40))
-def test_pieces_are_the_whole(tiny_model: ServedModel, token_ids: list[int]) -> None:
-    """Random ids of a byte-level vocabulary are mostly broken UTF-8."""
-    stream = detokenizer(tiny_model)
-    text = "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
-    whole = tiny_model.encoder.decode(token_ids)
-    assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
+def of_any(model: ServedModel, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+    return IncrementalDetokenizer(model.encoder.tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
 
+both = pytest.mark.parametrize("detokenizer", [of_bytes, of_any])
+MakeDetokenizer = Callable[..., Detokenizer]
+
+
+def read_all(stream: Detokenizer, token_ids: Sequence[int]) -> str:
+    return "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
+
+
+@given(token_ids=st.lists(st.integers(0, 320), max_size=40), skip=st.booleans())
+def test_pieces_are_the_whole(tiny_model: ServedModel, token_ids: list[int], skip: bool) -> None:
+    """Random ids of a byte-level vocabulary are mostly broken UTF-8, and some of no token at all."""
+    whole = tiny_model.encoder.decode(token_ids, skip_special_tokens=skip)
+    assert read_all(of_bytes(tiny_model, skip_special_tokens=skip), token_ids) == whole
+    if skip:
+        text = read_all(of_any(tiny_model), token_ids)
+        assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
+
+
+def test_a_token_outside_the_alphabet_of_bytes_is_its_own_text() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["\u4f60a", "\u0120b", "\xa0", "c"])
+    vocabulary = ByteLevelVocabulary.of(tokenizer)
+    assert vocabulary is not None
+    assert read_all(vocabulary.detokenizer(skip_special_tokens=False), range(4)) == tokenizer.decode([0, 1, 2, 3])
+
+
+def test_decoders_that_do_more_than_bytes_keep_the_tokenizers_own_stream() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    assert ByteLevelVocabulary.of(tokenizer) is None
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert ByteLevelVocabulary.of(tokenizer) is None
+
+
+@both
 @given(text=st.text(max_size=40))
-def test_any_text_survives_token_by_token(tiny_model: ServedModel, text: str) -> None:
+def test_any_text_survives_token_by_token(tiny_model: ServedModel, detokenizer: MakeDetokenizer, text: str) -> None:
     stream = detokenizer(tiny_model)
     token_ids = tiny_model.encoder.encode_text(text)
     pieces = [stream.push(token_id) for token_id in token_ids]
@@ -158,30 +192,34 @@ def test_any_text_survives_token_by_token(tiny_model: ServedModel, text: str) ->
 def test_broken_bytes_are_not_held_for_ever(tiny_model: ServedModel) -> None:
     """A client can force one byte with logit_bias; each further byte would make every later step dearer."""
     (byte,) = {token for token in tiny_model.encoder.encode_text("é")[:1]}
-    stream = detokenizer(tiny_model)
+    stream = of_any(tiny_model)
     given_at = [index for index in range(100) if stream.push(byte)]
     assert given_at == list(range(7, 100, 8))
 
 
-def test_unfinished_character_at_the_end(tiny_model: ServedModel) -> None:
+@both
+def test_unfinished_character_at_the_end(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     stream = detokenizer(tiny_model)
     *start, _ = tiny_model.encoder.encode_text("a🎉")
     assert "".join(stream.push(token_id) for token_id in start) == "a"
     assert stream.flush() == "\ufffd"
 
 
-def test_ids_the_tokenizer_does_not_know_are_no_text(tiny_model: ServedModel) -> None:
+@both
+def test_ids_the_tokenizer_does_not_know_are_no_text(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     stream = detokenizer(tiny_model)
     assert [stream.push(310), stream.push(*tiny_model.encoder.encode_text("a")), stream.flush()] == ["", "a", ""]
 
 
-def test_special_tokens_on_request(tiny_model: ServedModel) -> None:
+@both
+def test_special_tokens_on_request(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     assert detokenizer(tiny_model).push(IM_END) == ""
     assert detokenizer(tiny_model, skip_special_tokens=False).push(IM_END) == "<|im_end|>"
 
 
-def test_a_prompt_that_ends_within_a_character(tiny_model: ServedModel) -> None:
+@both
+def test_a_prompt_that_ends_within_a_character(tiny_model: ServedModel, detokenizer: MakeDetokenizer) -> None:
     *start, last = tiny_model.encoder.encode_text("Hello 🎉")
-    stream = tiny_model.encoder.detokenizer(start, skip_special_tokens=True)
+    stream = detokenizer(tiny_model, start)
     pieces = [stream.push(token_id) for token_id in [last, *tiny_model.encoder.encode_text("ok")]]
     assert "Hello" not in "".join(pieces) and "".join(pieces).endswith("ok")

@@ -31,6 +31,7 @@ from kernels.sampling_reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES
+from kernels.token_bitmask import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -110,6 +111,8 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
         scores = empty(256, vocab_size, dtype=dtype)
         sample_tokens_triton(scores, None)
         sample_tokens_triton(scores, rows)
+        masks = empty(32, -(-vocab_size // 32), dtype=torch.int32)
+        apply_token_bitmask_triton(scores, empty(32, dtype=torch.int32), masks)
 
     return launch
 

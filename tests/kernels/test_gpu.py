@@ -5,6 +5,7 @@ import torch
 
 from bench.gpu_check import Check, all_checks
 from bench.sampling import run_checks
+from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,3 +23,15 @@ def test_kernel_on_the_gpu_equals_the_float64_reference(check: Check) -> None:
 def test_sampling_on_the_gpu_equals_the_reference() -> None:
     failed = [result for result in run_checks() if not result["passed"]]
     assert not failed
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 49152, 128256])
+def test_token_masks_on_the_gpu_equal_the_reference(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(32, vocab_size, generator=generator).bfloat16()
+    masks = torch.randint(-(2**31), 2**31, (20, -(-vocab_size // 32)), dtype=torch.int32, generator=generator)
+    rows = torch.randperm(32, generator=generator)[:20].int()
+    found = scores.cuda()
+    apply_token_bitmask(found, rows.cuda(), masks.cuda())
+    apply_token_bitmask_reference(scores, rows, masks)
+    assert torch.equal(found.cpu(), scores)

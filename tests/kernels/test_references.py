@@ -8,6 +8,7 @@ from bench.kernel_cases import HeadShape, attention_batch, exact_attention, meas
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_and_mul import silu_and_mul
+from kernels.token_bitmask import apply_token_bitmask
 
 
 def test_paged_attention_is_scaled_dot_product_attention_over_the_gathered_blocks() -> None:
@@ -56,3 +57,11 @@ def test_bf16_references_round_once() -> None:
         error = measure_error(operation(x), operation(x.double()), half_a_unit)
         # Every element, not only the norm: two roundings would reach a whole eps.
         assert error.worst_ratio <= half_a_unit, error
+
+
+def test_a_token_bitmask_forbids_the_tokens_whose_bit_is_0() -> None:
+    scores = torch.arange(80.0).repeat(3, 1)
+    masks = torch.tensor([[1 << 0 | 1 << 5, -(2**31), 1 << 15], [-1, -1, -1]], dtype=torch.int32)
+    apply_token_bitmask(scores, torch.tensor([2, 0], dtype=torch.int32), masks)
+    assert torch.equal(scores[:2], torch.arange(80.0).repeat(2, 1))
+    assert scores[2].isfinite().nonzero().flatten().tolist() == [0, 5, 63, 79]

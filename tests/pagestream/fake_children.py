@@ -7,6 +7,7 @@ The gateway answers /ready; the worker beats READY. `--fake-worker-exit N` lets 
 import argparse
 import contextlib
 import http.server
+import os
 import signal
 import sys
 import time
@@ -19,8 +20,9 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_keys import RedisKeys
 
 
-def fake_command(name: str, module: str, arguments: list[str]) -> ChildCommand:
-    return ChildCommand(name=name, argv=[sys.executable, __file__, f"fake-{module}", *arguments])
+def fake_command(name: str, module: str, arguments: list[str], environ: dict[str, str]) -> ChildCommand:
+    argv = [sys.executable, __file__, f"fake-{module}", *arguments]
+    return ChildCommand(name=name, argv=argv, environ={**os.environ, **environ})
 
 
 class Ready(http.server.BaseHTTPRequestHandler):
@@ -59,8 +61,9 @@ def main() -> int:
         child_commands._python = fake_command
         return cli.main(sys.argv[1:])
     parser = argparse.ArgumentParser()
-    for name in ("host", "port", "worker-id", "served-model-name", "redis-url"):
+    for name in ("host", "port", "worker-id", "served-model-name"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--redis-url", default=os.environ.get("PAGESTREAM_REDIS_URL"))
     parser.add_argument("--fake-worker-exit")
     parser.add_argument("--fake-worker-stays")
     parser.add_argument("--reuse-port", action="store_true")

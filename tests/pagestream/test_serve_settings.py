@@ -53,8 +53,10 @@ def test_ranges(argv: list[str]) -> None:
 def test_the_gateway_is_told_what_it_needs() -> None:
     settings = ServeSettings(port=9000, max_model_len=512)
     commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), SOURCE, "unix:///s")
-    assert list(commands.gateway("gateway").argv[1:]) == [
-        "-P", "-m", "gateway", "--model", "/m", "--redis-url", "unix:///s", "--served-model-name", "Model",
+    command = commands.gateway("gateway")
+    assert command.environ is not None and command.environ["PAGESTREAM_REDIS_URL"] == "unix:///s"
+    assert list(command.argv[1:]) == [
+        "-P", "-m", "gateway", "--model", "/m", "--served-model-name", "Model",
         "--drain-seconds", "30.0", "--log-format", "text", "--max-model-len", "512", "--config", "/c.toml",
         "--host", "127.0.0.1", "--port", "9000", "--max-num-streams", "5",
     ]  # fmt: skip
@@ -70,10 +72,16 @@ def test_several_gateways_share_the_port_and_have_one_each() -> None:
 def test_the_worker_is_told_what_it_needs() -> None:
     commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, SOURCE, "unix:///s")
     assert list(commands.worker(0, worker_base_id("f", 0, 2)).argv[1:]) == [
-        "-P", "-m", "engine_worker", "--model", "/m", "--redis-url", "unix:///s", "--served-model-name", "Model",
+        "-P", "-m", "engine_worker", "--model", "/m", "--served-model-name", "Model",
         "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f-0-2", "--metrics-port", "0",
         "--dtype", "float32",
     ]  # fmt: skip
+
+
+def test_no_command_line_shows_the_stores_password() -> None:
+    commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, SOURCE, "redis://u:hidden@host/0")
+    words = [*commands.gateway("g").argv, *commands.worker(0, "id").argv]
+    assert not [word for word in words if "hidden" in word]
 
 
 def test_several_workers_share_the_cores_unless_told_otherwise() -> None:

@@ -138,6 +138,19 @@ def test_events_and_frames_of_before_there_were_choices_are_read():
     ]
 
 
+def test_a_rolling_upgrade_reads_the_frames_of_one_version_back():
+    """Old workers beside a new gateway. Of the version before that, nothing is read."""
+    event = ["t", "a", 3, [7]]
+    assert decode_event_batch(batch_of(event, version=PROTOCOL_VERSION - 1)).events == [TokenEvent("a", 3, [7])]
+    with pytest.raises(FormatError, match="protocol version"):
+        decode_event_batch(batch_of(event, version=PROTOCOL_VERSION - 2))
+
+
+def test_fields_that_a_newer_version_appends_are_passed_over():
+    """New workers beside an old gateway: it drops their batches, which name their version, and reads the journals."""
+    assert decode_journal(msgpack.packb([0, [7], None, 0, None, "new"])) == [JournalFrame(0, [7])]
+
+
 def batch_of(*events: object, version: object = PROTOCOL_VERSION, step: object = 1) -> bytes:
     return msgpack.packb([version, "w", step, list(events)])
 

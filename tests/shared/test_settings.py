@@ -156,3 +156,22 @@ def test_parse_count_refuses(text: str) -> None:
 def test_settings_import_is_light() -> None:
     code = "import sys, shared.settings; print(sorted({'torch', 'asyncio', 'redis', 'logging'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("rediss://gateway:s3cret@host:6380/0?ssl_ca_certs=/ca.pem", "rediss://gateway:***@host:6380/0?ssl_ca_certs=/ca.pem"),
+        ("redis://:p@ss@host", "redis://:***@host"),
+        ("redis://gateway@redis:6379/0", "redis://gateway@redis:6379/0"),
+        ("unix:///run/valkey.sock", "unix:///run/valkey.sock"),
+    ],
+)  # fmt: skip
+def test_show_config_hides_the_password_of_a_url(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        redis_url: str = setting("", help="the store")
+
+    with pytest.raises(SystemExit):
+        load_settings(Settings, ["--redis-url", url, "--show-config", "json"], {})
+    assert json.loads(capsys.readouterr().out)["redis_url"]["value"] == shown

@@ -1,0 +1,118 @@
+"""Which tokens the grammars of a batch allow next: one bit mask for each row that has a grammar.
+
+    masks.keep_only(sequences)                          when the batch changes
+    masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and the requests that cannot go on
+
+A matcher is advanced by the output's tokens and by nothing else. So it is a mere cache of them: a sequence that was
+preempted, was begun by another worker or forked from a prompt gets a new one, which reads the output from its start (a
+microsecond a token). The host computes masks while the device runs the forward pass; with steps ahead of the host the
+last token is still in flight when a step is submitted, and `tokens_in_flight` waits for it then.
+
+What goes wrong in a grammar ends its own request.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from engine_worker.execution.grammar_compiler import GrammarCompiler
+from engine_worker.execution.sampling_inputs import TokenMasks
+from engine_worker.scheduling.sequence import Sequence
+from shared.grammars import GrammarError, shortened
+from shared.messages import Grammar
+
+Int32Array = NDArray[np.int32]
+TokensInFlight = Callable[[], Mapping[Sequence, int]]
+
+
+@dataclass(slots=True)
+class _Progress:
+    matcher: LLMatcher
+    num_consumed_tokens: int = 0
+
+
+class GrammarMasks:
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int, device: torch.device) -> None:
+        self._compiler = compiler
+        self._progress: dict[Sequence, _Progress] = {}
+        self._executor: LLExecutor | None = None
+        self._num_words = -(-vocab_size // 32)
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.int32)  # pinned on CUDA: the masks, and behind them their rows
+        self._read = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def compile(self, grammar: Grammar) -> None:
+        """So that a step that needs it finds it. Safe in any thread. Raises GrammarError."""
+        self._compiler.compile(grammar)
+
+    def keep_only(self, sequences: list[Sequence]) -> None:
+        kept = set(sequences)
+        self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
+
+    def of(
+        self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight
+    ) -> tuple[TokenMasks | None, dict[str, str]]:
+        """The masks, if there is any grammar; and request id -> why it cannot be sampled.
+
+        `indices[i]`: of the token that is to be sampled, in the output of `sequences[i]`.
+        """
+        rows: list[int] = []
+        matchers: list[LLMatcher] = []
+        problems: dict[str, str] = {}
+        for row, (sequence, index) in enumerate(zip(sequences, indices, strict=True)):
+            if sequence.sampling.grammar is not None:
+                try:
+                    matcher = self._advanced(sequence, index, tokens_in_flight)
+                    if matcher is not None:
+                        matchers.append(matcher)
+                        rows.append(row)
+                except Exception as error:  # whatever it is, the other rows have nothing to do with it
+                    problems[sequence.request_id] = f"grammar: {error}"
+        if not rows:
+            return None, problems
+        masks = self._filled(rows, matchers)
+        for row, matcher in zip(rows, matchers, strict=True):
+            if matcher.is_error():
+                problems[sequences[row].request_id] = f"grammar: {shortened(matcher.get_error())}"
+        return masks, problems
+
+    def _advanced(self, sequence: Sequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
+        """The matcher of `sequence` after `index` tokens of its output; None if the one in flight ends the sequence."""
+        progress = self._progress.get(sequence)
+        if progress is None:
+            assert sequence.sampling.grammar is not None
+            progress = _Progress(self._compiler.compile(sequence.sampling.grammar).deep_copy())
+            self._progress[sequence] = progress
+        token_ids = sequence.output_token_ids[progress.num_consumed_tokens : index]
+        if sequence.num_output_tokens < index:
+            in_flight = tokens_in_flight()[sequence]
+            if in_flight in sequence.stop_token_ids:
+                return None
+            token_ids.append(in_flight)
+        if token_ids and not progress.matcher.consume_tokens(token_ids):
+            raise GrammarError(shortened(progress.matcher.get_error()))
+        progress.num_consumed_tokens = index
+        return progress.matcher
+
+    def _filled(self, rows: list[int], matchers: list[LLMatcher]) -> TokenMasks:
+        if self._read is not None:
+            self._read.synchronize()
+        num_mask_words = len(rows) * self._num_words
+        num_words = num_mask_words + len(rows)
+        if num_words > len(self._buffer):
+            self._buffer = torch.empty(2 * num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        if self._executor is None:
+            self._executor = LLExecutor()
+        words: Int32Array = self._buffer[:num_words].numpy()
+        words[num_mask_words:] = rows
+        masks = words[:num_mask_words].reshape(len(rows), self._num_words)
+        fill_next_token_bitmask_par(self._executor, list(zip(matchers, range(len(rows)), strict=True)), masks)
+        sent = self._buffer[:num_words].to(self._device, non_blocking=True)
+        if self._read is not None:
+            self._read.record()
+        return TokenMasks(sent[num_mask_words:], sent[:num_mask_words].view(len(rows), self._num_words))

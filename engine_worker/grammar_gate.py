@@ -1,0 +1,58 @@
+"""Requests with a grammar wait here until it is compiled, so that no step of the engine waits for it.
+
+    gate.add(request, stored)     compiles in a thread of its own, then passes the request on
+    gate.drop(request_id)         it will not be passed on
+
+Without a grammar a request passes at once; one whose grammar cannot be compiled passes with the reason. Compiling ends
+by limits of its own (shared/grammars.py), so the thread is never stuck. Lives in the event loop. Knows no engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from shared.messages import GenerationRequest, Grammar, StoredChoice
+
+Compile = Callable[[Grammar], object]
+PassOn = Callable[[GenerationRequest, Sequence[StoredChoice], str], None]  # the last: why it cannot run, or ""
+
+
+class GrammarGate:
+    def __init__(self, compile_grammar: Compile, pass_on: PassOn) -> None:
+        """To be made in the running event loop."""
+        self._compile = compile_grammar
+        self._pass_on = pass_on
+        # One thread: what it compiles holds memory, and most grammars take a millisecond.
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
+        if request.sampling.grammar is None:
+            self._pass_on(request, stored, "")
+        else:
+            task = asyncio.create_task(self._compile_and_pass_on(request, stored, request.sampling.grammar))
+            self._waiting[request.request_id] = task
+
+    def drop(self, request_id: str) -> bool:
+        """Whether it was waiting here."""
+        task = self._waiting.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+        return task is not None
+
+    def drop_all(self) -> int:
+        """How many were waiting here."""
+        return sum(self.drop(request_id) for request_id in list(self._waiting))
+
+    async def _compile_and_pass_on(
+        self, request: GenerationRequest, stored: Sequence[StoredChoice], grammar: Grammar
+    ) -> None:
+        compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+        await asyncio.wait((compiling,))
+        error = compiling.exception()
+        del self._waiting[request.request_id]
+        self._pass_on(request, stored, f"grammar: {error}" if error is not None else "")

@@ -1,0 +1,48 @@
+// What moved blocks in the last two minutes: a lane for each kind of move, a tick for each event, taller for more blocks.
+
+const SHOWN_SECONDS = 120;
+const LANE_PIXELS = 14;
+const LANES = [
+  { name: "preempted", colour: "flash", kinds: ["swap_out", "recompute"] },
+  { name: "came back", colour: "active", kinds: ["swap_in", "fetch"] },
+  { name: "copied", colour: "shared", kinds: ["copy"] },
+  { name: "evicted", colour: "cached", kinds: ["evict"] },
+];
+const LABEL_PIXELS = 74;
+
+export class KVTimeline {
+  constructor(canvas) {
+    this.canvas = canvas;
+  }
+
+  // `events`: with time_seconds, kind and num_blocks; `now`: by the same clock.
+  draw(events, now) {
+    const scale = window.devicePixelRatio || 1;
+    const width = this.canvas.parentElement.clientWidth;
+    const height = LANES.length * LANE_PIXELS;
+    this.canvas.style.height = `${height}px`;
+    this.canvas.width = width * scale;
+    this.canvas.height = height * scale;
+    const context = this.canvas.getContext("2d");
+    context.scale(scale, scale);
+    const style = getComputedStyle(document.documentElement);
+    const shown = events.filter((event) => now - event.time_seconds < SHOWN_SECONDS);
+    const told = LANES.map((lane, number) => {
+      const ours = shown.filter((event) => lane.kinds.includes(event.kind));
+      const bottom = (number + 1) * LANE_PIXELS - 2;
+      context.fillStyle = style.getPropertyValue("--muted");
+      context.font = "11px system-ui, sans-serif";
+      context.fillText(lane.name, 0, bottom - 1);
+      context.fillStyle = style.getPropertyValue("--line");
+      context.fillRect(LABEL_PIXELS, bottom, width - LABEL_PIXELS, 1);
+      context.fillStyle = style.getPropertyValue(`--${lane.colour}`);
+      for (const event of ours) {
+        const x = LABEL_PIXELS + (width - LABEL_PIXELS - 3) * (1 - (now - event.time_seconds) / SHOWN_SECONDS);
+        const tall = Math.min(LANE_PIXELS - 3, 3 + 2 * Math.log2(1 + event.num_blocks));
+        context.fillRect(x, bottom - tall, 2, tall);
+      }
+      return `${ours.length} ${lane.name}`;
+    });
+    this.canvas.setAttribute("aria-label", `Moves of blocks in the last two minutes: ${told.join(", ")}`);
+  }
+}

@@ -1,0 +1,77 @@
+"""What a Grammar means, for both programs: the gateway refuses a bad one with it, the worker compiles it to masks.
+
+llguidance reads all kinds. It bounds its own work by counts, not by time, so that a grammar is refused or accepted
+alike on every machine: the worst that passes these limits takes 0.5 s and 100 MB to compile, and 20 ms a mask. Nothing
+here needs a tokenizer. Takes away: white space without end, which is valid JSON and what a small model likes to write.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+from shared.messages import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # a name of its stubs alone
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_PROBLEM_CHARS = 300
+
+# Between tokens of JSON: nothing, a blank, or a new line with up to 16 blanks of indentation.
+_JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r"( |\n {0,16})"}
+
+
+class GrammarError(ValueError):
+    """Not a grammar, or not one that can be followed here; the message is fit for the client."""
+
+
+def parser_limits() -> LLParserLimits:
+    """Default but for the lexer's states, each 1-2 kB: 50 MB at most for one grammar."""
+    return LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+
+
+def guidance_text(grammar: Grammar) -> str:
+    """In llguidance's own form. Raises GrammarError for what is not even JSON, or too long."""
+    size = len(grammar.text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are read")
+    try:
+        return _READERS[grammar.kind](grammar.text)
+    except (ValueError, TypeError, RecursionError, msgspec.DecodeError) as error:
+        raise GrammarError(shortened(str(error))) from error
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raise GrammarError unless it is well-formed and within the limits. Takes 0.5 s at most, without the GIL."""
+    text = guidance_text(grammar)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    if is_error:
+        raise GrammarError(shortened(messages[0]))
+
+
+def json_schema_grammar(schema: object) -> Grammar:
+    """Of a schema as JSON values. The order of its properties is the order in which they are written."""
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+def _any_of(choices: str) -> str:
+    texts = msgspec.json.decode(choices, type=list[str])
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+_READERS: dict[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS),
+    GrammarKind.REGEX: partial(grammar_from, "regex"),
+    GrammarKind.CHOICE: _any_of,
+    GrammarKind.GRAMMAR: partial(grammar_from, "grammar"),
+}
+
+
+def shortened(message: str) -> str:
+    """One line of llguidance's words: it quotes whole grammars."""
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_PROBLEM_CHARS else line[:MAX_PROBLEM_CHARS] + " ..."

@@ -1,0 +1,139 @@
+"""The page in a real browser, headless, before a real gateway, store and worker; only the model is a hash.
+
+The worker's pace is the test's: `stack.pace(seconds)` says how long a step takes from now on.
+"""
+
+import json
+import os
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+from tests.conftest import Valkey
+from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
+from tests.tiny_model import VOCAB_SIZE, write_tiny_model
+
+MODEL = "tiny"
+NUM_BLOCKS = 4097  # 4,096 that are used, and the padding
+NUM_HOST_BLOCKS = 513
+BLOCK_SIZE = 16
+QUICK_STEP_SECONDS = 0.01
+SLOW_STEP_SECONDS = 0.25  # a block is full after 4 s: the page, a second behind, can be compared
+SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
+MAX_MODEL_LEN = 2048
+
+
+class Stack:
+    """A gateway, a worker, and what a test asks of them."""
+
+    def __init__(self, fleet: Fleet, metrics_port: int, pace_file: Path) -> None:
+        self.url = f"http://127.0.0.1:{fleet.port}"
+        self._worker_url = f"http://127.0.0.1:{metrics_port}"
+        self._pace_file = pace_file
+
+    def pace(self, step_seconds: float) -> None:
+        written = self._pace_file.with_suffix(".new")
+        written.write_text(str(step_seconds))
+        written.replace(self._pace_file)  # at once: the worker reads it at any time
+
+    def kv(self) -> dict[str, Any]:
+        return self._get(f"{self._worker_url}/debug/kv")
+
+    def is_ready(self) -> bool:
+        try:
+            return str(self._get(f"{self.url}/ready")["state"]) == "ready"
+        except OSError:
+            return False
+
+    def _get(self, url: str) -> dict[str, Any]:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            content: dict[str, Any] = json.load(reply)
+        return content
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until it is so, in other processes: there is nothing to wait on."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def stack_processes(tmp_path_factory: pytest.TempPathFactory, valkey_server: Valkey) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("browser")
+    model = str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN))
+    metrics_port = free_port()
+    common = ["--model", model, "--served-model-name", MODEL, "--redis-url", valkey_server.url]
+    with running_fleet(directory / "logs") as fleet:
+        stack = Stack(fleet, metrics_port, directory / "pace")
+        stack.pace(QUICK_STEP_SECONDS)
+        script = ["--script-pace-file", str(directory / "pace"), "--script-vocab-size", str(VOCAB_SIZE)]
+        script += ["--script-ignore-eos"]
+        script += [
+            "--script-block-size",
+            str(BLOCK_SIZE),
+            "--script-num-blocks",
+            str(NUM_BLOCKS),
+            "--script-num-host-blocks",
+            str(NUM_HOST_BLOCKS),
+        ]
+        fleet.start("worker", SCRIPT, *script, *common, "--metrics-port", str(metrics_port), PYTHONPATH=".")
+        fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
+        try:
+            eventually(stack.is_ready, START_SECONDS)
+        except AssertionError:
+            pytest.fail(fleet.all_logs())
+        yield stack
+
+
+@pytest.fixture
+def stack(stack_processes: Stack) -> Stack:
+    """At a quick pace, and nobody's request in it."""
+    stack_processes.pace(QUICK_STEP_SECONDS)
+    eventually(lambda: not stack_processes.kv()["sequences"])
+    return stack_processes
+
+
+@pytest.fixture(scope="module")  # not longer: while it lives, no test of another kind can run an event loop
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        missing = "no Chromium on this machine: apt-get install chromium"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+    with sync_playwright() as playwright:
+        # As root, Chromium's own sandbox cannot be had. It needs nothing from elsewhere, so let it not try.
+        arguments = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, stack: Stack, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The page, open. A test that leaves an error on the console fails. Its parameter is the colour scheme."""
+    context = browser.new_context(
+        color_scheme=getattr(request, "param", "light"),
+        viewport={"width": 1280, "height": 1400},
+        permissions=["clipboard-read", "clipboard-write"],
+    )
+    page = context.new_page()
+    errors: list[str] = []
+
+    def hear(message: ConsoleMessage) -> None:
+        # A refused request is one that some tests make: the browser tells of it, whatever the page does.
+        if message.type == "error" and not message.location["url"].endswith("/v1/chat/completions"):
+            errors.append(message.text)
+
+    page.on("console", hear)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(stack.url)
+    yield page
+    context.close()
+    assert errors == []

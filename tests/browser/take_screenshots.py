@@ -1,0 +1,47 @@
+"""python -m tests.browser.take_screenshots [URL]: makes the pictures of the page in docs/images.
+
+Of a running server with the demo model. Four choices of one prompt are
+in the middle of their answers, one of them is picked: light and dark.
+"""
+
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Page, expect, sync_playwright
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+PICTURES = {"light": "page.png", "dark": "page-dark.png"}
+
+
+def main() -> None:
+    url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for scheme, name in PICTURES.items():
+            page = browser.new_page(color_scheme=scheme, viewport={"width": 1240, "height": 1000})
+            page.goto(url)
+            take(page, IMAGES / name)
+            page.close()
+        browser.close()
+
+
+def take(page: Page, path: Path) -> None:
+    expect(page.locator("#state")).to_have_text("ready", timeout=120_000)
+    page.locator("summary").click()
+    for name, value in {"max_tokens": "400", "temperature": "0.7", "n": "4", "seed": "5"}.items():
+        page.locator(f"#{name}").fill(value)
+    page.locator("summary").click()
+    page.locator("#prompt").fill("Tell me a story about a lighthouse keeper and his dog.")
+    page.locator("#send").click()
+    expect(page.locator(".message").nth(4).locator("span")).to_contain_text(" ", timeout=60_000)
+    expect(page.locator("#requests button")).to_have_count(4)
+    page.wait_for_timeout(25_000)  # a picture of an answer well on its way
+    page.locator("#requests button").nth(1).click()
+    page.wait_for_timeout(300)
+    page.screenshot(path=path)
+    page.locator("#stop").click()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The map of 4,096 blocks shows what the worker says of them, as it changes; a request lights its block table."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import (
+    BLOCK_SIZE,
+    MODEL,
+    NUM_BLOCKS,
+    NUM_HOST_BLOCKS,
+    QUICK_STEP_SECONDS,
+    SLOW_STEP_SECONDS,
+    Stack,
+    eventually,
+)
+from tests.browser.test_playground import ask
+
+pytestmark = pytest.mark.e2e
+
+READ_MAP = Path(__file__).with_name("read_map.js").read_text()
+NAMES = {"p": "line", "f": "free", "c": "cached", "a": "active", "s": "shared"}
+HOST_NAMES = {**NAMES, "a": "swapped", "s": "swapped"}
+
+
+def colours(page: Page, canvas: str = "map", num_blocks: int = NUM_BLOCKS) -> list[str]:
+    return [inside for inside, _ in page.evaluate(READ_MAP, canvas)[:num_blocks]]
+
+
+def lit(page: Page) -> set[int]:
+    """Blocks with a frame of the colour of what is picked."""
+    return {block for block, (_, edge) in enumerate(page.evaluate(READ_MAP, "map")) if edge == "picked"}
+
+
+def states(stack: Stack, pool: str = "device") -> str:
+    return str(stack.kv()[pool]["states"])
+
+
+@pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+def test_every_colour_is_the_state_that_the_worker_tells(page: Page, stack: Stack) -> None:
+    ask(page, "the capital of France is Paris, the end", max_tokens="1900", temperature="1", seed="7", n="4")
+    eventually(lambda: len(stack.kv()["sequences"]) == 4 and stack.kv()["device"]["num_active_blocks"] > 40)
+    stack.pace(SLOW_STEP_SECONDS)
+    eventually(lambda: colours(page) == [NAMES[letter] for letter in states(stack)])
+    seen = set(colours(page))
+    assert {"line", "free", "active", "shared"} <= seen
+    assert len(states(stack)) == NUM_BLOCKS
+    before = colours(page)
+    stack.pace(QUICK_STEP_SECONDS)
+    eventually(lambda: colours(page) != before)  # live
+    page.locator("#stop").click()
+    eventually(lambda: colours(page) == [NAMES[letter] for letter in states(stack)])
+    assert set(colours(page)) == {"line", "free", "cached"}
+
+
+def test_a_request_that_is_picked_lights_its_block_table(page: Page, stack: Stack) -> None:
+    ask(page, "the user and the assistant", max_tokens="1900", temperature="1", seed="9", n="2")
+    eventually(lambda: stack.kv()["device"]["num_active_blocks"] > 6)
+    stack.pace(SLOW_STEP_SECONDS)
+    button = page.locator("#requests button").nth(1)
+    name = button.text_content()
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+
+    def table() -> set[int]:
+        return {block for sequence in stack.kv()["sequences"] if f"{sequence['request_id'][:12]}#{sequence['choice']}"
+                == name for block in sequence["block_table"]}  # fmt: skip
+
+    eventually(lambda: lit(page) == table() != set())
+    expect(button).to_be_focused()  # through all the snapshots since
+    page.keyboard.press("Enter")
+    eventually(lambda: lit(page) == set())
+
+
+def test_a_block_tells_who_has_it(page: Page, stack: Stack) -> None:
+    ask(page, "the user and the assistant of the user", max_tokens="1900", temperature="1", seed="11", n="2")
+    eventually(lambda: stack.kv()["device"]["num_active_blocks"] > 6)
+    stack.pace(SLOW_STEP_SECONDS)
+    eventually(lambda: colours(page) == [NAMES[letter] for letter in states(stack)])
+    shared, size = states(stack).index("s"), int(page.locator("#map").get_attribute("data-size") or "")
+    columns = int(page.locator("#map").get_attribute("data-columns") or "")
+    page.locator("#map").hover(position={"x": shared % columns * size + 3, "y": shared // columns * size + 3})
+    tip = page.locator("#tip")
+    expect(tip).to_contain_text(f"Block {shared}: shared, 2 references")
+    expect(tip).to_contain_text(f"{BLOCK_SIZE} of {BLOCK_SIZE} slots filled")
+    page.locator("#map").focus()
+    page.keyboard.press("End")
+    expect(tip).to_have_text(f"Block {NUM_BLOCKS - 1}: free")
+    page.keyboard.press("Home")
+    expect(tip).to_have_text("Block 0: padding")
+    page.locator("#map").click(position={"x": shared % columns * size + 3, "y": shared // columns * size + 3})
+    eventually(lambda: shared in lit(page))
+
+
+def test_what_the_host_holds_is_shown_too(page: Page, stack: Stack) -> None:
+    expect(page.locator("#host")).to_be_visible()
+    eventually(lambda: colours(page, "host_map", NUM_HOST_BLOCKS) == [HOST_NAMES[x] for x in states(stack, "host")])
+    assert len(states(stack, "host")) == NUM_HOST_BLOCKS
+
+
+def test_copies_flash_and_enter_the_timeline(page: Page, stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": "the user", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+    body |= {"use_beam_search": True, "n": 4, "stream": True}
+    stack.pace(SLOW_STEP_SECONDS)
+    headers = {"Content-Type": "application/json"}
+    page.evaluate(
+        "([headers, body]) => { fetch('v1/completions', {method: 'POST', headers, body}); }",
+        [headers, json.dumps(body)],
+    )
+    eventually(lambda: "flash" in colours(page))
+    expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* copied"))
+    expect(page.locator("#events li").first).to_contain_text("a shared block is written to")

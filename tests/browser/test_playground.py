@@ -1,0 +1,90 @@
+"""The playground: an answer comes piece by piece, Stop frees its blocks, and everything works without a mouse."""
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import MODEL, SLOW_STEP_SECONDS, Stack, eventually
+
+pytestmark = pytest.mark.e2e
+
+
+def ask(page: Page, text: str, **settings: str) -> None:
+    page.locator("summary").click()
+    for name, value in settings.items():
+        page.locator(f"#{name}").fill(value)
+    page.locator("#prompt").fill(text)
+    page.locator("#send").click()
+
+
+def test_an_answer_comes_piece_by_piece_with_its_figures(page: Page) -> None:
+    ask(page, "the capital of France", max_tokens="60", temperature="1", seed="3")
+    answer = page.locator(".message.assistant span")
+    expect(answer).not_to_be_empty()
+    expect(page.locator("#stop")).to_be_enabled()
+    begun = answer.text_content() or ""
+    expect(page.locator("#status")).to_have_text("Answer complete.")
+    whole = answer.text_content() or ""
+    assert whole.startswith(begun) and len(whole) > len(begun)
+    expect(page.locator("#ttft")).to_have_text(re.compile(r"^\d+ ms$"))
+    expect(page.locator("#speed")).to_have_text(re.compile(r"^\d+\.\d tok/s$"))
+    expect(page.locator("#output_tokens")).to_have_text("60")
+    expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#model")).to_have_text(MODEL)
+
+
+def test_stop_ends_the_request_and_frees_its_blocks(page: Page, stack: Stack) -> None:
+    ask(page, "the user", max_tokens="1900", temperature="1", seed="5", n="3")
+    eventually(lambda: len(stack.kv()["sequences"]) == 3)
+    assert stack.kv()["device"]["num_active_blocks"] > 0
+    page.locator("#stop").click()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    eventually(lambda: stack.kv()["device"]["num_active_blocks"] == 0 and not stack.kv()["sequences"], 5)
+    expect(page.locator("#send")).to_be_enabled()
+    expect(page.locator("#stop")).to_be_disabled()
+
+
+def test_without_a_mouse(page: Page, stack: Stack) -> None:
+    page.keyboard.press("Tab")  # the conversation, which scrolls
+    page.keyboard.press("Tab")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("the end")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("of the user")
+    assert page.locator("#prompt").input_value() == "the end\nof the user"
+    stack.pace(SLOW_STEP_SECONDS)
+    page.keyboard.press("Enter")
+    expect(page.locator("#stop")).to_be_enabled()
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+
+
+def test_a_refusal_is_told_and_leaves_no_trace_in_the_conversation(page: Page) -> None:
+    ask(page, "the " * 3000)
+    error = page.locator(".message.error span")
+    expect(error).to_contain_text("2048")
+    page.locator("#prompt").fill("the end")
+    page.locator("#max_tokens").fill("3")
+    page.locator("#send").click()
+    expect(page.locator("#status")).to_have_text("Answer complete.")
+
+
+def test_the_copied_command_is_the_request(page: Page) -> None:
+    page.locator("summary").click()
+    page.locator("#system").fill("It's short")
+    page.locator("#stop_strings").fill("a|b")
+    page.locator("#max_tokens").fill("5")
+    expect(page.locator("#model_choice")).to_have_value(MODEL)
+    page.locator("#curl").click()
+    expect(page.locator("#status")).to_have_text("Copied.")
+    command = shlex.split(page.evaluate("navigator.clipboard.readText()"))
+    body = json.loads(command[-1])
+    assert body["messages"] == [{"role": "system", "content": "It's short"}]
+    assert (body["model"], body["stop"], body["max_tokens"]) == (MODEL, ["a", "b"], 5)
+    body["messages"].append({"role": "user", "content": "the end"})
+    done = subprocess.run([*command[:-1], json.dumps(body)], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("data: [DONE]")

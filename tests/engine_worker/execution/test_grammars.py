@@ -1,0 +1,222 @@
+"""Grammars in the engine: what comes out is in the language, whatever the schedule does to the sequences."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine_worker.execution import grammar_compiler
+from engine_worker.execution.grammar_compiler import GrammarCompiler
+from engine_worker.execution.grammar_masks import GrammarMasks
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.preemption import PreemptionMode
+from shared.grammars import GrammarError
+from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
+from tests.builders import Transcript, make_request, make_sequence, run_to_end
+from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine, run_engine_to_end, write_model
+from tests.tiny_model import IM_END, VOCAB_SIZE, write_tiny_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", 3]}, "maxItems": 4},
+        "size": {"type": "integer", "minimum": -20, "maximum": 300},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+
+
+def is_of_schema(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+# name -> its grammar, and whether a text is of it
+LANGUAGES: dict[str, tuple[Grammar, Callable[[str], object]]] = {
+    "schema": (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), is_of_schema),
+    "regex": (Grammar(GrammarKind.REGEX, r"\d{3}-[xyz]{2,9}é?"), re.compile(r"\d{3}-[xyz]{2,9}é?").fullmatch),
+    "choice": (Grammar(GrammarKind.CHOICE, '["the end", "of"]'), ("the end", "of").__contains__),
+    "grammar": (Grammar(GrammarKind.GRAMMAR, 'start: "(" start ")" | /[ab]/'), re.compile(r"\(*[ab]\)*").fullmatch),
+    "schema too": (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), is_of_schema),
+}
+PROMPT = list(range(20, 35))
+CONFIG = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return write_model(directory, vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def runner(model_dir: Path) -> ModelRunner:
+    return make_runner(model_dir, num_blocks=200, block_size=8)
+
+
+def requests() -> list[GenerationRequest]:
+    """Three choices of each language, and one request without a grammar beside them."""
+    sampling = {"temperature": 1.0, "max_tokens": 120, "stop_token_ids": (IM_END,), "n": 3}
+    return [
+        *(make_request(PROMPT, name, seed=1, grammar=grammar, **sampling) for name, (grammar, _) in LANGUAGES.items()),
+        make_request(PROMPT, "free", seed=1, **{**sampling, "max_tokens": 30}),
+    ]
+
+
+def texts(model_dir: Path, transcript: Transcript) -> dict[str, list[str]]:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    choices = {(name, 0): ids for name, ids in transcript.tokens.items()} | transcript.others
+    found: dict[str, list[str]] = {}
+    for (name, _), token_ids in sorted(choices.items()):
+        if name in LANGUAGES:
+            assert token_ids[-1] == IM_END, f"{name}: {tokenizer.decode(token_ids)} has no end"
+            found.setdefault(name, []).append(tokenizer.decode(token_ids[:-1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner) -> Transcript:
+    return run_engine(runner, requests(), **CONFIG)
+
+
+def test_every_output_is_in_its_language(model_dir: Path, expected: Transcript) -> None:
+    found = texts(model_dir, expected)
+    for name, (_, is_in_language) in LANGUAGES.items():
+        assert len(found[name]) == 3
+        assert all(is_in_language(text) for text in found[name]), found[name]
+    assert len(set(found["schema"])) == 3  # each choice has a matcher of its own
+    assert {end.reason for end in expected.ends.values() if isinstance(end, FinishEvent)} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,  # of the free one
+    }
+
+
+def test_one_step_ahead_gives_the_same(runner: ModelRunner, expected: Transcript) -> None:
+    found = run_engine(runner, requests(), async_scheduling=True, **CONFIG)
+    assert (found.tokens, found.others) == (expected.tokens, expected.others)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
+@pytest.mark.parametrize("num_host_blocks", [0, 96], ids=["recompute", "swap"])
+def test_preempted_sequences_go_on_with_their_grammar(
+    model_dir: Path, expected: Transcript, num_host_blocks: int, ahead: bool
+) -> None:
+    runner = make_runner(model_dir, num_blocks=36, block_size=8, num_host_blocks=num_host_blocks)
+    mode = PreemptionMode.SWAP if num_host_blocks else PreemptionMode.RECOMPUTE
+    engine = make_engine(runner, preemption_mode=mode, async_scheduling=ahead, **CONFIG)
+    found = run_engine_to_end(engine, requests())
+    assert sum(engine.stats().counters.preemptions.values()) > 0
+    assert (found.tokens, found.others) == (expected.tokens, expected.others)
+
+
+def test_a_resumed_request_advances_its_grammar_over_the_journal(runner: ModelRunner, expected: Transcript) -> None:
+    request = next(request for request in requests() if request.request_id == "schema")
+    whole = [expected.choice("schema", choice) for choice in range(3)]
+    engine, transcript = make_engine(runner, **CONFIG), Transcript()
+    stored = [StoredChoice(token_ids=token_ids[:cut]) for token_ids, cut in zip(whole, (1, 9, 14), strict=True)]
+    for choice, kept in enumerate(stored):
+        transcript.resume("schema", kept.token_ids, choice)
+    engine.add_request(request, stored)
+    run_to_end(engine, transcript)
+    assert [transcript.choice("schema", choice) for choice in range(3)] == whole
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (Grammar(GrammarKind.REGEX, "(?=a)b"), "look-around"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'), "Unimplemented keys"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "EOF"),
+        (Grammar(GrammarKind.GRAMMAR, "start: other"), "other"),
+        (Grammar(GrammarKind.REGEX, "a" * 70_000), "at most 65536"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(
+    runner: ModelRunner, expected: Transcript, grammar: Grammar, problem: str
+) -> None:
+    bad = make_request(PROMPT, "bad", grammar=grammar)
+    found = run_engine(runner, [bad, *requests()], **CONFIG)
+    end = found.ends.pop("bad")
+    assert isinstance(end, ErrorEvent) and problem in end.message
+    assert (found.tokens, found.others) == (expected.tokens, expected.others)
+
+
+def test_output_that_left_the_grammar_ends_the_request(runner: ModelRunner) -> None:
+    engine = make_engine(runner, **CONFIG)
+    request = make_request(PROMPT, "strayed", grammar=LANGUAGES["regex"][0])
+    engine.add_request(request, [StoredChoice(token_ids=[ord("x")])])
+    (end,) = run_to_end(engine, Transcript(tokens={"strayed": [ord("x")]})).ends.values()
+    assert isinstance(end, ErrorEvent) and end.message.startswith("grammar:")
+
+
+def test_masks_allow_what_the_grammar_does_and_nothing_else(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
+    begin = make_sequence(3, grammar=Grammar(GrammarKind.CHOICE, '["ab", "a", "b"]'))
+    after_a = make_sequence(3, output_token_ids=[tokenizer.token_to_id("a")], grammar=begin.sampling.grammar)
+    found, problems = masks.of([begin, make_sequence(3), after_a], [0, 0, 1], dict)
+    assert found is not None and problems == {} and found.rows.tolist() == [0, 2]
+    bits = (found.masks[:, :, None] >> torch.arange(32)) & 1
+    allowed = [row.nonzero().flatten().tolist() for row in bits.flatten(1)]
+    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    assert allowed == [sorted([a, b]), sorted([IM_END, b])]
+
+
+def test_a_token_in_flight_counts_as_output(model_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
+    going, ending = (make_sequence(3, eos_token_ids=[IM_END], grammar=Grammar(GrammarKind.REGEX, "ab?")) for _ in "12")
+    in_flight = {going: tokenizer.token_to_id("a"), ending: IM_END}
+    found, problems = masks.of([going, ending], [1, 1], lambda: in_flight)
+    assert found is not None and problems == {}
+    assert found.rows.tolist() == [0]  # whatever is sampled behind the end is dropped
+    assert found.masks[0, 0] == 1 << IM_END
+
+
+def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_BYTES", 2 * grammar_compiler._cost_bytes(_regex("a")))
+    compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
+    a = compiler.compile(_regex("a"))
+    b = compiler.compile(_regex("b"))
+    assert compiler.compile(_regex("a")) is a
+    compiler.compile(_regex("c"))
+    assert compiler.num_cached == 2
+    assert compiler.compile(_regex("a")) is a
+    assert compiler.compile(_regex("b")) is not b
+
+
+def test_what_a_worker_lacks_for_grammars_is_named(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        GrammarCompiler(tmp_path, VOCAB_SIZE, [IM_END]).compile(_regex("a"))
+    with pytest.raises(GrammarError, match="names no token that ends"):
+        GrammarCompiler(model_dir, VOCAB_SIZE, []).compile(_regex("a"))
+
+
+def _regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
+def test_a_gpu_gives_what_a_cpu_gives(model_dir: Path, expected: Transcript, ahead: bool) -> None:
+    settings = ExecutionSettings(
+        model=model_dir,
+        device="cuda",
+        dtype="float32",
+        block_size=8,
+        kv_cache_memory_bytes=2**24,
+        max_model_len=512,
+        **CONFIG,
+    )
+    runner = load_model_runner(settings, lambda phase, progress, detail: None)
+    found = run_engine(runner, requests(), async_scheduling=ahead, **CONFIG)
+    assert (found.tokens, found.others) == (expected.tokens, expected.others)

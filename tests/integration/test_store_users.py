@@ -1,0 +1,187 @@
+"""The store's users (users.acl of deploy/kustomize): the protocol runs under them; nothing else is theirs to do."""
+
+import asyncio
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.exceptions
+from redis.asyncio import Redis
+
+from gateway.inference_client import InferenceClient
+from shared.dead_letters import DeadLetters
+from shared.messages import ErrorEvent
+from shared.reaping import reap_worker, reap_workers_with_prefix
+from shared.redis_client import RedisConnections, connect
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import SCRIPT_NAMES, RedisScripts
+from tests.builders import make_request
+from tests.conftest import running_server
+from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
+from tests.e2e.reader import Reader
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis]
+
+ROOT = Path(__file__).parents[2]
+USERS = ROOT / "deploy" / "kustomize" / "base" / "users.acl"
+WORKER = str(ROOT / "tests" / "e2e" / "scripted_worker.py")
+
+
+@dataclass
+class Store:
+    port: int
+
+    def url(self, user: str) -> str:
+        """`default` is whoever names no user."""
+        return f"redis://{'' if user == 'default' else user + '@'}127.0.0.1:{self.port}/0"
+
+
+@pytest.fixture(scope="module")
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    port = free_port()
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "no", "--aclfile", str(USERS)]
+    with running_server(request.config, options):
+        yield Store(port)
+
+
+@pytest.fixture
+async def as_gateway(store: Store) -> AsyncIterator[RedisConnections]:
+    opened = connect(store.url("gateway"))
+    yield opened
+    await opened.aclose()
+    await asyncio.sleep(0)  # lets the transports of closed connections report their end to the loop
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with running_fleet(tmp_path / "logs") as fleet:
+        yield fleet
+
+
+def start_worker(fleet: Fleet, store: Store, keys: RedisKeys, name: str, *flags: str) -> "subprocess.Popen[bytes]":
+    argv = ["--model", "/none", "--served-model-name", keys.model_name, "--redis-url", store.url("worker")]
+    return fleet.start(name, WORKER, *argv, "--metrics-port", "0", "--worker-id", name, *flags, PYTHONPATH=".")
+
+
+async def test_the_protocol_runs_under_the_users(
+    store: Store, as_gateway: RedisConnections, keys: RedisKeys, fleet: Fleet
+) -> None:
+    """Tokens, a cancel, a killed worker whose work goes on, a poison request, its dead letter, snapshots of the KV."""
+    client = InferenceClient(as_gateway, keys, "g0")
+    await client.start()
+    as_worker = connect(store.url("worker"))
+    try:
+        first = start_worker(fleet, store, keys, "w0", "--script-step-seconds", "0.02")
+        reader = Reader(client, max_tokens=150)
+        cancelled = await client.submit(make_request(max_tokens=1500, ignore_eos=True))
+        async with client.kv.watcher() as snapshots:
+            assert (await asyncio.wait_for(anext(snapshots), 40)).worker.startswith("w0.")
+        await client.cancel(cancelled.request_id)
+        await reader.has(20)
+        first.kill()
+        first.wait()
+        reaped = await reap_workers_with_prefix(as_worker.commands, keys, "w0")
+        assert sum(summary.requeued for summary in reaped.values()) == 1
+        second = start_worker(fleet, store, keys, "w1")
+        await reader.check_complete()
+        second.terminate()
+        await asyncio.to_thread(second.wait, STOP_SECONDS)
+        assert "NOPERM" not in fleet.all_logs() and "permission" not in fleet.all_logs()
+
+        stream = await client.submit(make_request())
+        scripts = RedisScripts(as_worker.commands, keys)
+        for life in ("w2.1", "w2.2", "w2.3"):  # each reads the request and dies
+            await scripts.register(life)
+            (entry,) = await scripts.take(life, 1)
+            await scripts.claim(life, [entry.request_id])
+            await reap_worker(scripts, life)
+        assert isinstance(await asyncio.wait_for(anext(stream), 10), ErrorEvent)
+        letters = DeadLetters(as_gateway.commands, keys)
+        (letter,) = await letters.list()
+        await letters.retry(letter)
+        assert await letters.list() == []
+        assert (await client.queue_stats()).depth == 1
+        assert await client.write_probe() < 10
+        assert client.store_memory.has_room
+    finally:
+        await client.close()
+        await as_worker.aclose()
+
+
+FORBIDDEN: dict[str, list[tuple[Any, ...]]] = {
+    "default": [("GET", "{m}:r:1"), ("XRANGE", "{m}:q:interactive", "-", "+"), ("SET", "{m}:q:x", "1"),
+                ("SUBSCRIBE", "{m}:gw:1"), ("EVALSHA", "0" * 40, 0)],
+    "gateway": [("GET", "secret"), ("SET", "{m}:w:1", "1"), ("XACK", "{m}:q:interactive", "engine", "1-1"),
+                ("XREADGROUP", "GROUP", "engine", "me", "STREAMS", "{m}:q:interactive", ">"),
+                ("APPEND", "{m}:j:1", "x")],
+    "worker": [("GET", "secret"), ("SET", "{m}:probe", "1"), ("SET", "{m}:kvw", "1"), ("INFO",),
+               ("XLEN", "{m}:q:batch")],
+}  # fmt: skip
+FORBIDDEN_TO_ALL: list[tuple[Any, ...]] = [
+    ("EVAL", "return 1", 0), ("FUNCTION", "LIST"), ("SCRIPT", "FLUSH"), ("KEYS", "*"), ("SCAN", "0"),
+    ("CONFIG", "GET", "*"), ("CONFIG", "SET", "maxmemory", "1"), ("FLUSHALL",), ("FLUSHDB",),
+    ("SHUTDOWN",), ("SAVE",), ("MONITOR",), ("REPLICAOF", "NO", "ONE"), ("MODULE", "LIST"), ("ACL", "LIST"),
+    ("CLIENT", "LIST"), ("MIGRATE", "h", "1", "k", "0", "1"),
+    ("RESTORE", "{m}:r:1", "0", "x"), ("PUBLISH", "elsewhere", "x"), ("SUBSCRIBE", "elsewhere"), ("PSUBSCRIBE", "*"),
+    ("SORT", "{m}:q:batch"), ("OBJECT", "ENCODING", "{m}:r:1"), ("DUMP", "{m}:r:1"), ("RENAME", "{m}:r:1", "{m}:r:2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("user", FORBIDDEN)
+async def test_anything_else_is_refused(store: Store, user: str) -> None:
+    client = Redis.from_url(store.url(user))
+    try:
+        for command in [*FORBIDDEN_TO_ALL, *FORBIDDEN[user]]:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                await client.execute_command(*command)
+    finally:
+        await client.aclose()
+
+
+async def test_a_script_has_no_more_rights_than_its_user(store: Store) -> None:
+    client = Redis.from_url(store.url("worker"))
+    try:
+        for body in ("return redis.call('KEYS', '*')", "return redis.call('GET', 'secret')"):
+            with pytest.raises(redis.exceptions.ResponseError, match=r"permission|ACL failure|NOPERM"):
+                await client.register_script(body)()
+    finally:
+        await client.aclose()
+
+
+async def test_who_names_no_user_sees_the_lengths_of_the_queues(store: Store, as_gateway: RedisConnections) -> None:
+    """What a health check and a scaler by queue length need."""
+    await as_gateway.commands.xadd("{m}:q:batch", {"r": "1"})
+    client = Redis.from_url(store.url("default"))
+    try:
+        assert await client.ping()
+        assert await client.xlen("{m}:q:batch") == 1
+    finally:
+        await client.aclose()
+
+
+def commands_of_scripts(names: set[str]) -> set[str]:
+    text = "".join((ROOT / "shared" / "redis_scripts" / f"{name}.lua").read_text() for name in names)
+    found = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?", text)
+    return {f"{command}|{second}".lower() if command == "XGROUP" else command.lower() for command, second in found}
+
+
+@pytest.mark.parametrize(
+    ("user", "names"),
+    [
+        ("gateway", {"accept", "cancel"}),
+        ("worker", {"register", "take", "claim", "emit", "finish", "reap"}),
+    ],
+)
+def test_each_user_may_do_what_its_scripts_do(user: str, names: set[str]) -> None:
+    (line,) = [line for line in USERS.read_text().splitlines() if line.startswith(f"user {user} ")]
+    allowed = {word[1:] for word in line.split() if word.startswith("+")}
+    assert commands_of_scripts(names) <= allowed
+
+
+def test_every_script_has_its_user() -> None:
+    """A new script: say above whose it is, and let that user do what it does."""
+    assert set(SCRIPT_NAMES) == {"accept", "cancel", "register", "take", "claim", "emit", "finish", "reap"}

@@ -1,0 +1,93 @@
+"""What grammars mean, and which are refused: in words for the client, and in bounded time."""
+
+import json
+
+import pytest
+
+from shared.grammars import MAX_GRAMMAR_BYTES, MAX_PROBLEM_CHARS, GrammarError, check_grammar, json_schema_grammar
+from shared.messages import (
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    decode_request,
+    encode,
+)
+
+KINDS = GrammarKind
+
+GOOD = [
+    (KINDS.JSON_SCHEMA, '{"type": "object"}'),
+    (KINDS.JSON_SCHEMA, '{"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}'),
+    (KINDS.REGEX, r"(a+)+b|\d{4}-\d{2}"),
+    (KINDS.CHOICE, '["yes", "no", "\\"quoted\\"\\n", "é"]'),
+    (KINDS.GRAMMAR, 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'),
+    (KINDS.GRAMMAR, 'root ::= "yes" | "no"'),
+]
+BAD = [
+    (KINDS.JSON_SCHEMA, '{"type": "nothing"}', "Invalid type: nothing"),
+    (KINDS.JSON_SCHEMA, '{"uniqueItems": true}', "uniqueItems"),
+    (KINDS.JSON_SCHEMA, '{"$ref": "https://example.org/schema"}', "example.org"),
+    (KINDS.JSON_SCHEMA, "[]", "object schema"),
+    (KINDS.JSON_SCHEMA, '{"type": ', "EOF"),
+    (KINDS.REGEX, "(?=a)", "look-around"),
+    (KINDS.REGEX, "[", "unclosed"),
+    (KINDS.CHOICE, '"yes"', "array"),
+    (KINDS.GRAMMAR, "start: missing", "missing"),
+    (KINDS.GRAMMAR, "what is this", ""),
+    (KINDS.GRAMMAR, "root ::= (", ""),
+]
+# Each is small, and would take a naive compiler for ever, or its stack.
+BOMBS = {
+    "deep JSON": (KINDS.JSON_SCHEMA, '{"items":' * 6000 + "{}" + "}" * 6000),
+    "deep regex": (KINDS.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
+    "deep Lark": (KINDS.GRAMMAR, "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "deep GBNF": (KINDS.GRAMMAR, "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "doubling terminals": (
+        KINDS.GRAMMAR,
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "a"',
+    ),
+    "product of alternatives": (
+        KINDS.JSON_SCHEMA,
+        json.dumps(
+            {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(9)]}
+        ),
+    ),
+    "too long": (KINDS.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), GOOD)
+def test_good_grammars_are_taken(kind: GrammarKind, text: str) -> None:
+    check_grammar(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(("kind", "text", "problem"), BAD)
+def test_bad_grammars_are_refused_in_words(kind: GrammarKind, text: str, problem: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        check_grammar(Grammar(kind, text))
+    assert problem in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_in_bounded_time_and_words(name: str) -> None:
+    with pytest.raises(GrammarError) as raised:
+        check_grammar(Grammar(*BOMBS[name]))
+    assert len(str(raised.value)) <= MAX_PROBLEM_CHARS + 4
+
+
+def test_the_order_of_a_schemas_properties_is_kept() -> None:
+    schema = {"properties": {"z": {}, "a": {}, "é": {}}}
+    assert json_schema_grammar(schema) == Grammar(KINDS.JSON_SCHEMA, '{"properties": {"z": {}, "a": {}, "é": {}}}')
+
+
+def test_a_request_carries_its_grammar_and_one_of_before_has_none() -> None:
+    def request(sampling: SamplingParams) -> GenerationRequest:
+        return GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
+
+    grammar = Grammar(KINDS.REGEX, "a")
+    with_grammar = request(SamplingParams(max_tokens=1, seed=0, grammar=grammar))
+    assert decode_request(encode(with_grammar)).sampling.grammar == grammar
+    before = request(SamplingParams(max_tokens=1, seed=0))
+    assert b"grammar" not in encode(before) and decode_request(encode(before)).sampling.grammar is None
