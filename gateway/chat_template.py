@@ -1,7 +1,7 @@
 """Messages -> prompt text, by the model's own Jinja template, with what templates on the Hugging Face hub rely on.
 
-Sandboxed and immutable: a template comes with model files, which are data. Only the model's template is ever run; a
-client cannot bring one. Knows no tokens.
+Sandboxed, immutable and limited in time and size: a template comes with model files, which are data. Only the model's
+template is ever run; a client cannot bring one. Knows no tokens.
 """
 
 import json
@@ -12,7 +12,10 @@ from typing import Any, NoReturn, TypedDict
 import jinja2
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.template_limits import MAX_TEXT_CHARS, RENDER_SECONDS, LimitedEnvironment, limited, written
+
+_SHOWN_CHARS = 200  # of what a template says: it may repeat the messages
 
 
 class ChatMessage(TypedDict, total=False):
@@ -30,7 +33,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         # transformers' settings: templates are written for these two
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
         environment.filters["tojson"] = _to_json
@@ -46,16 +49,20 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
+        """Raises ChatTemplateError, whatever the template does."""
         try:
-            text = self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+            with limited(RENDER_SECONDS):
+                pieces = self._template.generate(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    **self._special_tokens,
+                )
+                text = written(pieces, MAX_TEXT_CHARS)
+        except Exception as error:  # the template's own, such as RecursionError
+            reason = str(error)[:_SHOWN_CHARS]
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}") from error
         return _up_to_final_content(text, messages[-1]["content"]) if continue_final_message else text
 
 
