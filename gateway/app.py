@@ -14,11 +14,17 @@ from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.request_body import MAX_BODY_BYTES
 from gateway.routes import admin, chat, completions, description, kv, models, page, tokenize
+from gateway.server_log import server_logger
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 
 # Run with handler_cancellation=True: by default a non-streaming handler goes on when its client has left.
-RUNNER_OPTIONS: dict[str, Any] = {"handler_cancellation": True, "keepalive_timeout": 30.0, "access_log": None}
+RUNNER_OPTIONS: dict[str, Any] = {
+    "handler_cancellation": True,
+    "keepalive_timeout": 30.0,
+    "access_log": None,
+    "logger": server_logger(),
+}
 
 
 def create_app(

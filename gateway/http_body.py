@@ -10,6 +10,8 @@ from gateway.request_body import MAX_BODY_BYTES
 
 async def read_body(request: web.Request, timeout_seconds: float) -> bytes:
     _check_media_type(request)
+    if (request.content_length or 0) > MAX_BODY_BYTES:  # without waiting for it
+        raise BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
     try:
         async with asyncio.timeout(timeout_seconds):
             return await request.read()
@@ -25,6 +27,8 @@ def _check_media_type(request: web.Request) -> None:
     # A compressed body could be a thousand times larger than what the limit saw.
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise UnsupportedMediaType("Content-Encoding: request bodies are read as they are, without compression.")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
     if "Content-Type" not in request.headers:
         return
     media_type = request.content_type
