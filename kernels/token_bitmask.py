@@ -18,11 +18,13 @@ _BLOCK = 1024  # tokens of one program: 8 for each thread of 4 warps, 16 bytes o
 
 
 def apply_token_bitmask_reference(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
-    # numpy unpacks the 49,152 bits of a row in 10 us on a CPU; shifts and comparisons in torch take 300.
-    packed = masks.cpu().numpy().view(np.uint8)
-    forbidden = np.unpackbits(packed, axis=1, count=scores.shape[1], bitorder="little") == 0
-    for row, columns in zip(rows.tolist(), torch.from_numpy(forbidden).to(scores.device), strict=True):
-        scores[row].masked_fill_(columns, -torch.inf)
+    """Of tensors on a CPU. By bits: masked_fill_ branches at every element (5.5 ms for 32 rows of 49,152, not 0.4)."""
+    allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=scores.shape[1], bitorder="little")
+    bits = torch.int16 if scores.element_size() == 2 else torch.int32
+    minus_infinity = torch.full((), -torch.inf, dtype=scores.dtype).view(bits)
+    for row, allowed_in_row in zip(rows.tolist(), torch.from_numpy(allowed), strict=True):
+        kept = allowed_in_row.to(bits).neg_()  # all bits or none
+        scores[row].view(bits).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(minus_infinity))
 
 
 @triton.jit
