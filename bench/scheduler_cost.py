@@ -1,6 +1,7 @@
 """What the scheduler costs the host: python -m bench.scheduler_cost. No device, no model, one thread.
 
-    step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache
+    step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache, and
+                one step ahead, as on CUDA
     hashing     block hashes of a long prompt, nanoseconds a token
     cached      admission of a new prompt that evicts, and of one that hits, with 10^3 to 10^6 cached blocks
 
@@ -45,8 +46,11 @@ def main(argv: list[str]) -> int:
         "targets": TARGETS,
         "num_sequences": options.num_sequences,
         "step_microseconds": {
-            name: step_microseconds(options.num_sequences, options.repeats, enable_prefix_caching=cached)
-            for name, cached in (("prefix_cache", True), ("no_prefix_cache", False))
+            "prefix_cache": step_microseconds(options.num_sequences, options.repeats),
+            "no_prefix_cache": step_microseconds(
+                options.num_sequences, options.repeats, enable_prefix_caching=False
+            ),
+            "one_ahead": step_microseconds(options.num_sequences, options.repeats, one_ahead=True),
         },
         "hashing_nanoseconds_a_token": hashing_nanoseconds(options.repeats),
         "admission_microseconds_a_block": {
@@ -61,13 +65,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def step_microseconds(num_sequences: int, repeats: int, *, enable_prefix_caching: bool) -> dict[str, float]:
+def step_microseconds(
+    num_sequences: int, repeats: int, *, enable_prefix_caching: bool = True, one_ahead: bool = False
+) -> dict[str, float]:
     """Least and median over steps in which all sequences decode, and the mean, which has the steps at blocks' edges."""
     seconds = []
     means = []
     for _ in range(repeats):
-        scheduler = _decoding_scheduler(num_sequences, enable_prefix_caching)
-        steps = [_timed(lambda scheduler=scheduler: _step(scheduler)) for _ in range(NUM_STEPS)]
+        loop = _Loop(_decoding_scheduler(num_sequences, enable_prefix_caching), one_ahead)
+        steps = [_timed(loop.step) for _ in range(NUM_STEPS)]
         means.append(statistics.mean(steps))
         seconds += steps
     return {
@@ -125,14 +131,22 @@ def _decoding_scheduler(num_sequences: int, enable_prefix_caching: bool) -> Sche
         first = index * 10_000 + index  # starts at all places of a block
         prompt = range(first, first + PROMPT_TOKENS - index % BLOCK_SIZE)
         scheduler.add(_sequence(str(index), prompt, max_tokens=num_tokens))
-    _step(scheduler)
+    _Loop(scheduler, one_ahead=False).step()
     assert scheduler.num_running == num_sequences
     return scheduler
 
 
-def _step(scheduler: Scheduler) -> None:
-    batch = scheduler.schedule()
-    scheduler.apply(batch, StepResult([7 if scheduled.samples else None for scheduled in batch.sequences]))
+class _Loop:
+    """In turn, or with each step scheduled before the one ahead of it is applied."""
+
+    def __init__(self, scheduler: Scheduler, one_ahead: bool) -> None:
+        self._scheduler = scheduler
+        self._in_flight = [scheduler.schedule()] if one_ahead else []
+
+    def step(self) -> None:
+        self._in_flight.append(self._scheduler.schedule())
+        batch = self._in_flight.pop(0)
+        self._scheduler.apply(batch, StepResult([7 if scheduled.samples else None for scheduled in batch.sequences]))
 
 
 def _sequence(request_id: str, token_ids: range, max_tokens: int) -> Sequence:

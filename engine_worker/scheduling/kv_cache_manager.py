@@ -82,6 +82,17 @@ class KVCacheManager:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
         return -(-sequence.num_tokens // self.block_size) - len(sequence.block_table) + len(self._to_replace(sequence))
 
+    def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
+        table = sequence.block_table
+        if num_tokens > len(table) * self.block_size:
+            return True
+        is_shared = self._pool.is_shared
+        for block_id in table[sequence.num_computed_tokens // self.block_size :]:  # noqa: SIM110 - any() takes twice as long
+            if is_shared(block_id):
+                return True
+        return False
+
     def can_allocate(self, *sequences: Sequence, headroom_blocks: int = 0) -> bool:
         """Whether all blocks that these miss together are available, and `headroom_blocks` would be left.
 

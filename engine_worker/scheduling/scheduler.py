@@ -42,7 +42,8 @@ from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceS
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.sequence_update import SequenceUpdate
 from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.stop_conditions import ends_with_inflight_token, finish_reason
+from engine_worker.scheduling.stop_conditions import finish_reason
+from engine_worker.scheduling.survey import survey
 from shared.messages import TokenLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
@@ -54,6 +55,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._kv_cache = kv_cache
+        self._block_size = kv_cache.block_size
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self._waits_for = ""  # what the first of the queue lacked in the last step
@@ -127,17 +129,21 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
-        preempted = self._make_room()
-        decodes, behind = self._lacking()  # before anything forks: no room has been made for forks of this step
+        wanted = survey(self._running.values(), self._kv_cache)  # before anything forks: forks get no room in this step
+        preempted = self._make_room(wanted.needing)
+        if preempted:
+            wanted.drop(preempted)
         scheduled: list[ScheduledSequence] = []
-        for group, sequence in decodes:
-            self._plan(scheduled, group, sequence, 1)
+        for group, sequence in wanted.decodes:
+            self._plan(scheduled, group, sequence, 1, samples=True)
         self._waits_for = "blocks" if preempted else "its share of a step"
-        budget, prefills = self.config.prefill_budget(len(decodes)), self._prefills(behind, may_admit=not preempted)
+        budget = self.config.prefill_budget(len(wanted.decodes))
+        prefills = self._prefills(wanted.behind, may_admit=not preempted)
         while budget > 0 and (prefill := next(prefills, None)) is not None:
             group, sequence = prefill
             num_new_tokens = min(budget, group.num_prefill_tokens(sequence))
-            self._plan(scheduled, group, sequence, num_new_tokens)
+            samples = num_new_tokens == sequence.num_uncomputed_tokens
+            self._plan(scheduled, group, sequence, num_new_tokens, samples=samples)
             budget -= num_new_tokens
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
@@ -153,7 +159,7 @@ class Scheduler:
         """One update for each sequence that got a token or ended; ended sequences have given up their blocks."""
         for time in result.transfer_times:
             self._kv_cache.events.measured(time.batch_number, time.swap_out_seconds, time.swap_in_seconds)
-        updates = []
+        updates, failures = [], result.failures
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
         for scheduled, token_id, token_logprobs in sampled:
@@ -161,8 +167,7 @@ class Scheduler:
             sequence.num_inflight_tokens -= scheduled.samples
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # it ended after it was scheduled
-            error = result.failures.get(sequence.request_id)
-            if error is not None:
+            if failures and (error := failures.get(sequence.request_id)) is not None:
                 updates.append(self._fail(sequence, error))
             elif scheduled.samples and not sequence.sampling.use_beam_search:
                 updates.append(self._update(sequence, token_id, token_logprobs))
@@ -209,20 +214,12 @@ class Scheduler:
     def _group(self, request_id: str) -> SequenceGroup | None:
         return self._running.get(request_id) or self._policy.get(request_id)
 
-    def _make_room(self) -> list[SequenceGroup]:
-        """A block for every running sequence that crossed into a new one, or writes to a shared one, oldest first.
-
-        Returns the preempted.
-        """
+    def _make_room(self, needing: list[tuple[SequenceGroup, list[Sequence]]]) -> list[SequenceGroup]:
+        """All blocks for those that are `needing` some, oldest first. Returns the preempted."""
         preempted: list[SequenceGroup] = []
-        for group in list(self._running.values()):
-            needing: list[Sequence] = []
-            for sequence in group.active:
-                is_missing = self._kv_cache.num_missing_blocks(sequence) > 0
-                if is_missing and not ends_with_inflight_token(sequence, group.max_num_tokens):
-                    needing.append(sequence)
-            if needing and group.request_id in self._running:  # else it yielded to an older one
-                preempted += self._make_room_for(group, needing)
+        for group, sequences in needing:
+            if group.request_id in self._running:  # else it yielded to an older one
+                preempted += self._make_room_for(group, sequences)
         return preempted
 
     def _make_room_for(self, group: SequenceGroup, needing: list[Sequence]) -> list[SequenceGroup]:
@@ -239,16 +236,24 @@ class Scheduler:
         return preempted
 
     def _plan(
-        self, planned: list[ScheduledSequence], group: SequenceGroup, sequence: Sequence, num_new_tokens: int
+        self,
+        planned: list[ScheduledSequence],
+        group: SequenceGroup,
+        sequence: Sequence,
+        num_new_tokens: int,
+        *,
+        samples: bool,
     ) -> None:
         """Add the next tokens of `sequence`, and the forks of its group that become due with them."""
-        start, samples = sequence.num_computed_tokens, num_new_tokens == sequence.num_uncomputed_tokens
-        self._kv_cache.publish(sequence, start + num_new_tokens)
-        sequence.num_computed_tokens += num_new_tokens
+        start = sequence.num_computed_tokens
+        end = start + num_new_tokens
+        if end // self._block_size > sequence.num_published_blocks:  # asked here, as most steps complete no block
+            self._kv_cache.publish(sequence, end)
+        sequence.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
         planned.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
-        if not group.is_forked and sequence.num_computed_tokens >= group.num_prompt_tokens:
-            planned += self._fork(group, samples and start + num_new_tokens == group.num_prompt_tokens)
+        if end >= group.num_prompt_tokens and not group.is_forked:
+            planned += self._fork(group, samples and end == group.num_prompt_tokens)
 
     def _fork(self, group: SequenceGroup, samples: bool) -> list[ScheduledSequence]:
         """All others share the first one's prompt; if it `samples` at the prompt's end, those without tokens do too."""
@@ -264,20 +269,6 @@ class Scheduler:
                 planned.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
         group.active = list(group.sequences)
         return planned
-
-    def _lacking(self) -> tuple[list[tuple[SequenceGroup, Sequence]], list[tuple[SequenceGroup, Sequence]]]:
-        """Running sequences that lack one token, and so decode; and those that lack more."""
-        decodes: list[tuple[SequenceGroup, Sequence]] = []
-        behind: list[tuple[SequenceGroup, Sequence]] = []
-        for group in self._running.values():
-            may_decode = group.may_decode
-            for sequence in group.active:
-                num_lacking = sequence.num_uncomputed_tokens
-                if num_lacking > 1:
-                    behind.append((group, sequence))
-                elif num_lacking and may_decode and not ends_with_inflight_token(sequence, group.max_num_tokens):
-                    decodes.append((group, sequence))
-        return decodes, behind
 
     def _prefills(
         self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool

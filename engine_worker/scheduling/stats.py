@@ -6,7 +6,7 @@ StepRecorder makes them from what the scheduler decided and the executor answere
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.kv_events import KVTotals
 from shared.messages import FinishReason
 
@@ -99,9 +99,14 @@ class StepRecorder:
             phase_seconds=phase_seconds,
         )
         self._steps += 1
-        self._computed += batch.num_tokens
-        self._prompt_computed += sum(map(_num_prompt_tokens, batch.sequences))
-        self._recomputed += sum(map(_num_recomputed_tokens, batch.sequences))
+        self._computed += self.last_step.num_tokens
+        for scheduled in batch.sequences:
+            start, num_dropped = scheduled.start, scheduled.sequence.num_dropped_tokens
+            if start < num_dropped:
+                self._recomputed += min(scheduled.end, num_dropped) - start
+            num_prompt = len(scheduled.sequence.prompt_token_ids)
+            if start < num_prompt:
+                self._prompt_computed += min(scheduled.end, num_prompt) - start
         self._generated += num_sampled_tokens
 
     def record_end(self, reason: str) -> None:
@@ -119,12 +124,3 @@ class StepRecorder:
             swapped_out_blocks=kv.swapped_out_blocks + kv.offloaded_blocks,
             finished={str(reason): count for reason, count in self._finished.items()},
         )
-
-
-def _num_prompt_tokens(scheduled: ScheduledSequence) -> int:
-    num_prompt = scheduled.sequence.num_prompt_tokens
-    return min(scheduled.start + scheduled.num_new_tokens, num_prompt) - min(scheduled.start, num_prompt)
-
-
-def _num_recomputed_tokens(scheduled: ScheduledSequence) -> int:
-    return max(0, min(scheduled.end, scheduled.sequence.num_dropped_tokens) - scheduled.start)

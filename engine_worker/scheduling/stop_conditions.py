@@ -9,12 +9,13 @@ def finish_reason(sequence: Sequence, max_num_tokens: int) -> FinishReason | Non
 
     The stop token itself is part of the output: the journal must show the next owner that the request was complete.
     """
-    num_output = sequence.num_output_tokens
+    output, sampling = sequence.output_token_ids, sequence.sampling
+    num_output = len(output)
     if num_output == 0:
         return None
-    if num_output >= sequence.sampling.min_tokens and sequence.output_token_ids[-1] in sequence.stop_token_ids:
+    if output[-1] in sequence.stop_token_ids and num_output >= sampling.min_tokens:
         return FinishReason.STOP
-    if num_output >= sequence.sampling.max_tokens or sequence.num_known_tokens >= max_num_tokens:
+    if num_output >= sampling.max_tokens or num_output + len(sequence.prompt_token_ids) >= max_num_tokens:
         return FinishReason.LENGTH
     return None
 
