@@ -34,6 +34,7 @@ from shared.tasks import run_until_first_ends
 
 logger = logging.getLogger("worker")
 
+SELF_FENCE_RATIO = 2 / 3  # of the time after which others call it dead: it must have stopped before they begin
 OFFER_SECONDS = 0.5  # twice a beat, so that no beat finds nothing new
 STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last snapshot is shown
 
@@ -79,7 +80,9 @@ class WorkerService:
                     self._load_and_serve(load),
                     heartbeats.run(),
                     self._offer_heartbeats(heartbeats),
-                    Reaper(self._connections, self._keys).run(),
+                    Reaper(
+                        self._connections, self._keys, missed_ticks_until_dead=self._settings.dead_after_seconds
+                    ).run(),
                     KVFeed(
                         self._connections.commands, self._keys, self._loaded_engine, lambda: self._status.worker_id
                     ).run(),
@@ -122,7 +125,13 @@ class WorkerService:
         await self._engine.stop()
 
     async def _register(self, previous: Incarnation | None) -> Incarnation:
-        incarnation = await register(self._connections, self._keys, self._base_id, previous)
+        incarnation = await register(
+            self._connections,
+            self._keys,
+            self._base_id,
+            previous,
+            self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
+        )
         self._status.worker_id = incarnation.worker_id
         self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0)
         return incarnation

@@ -31,6 +31,9 @@ CPU_DEFAULTS = DeviceDefaults(64, 512, 256, async_scheduling=False, swap_space_b
 CUDA_DEFAULTS = DeviceDefaults(1024, 8192, None, async_scheduling=True, swap_space_bytes=4 * 2**30)
 
 
+MIN_DEAD_AFTER_SECONDS = 3  # beats are also late by a step
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     model: Path = setting(help="model directory: config.json and *.safetensors")
@@ -95,6 +98,11 @@ class WorkerSettings:
     enforce_eager: bool = setting(False, help="the same as --cudagraph-mode none")
     drain_seconds: float = setting(30.0, help="time after SIGTERM to finish running requests")
     step_timeout_seconds: int = setting(30, help="an engine step that takes longer ends the process")
+    dead_after_seconds: int = setting(
+        15,
+        aliases=("--dead-after",),
+        help="a worker that sends no heartbeat for so long is dead, and others take its requests; the same for all",
+    )
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
     metrics_host: str = setting("127.0.0.1", help="address of /metrics, /livez, /readyz and /debug/kv")
     metrics_port: int = setting(8001, help="its port; 0 takes a free one and prints it")
@@ -111,6 +119,9 @@ class WorkerSettings:
             raise SettingsError(f"--swap-space-bytes: 0 or more; got {self.swap_space_bytes}")
         if not 0.0 <= self.drain_seconds < float("inf"):
             raise SettingsError(f"--drain-seconds: 0 or more; got {self.drain_seconds}")
+        if self.dead_after_seconds < MIN_DEAD_AFTER_SECONDS:
+            least = f"at least {MIN_DEAD_AFTER_SECONDS}, as there is one heartbeat a second"
+            raise SettingsError(f"--dead-after-seconds: {least}; got {self.dead_after_seconds}")
         if not 0 <= self.metrics_port <= 65535:
             raise SettingsError(f"--metrics-port: 0 to 65535; got {self.metrics_port}")
 

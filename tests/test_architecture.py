@@ -42,7 +42,7 @@ WORKER_OPTIONS = """
     block_size kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes preemption_mode offloaded_prefixes
     enable_prefix_caching max_num_seqs max_num_batched_tokens
     max_prefill_tokens_with_decodes async_scheduling deterministic cudagraph_mode enforce_eager
-    drain_seconds step_timeout_seconds exit_with_parent metrics_host metrics_port log_format
+    drain_seconds step_timeout_seconds dead_after_seconds exit_with_parent metrics_host metrics_port log_format
 """
 
 

@@ -21,7 +21,12 @@ from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import Claims
 from engine_worker.transport.request_stream import RequestStream
-from engine_worker.transport.token_publisher import MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS, TokenPublisher
+from engine_worker.transport.token_publisher import (
+    MAX_BACKOFF_SECONDS,
+    MIN_BACKOFF_SECONDS,
+    SELF_FENCE_SECONDS,
+    TokenPublisher,
+)
 from shared.redis_client import RedisConnections, is_transient
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -38,7 +43,12 @@ class Incarnation:
 
 
 async def register(
-    connections: RedisConnections, keys: RedisKeys, base_worker_id: str, previous: Incarnation | None = None
+    connections: RedisConnections,
+    keys: RedisKeys,
+    base_worker_id: str,
+    previous: Incarnation | None = None,
+    *,
+    self_fence_seconds: float = SELF_FENCE_SECONDS,
 ) -> Incarnation:
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
 
@@ -65,5 +75,5 @@ async def register(
         worker_id=worker_id,
         claims=claims,
         requests=RequestStream(connections, scripts, worker_id, claims),
-        tokens=TokenPublisher(scripts, worker_id, claims),
+        tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds),
     )

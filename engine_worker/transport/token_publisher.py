@@ -42,12 +42,14 @@ class TokenPublisher:
         worker_id: str,
         claims: Claims,
         *,
+        self_fence_seconds: float = SELF_FENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._scripts = scripts
         self._worker_id = worker_id
         self._claims = claims
+        self._self_fence_seconds = self_fence_seconds
         self._clock = clock
         self._sleep = sleep
         self._step = 0  # of the last EMIT that the store has applied
@@ -125,8 +127,8 @@ class TokenPublisher:
                     raise
                 if not got_no_reply(error):
                     last_reply = self._clock()  # it answers, but cannot write now: nobody takes our requests meanwhile
-                elif self._clock() - last_reply >= SELF_FENCE_SECONDS:
-                    raise Fenced(f"no reply from the store for {SELF_FENCE_SECONDS:.0f} s") from error
+                elif self._clock() - last_reply >= self._self_fence_seconds:
+                    raise Fenced(f"no reply from the store for {self._self_fence_seconds:.0f} s") from error
                 logger.warning("the store did not take a step, trying again in %.1f s: %s", backoff_seconds, error)
             self.num_retries += 1
             await self._sleep(backoff_seconds)
