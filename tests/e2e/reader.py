@@ -1,6 +1,7 @@
 """A client of one scripted request, straight at the inference client: no token may be lost, doubled or out of place."""
 
 import asyncio
+import time
 from typing import Any
 
 from gateway.inference_client import InferenceClient
@@ -15,10 +16,15 @@ class Reader:
     def __init__(self, client: InferenceClient, prompt: int | list[int] = 20, **sampling: Any) -> None:
         self.request: GenerationRequest = make_request(prompt, ignore_eos=True, **sampling)
         self.tokens: list[int] = []
+        self.longest_silence_seconds = 0.0  # between two of its events
         self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client))
 
     async def _read(self, client: InferenceClient) -> FinishEvent:
-        async for event in await client.submit(self.request):
+        stream = await client.submit(self.request)
+        heard_at = time.monotonic()
+        async for event in stream:
+            silence_seconds, heard_at = time.monotonic() - heard_at, time.monotonic()
+            self.longest_silence_seconds = max(self.longest_silence_seconds, silence_seconds)
             if isinstance(event, TokenEvent):
                 assert event.index == len(self.tokens)
                 self.tokens += event.token_ids

