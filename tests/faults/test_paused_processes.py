@@ -15,8 +15,8 @@ from tests.faults.conftest import World
 pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 STEPS = ("--script-step-seconds", "0.02")
-# Three ticks, one more until the tick that counts begins, and the way there and back. A busy machine adds to it: what an
-# idle one takes is printed, and is 5 s at most.
+# Three ticks, one more until the tick that counts begins, and the way there and back. A busy machine adds to it; what
+# an idle one takes is printed, and is 5 s at most.
 LONGEST_SILENCE_SECONDS = 12.0
 
 
