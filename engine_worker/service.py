@@ -136,8 +136,9 @@ class WorkerService:
         self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0)
         return incarnation
 
-    async def _hear_cancels(self, worker_id: str, on_cancel: Callable[[str], None]) -> None:
-        await CancelHints(self._connections.subscriber, self._keys, on_cancel).run(worker_id)
+    async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
+        hints = CancelHints(self._connections.subscriber, self._keys, on_cancel, incarnation.claims.attach)
+        await hints.run(incarnation.worker_id)
 
     async def _offer_heartbeats(self, heartbeats: HeartbeatPublisher) -> None:
         while True:

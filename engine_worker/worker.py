@@ -29,7 +29,7 @@ from shared.tasks import run_until_first_ends
 logger = logging.getLogger("worker")
 
 Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # the life before -> the next; waits for the store
-HearCancels = Callable[[str, Callable[[str], None]], Coroutine[None, None, None]]  # (worker id, on cancel)
+HearCancels = Callable[[Incarnation, Callable[[str], None]], Coroutine[None, None, None]]  # with what to call for each
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Worker:
             await run_until_first_ends(
                 self._engine.wait_ended(),
                 self._emit_turns(incarnation.tokens),
-                self._hear_cancels(incarnation.worker_id, self._on_cancel_hint),
+                self._hear_cancels(incarnation, self._on_cancel_hint),
                 self._claim_until_drained(incarnation.requests),
                 self._run_out_of_time(),
             )

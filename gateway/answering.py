@@ -1,66 +1,169 @@
-"""The life of an inference request, shared by chat and completions: admit, encode, submit, then stream or collect."""
+"""The life of an inference request, shared by all kinds: admit, encode, submit, then stream or collect.
+
+A kept answer can be given again, from its beginning or from the event at which a stream was cut.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
-from gateway import sse
 from gateway.access import ACCOUNT, begin
+from gateway.answer_kinds import AnswerKind
 from gateway.chat_template import ChatTemplateError
-from gateway.errors import GatewayError, InvalidRequest
+from gateway.delivery import Reply, collect_reply, stream_reply
+from gateway.errors import InvalidRequest
+from gateway.event_numbers import END, EventNumbers
+from gateway.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.event_stream import EventStream
-from gateway.generation import ChoiceUpdate, Generation
+from gateway.generation import Generation
 from gateway.http_body import read_body
+from gateway.inference_client import NameTaken
+from gateway.keeping import Wish, new_keeps, wish_of
+from gateway.kept_answers import KeptAnswer, find_answer, find_named
 from gateway.keys import STATE
-from gateway.logprobs import LogprobEntry
 from gateway.middlewares import route_name
-from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import ChatPrompt, CompletionRequest, Prompt
 from gateway.planning import ModelLimits, context_exceeded, plan_requests
 from gateway.served_model import ServedModel
 from gateway.tokenization import PromptEncoder
-from shared.messages import FinishReason
 
 # Encoding is about 0.4 us a character; more than 5 ms of it leave the event loop.
 _INLINE_CHARS = 10_000
 
 
-async def answer(
-    http: web.Request,
-    parse: Callable[[bytes], CompletionRequest],
-    make_format: Callable[..., ResponseFormat],
-) -> web.StreamResponse:
+async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
     arrived_at = time.monotonic()
-    state = http.app[STATE]
-    request = parse(await read_body(http, state.settings.body_timeout_seconds))
-    state.check_model_name(request.model)
-    account = http[ACCOUNT]
-    await state.grammar_checks.check(request.grammar)
+    state, account = http.app[STATE], http[ACCOUNT]
+    body = await read_body(http, state.settings.body_timeout_seconds)
+    completion = kind.parse(body)
+    state.check_model_name(completion.model)
+    wish = wish_of(
+        http.headers, completion, kind.name, body, account.owner_key_hash,
+        default_detach_seconds=state.settings.default_detach_seconds,
+        max_detach_seconds=state.settings.max_detach_seconds,
+    )  # fmt: skip
+    if wish is not None and wish.name:
+        found, stale_id = await find_named(state, wish, account.owner_key_hash)
+        if found is not None:
+            return await _answer_again(http, found)
+        wish = replace(wish, stale_id=stale_id)
+    try:
+        return await _answer_anew(http, kind, body, completion, wish, arrived_at)
+    except NameTaken as taken:  # by a request that came at the same time
+        return await _answer_again(http, await find_answer(state, taken.request_id, account.owner_key_hash))
+
+
+async def _answer_anew(
+    http: web.Request,
+    kind: AnswerKind,
+    body: bytes,
+    completion: CompletionRequest,
+    wish: Wish | None,
+    arrived_at: float,
+) -> web.StreamResponse:
+    state, account = http.app[STATE], http[ACCOUNT]
+    await state.grammar_checks.check(completion.grammar)
     model = state.admit()
     limits = state.limits(model)
     token_ids = [
-        await encode_prompt(model, limits, prompt, request.prompt_param, request.add_special_tokens)
-        for prompt in request.prompts
+        await encode_prompt(model, limits, prompt, completion.prompt_param, completion.add_special_tokens)
+        for prompt in completion.prompts
     ]
-    planned = plan_requests(request, token_ids, limits, account.tenant, account.priority_class())
-    prefixes = _echoes(model.encoder, request, token_ids)
-    include_usage = request.stream and (request.include_usage or state.settings.force_include_usage)
-    response_format = make_format(planned[0].request.request_id, state.model_name, usage_in_chunks=include_usage)
-    headers = _ignored_header(request.ignored)
-    generation = Generation(state, model, request, planned, arrived_at)
+    planned = plan_requests(completion, token_ids, limits, account.tenant, account.priority_class())
+    created, answer_id = int(time.time()), planned[0].request.request_id
+    keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
+    detach_seconds = wish.detach_seconds if wish else None
+    generation = Generation(state, model, completion, planned, arrived_at)
+    reply = _reply(http, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
+    return await _give(http, reply, partial(generation.submit, account.owner_key_hash, keeps))
+
+
+async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+    """As its body asked: streamed, or collected."""
+    return await _give_again(http, kept, kept.completion)
+
+
+async def stream_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+    """As events, whatever its body asked; a collected answer has its usage, so its stream has it too."""
+    completion = kept.completion
+    include_usage = completion.include_usage or not completion.stream
+    return await _give_again(http, kept, replace(completion, stream=True, include_usage=include_usage))
+
+
+async def collect_again(http: web.Request, kept: KeptAnswer) -> bytes:
+    """The body of a kept answer that has ended. Raises the error that it ended with."""
+    reply = _reply_again(http, kept, kept.completion)
+    try:
+        await reply.generation.attach(kept.keeps())
+        return await collect_reply(reply)
+    finally:
+        reply.generation.leave(kept.record.detach_seconds)
+
+
+async def _give_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> web.StreamResponse:
+    if completion.stream and http.headers.get(LAST_EVENT_ID) == END:
+        return web.Response(status=204)  # which tells an EventSource to stay away
+    reply = _reply_again(http, kept, completion)
+    return await _give(http, reply, partial(reply.generation.attach, kept.keeps()))
+
+
+def _reply_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> Reply:
+    token_ids = [request.prompt_token_ids for request in kept.requests]
+    generation = kept.generation(http.app[STATE])
+    created, detach_seconds = kept.record.created, kept.record.detach_seconds
+    return _reply(http, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
+
+
+def _reply(
+    http: web.Request,
+    kind: AnswerKind,
+    completion: CompletionRequest,
+    generation: Generation,
+    token_ids: Sequence[list[int]],
+    answer_id: str,
+    created: int,
+    detach_seconds: float | None,
+) -> Reply:
+    state = http.app[STATE]
+    include_usage = completion.stream and (completion.include_usage or state.settings.force_include_usage)
+    headers, numbers = _ignored_header(completion.ignored), None
+    if detach_seconds is not None:
+        headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
+        numbers = EventNumbers(len(completion.prompts) * completion.n, http.headers.get(LAST_EVENT_ID, ""))
+    return Reply(
+        completion=completion,
+        generation=generation,
+        response_format=kind.make_format(
+            answer_id, state.model_name, usage_in_chunks=include_usage, created=created
+        ),
+        prefixes=_echoes(state.require_model().encoder, completion, token_ids),
+        include_usage=include_usage,
+        headers=headers,
+        numbers=numbers,
+        detach_seconds=detach_seconds,
+    )
+
+
+async def _give(
+    http: web.Request, reply: Reply, begin_generation: Callable[[], Coroutine[Any, Any, None]]
+) -> web.StreamResponse:
+    """Submission or attachment is done within the account and the count of open requests."""
+    state, account, generation = http.app[STATE], http[ACCOUNT], reply.generation
     begin(account)
     with state.counted(route_name(http)):
         try:
-            await generation.submit()
-            if request.stream:
-                stream = EventStream(http, headers, state.watch)
-                return await _stream(stream, _Chunks(generation, response_format, request, include_usage), prefixes)
-            with_logprobs = request.num_logprobs is not None
-            return await _collect(generation, response_format, prefixes, headers, with_logprobs)
+            await begin_generation()
+            if reply.completion.stream:
+                return await stream_reply(EventStream(http, reply.headers, state.watch), reply)
+            body = await collect_reply(reply)
+            return web.Response(body=body, content_type="application/json", headers=reply.headers)
         finally:
-            generation.abandon()
+            generation.leave(reply.detach_seconds)
             account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
 
 
@@ -100,82 +203,6 @@ async def _encode(
     if least >= limits.max_model_len:
         raise context_exceeded(f"at least {least}", param, limits)
     return encode() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode)
-
-
-class _Chunks:
-    """Updates of choices -> the bytes of one write."""
-
-    def __init__(
-        self, generation: Generation, response_format: ResponseFormat, request: CompletionRequest, include_usage: bool
-    ) -> None:
-        self.generation = generation
-        self._format = response_format
-        self._continuous_usage = request.continuous_usage
-        self._include_usage = include_usage
-        self._begun: set[int] = set()
-
-    def of(self, updates: Sequence[ChoiceUpdate], prefixes: Sequence[str]) -> bytes:
-        chunks = []
-        for update in updates:
-            text = update.text
-            if update.index not in self._begun:
-                self._begun.add(update.index)
-                chunks.append(self._format.first(update.index))
-                text = prefixes[update.index] + text
-            if text or update.logprobs or update.reason is None:
-                usage = self.generation.usage if self._continuous_usage else None
-                chunks.append(self._format.text(update.index, text, usage, update.logprobs))
-            if update.reason is not None:
-                chunks.append(self._format.finish(update.index, update.reason))
-        return b"".join(chunks)
-
-    def last(self) -> bytes:
-        usage = self._format.usage(self.generation.usage) if self._include_usage else b""
-        return usage + sse.DONE
-
-
-async def _stream(stream: EventStream, chunks: _Chunks, prefixes: Sequence[str]) -> web.StreamResponse:
-    """200 leaves here, as the store has the request. An error from now on is an event of the stream."""
-    await stream.open()
-    try:
-        ending = b""
-        try:
-            async for updates in chunks.generation.updates():
-                data = chunks.of(updates, prefixes)
-                if data:
-                    await stream.write(data)
-            ending = chunks.last()
-        except GatewayError as error:
-            ending = sse.error_event(error.body()) + sse.DONE
-        await stream.write(ending)
-        await stream.response.write_eof()
-    finally:
-        stream.close()
-    return stream.response
-
-
-async def _collect(
-    generation: Generation,
-    response_format: ResponseFormat,
-    prefixes: Sequence[str],
-    headers: dict[str, str],
-    with_logprobs: bool,
-) -> web.StreamResponse:
-    texts = [[prefix] for prefix in prefixes]
-    logprobs: list[list[LogprobEntry]] = [[] for _ in prefixes]
-    reasons = [FinishReason.STOP] * len(prefixes)
-    async for updates in generation.updates():
-        for update in updates:
-            texts[update.index].append(update.text)
-            logprobs[update.index] += update.logprobs
-            if update.reason is not None:
-                reasons[update.index] = update.reason
-    results = [
-        ChoiceResult(index, "".join(pieces), reason, logprobs[index] if with_logprobs else None)
-        for index, (pieces, reason) in enumerate(zip(texts, reasons, strict=True))
-    ]
-    body = response_format.body(results, generation.usage)
-    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
 def _echoes(encoder: PromptEncoder, request: CompletionRequest, token_ids: Sequence[list[int]]) -> list[str]:

@@ -48,8 +48,9 @@ class ChoiceProgress:
     def take(
         self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] | None = None
     ) -> list[ChoiceUpdate]:
-        """An update for each of the next tokens, which are the last if there is a `reason`. Not to be called after the
-        end. A client that counts or times tokens sees each, also when several came together or one has no text yet."""
+        """An update for each of the next tokens, and one for their end if there is a `reason`. Not to be called after
+        the end. A client that counts or times tokens sees each, also when several came together or one has no text yet;
+        and however tokens are grouped, the updates are the same."""
         if token_ids:
             self._record_tokens(time.monotonic())
         updates: list[ChoiceUpdate] = []
@@ -62,11 +63,10 @@ class ChoiceProgress:
             updates.append(ChoiceUpdate(self._index, text, None, entries))
         if reason is None:
             return updates
-        last = updates.pop() if updates else ChoiceUpdate(self._index, "", None)
-        text = last.text + self._output.finish(reason)
+        text = self._output.finish(reason)
         shown = self._held_logprobs if self._output.shows_terminal(reason) else ()
         reason = FinishReason.STOP if self._output.stopped else reason
-        return [*updates, self._end(text, reason, last.logprobs + shown)]
+        return [*updates, self._end(text, reason, shown)]
 
     def record_end(self, reason: str) -> None:
         self.finished = True

@@ -9,9 +9,11 @@
     ├── Unauthenticated                 401     invalid_api_key
     ├── Forbidden                       403     cross_site_request | host_not_allowed
     ├── ModelNotFound                   404     model_not_found
+    ├── RequestNotFound                 404     request_not_found
     ├── UnknownUrl                      404     unknown_url
     ├── MethodNotAllowed                405     method_not_allowed
     ├── RequestTimeout                  408     request_timeout
+    ├── IdempotencyKeyReused            409     idempotency_key_reused
     ├── BodyTooLarge                    413     body_too_large
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
@@ -96,6 +98,12 @@ class ModelNotFound(GatewayError):
     default_code = "model_not_found"
 
 
+class RequestNotFound(GatewayError):
+    status = 404
+    error_type = "not_found_error"
+    default_code = "request_not_found"
+
+
 class UnknownUrl(GatewayError):
     status = 404
     error_type = "not_found_error"
@@ -119,6 +127,13 @@ class RequestTimeout(GatewayError):
     status = 408
     error_type = "invalid_request_error"
     default_code = "request_timeout"
+    should_retry = False
+
+
+class IdempotencyKeyReused(GatewayError):
+    status = 409
+    error_type = "invalid_request_error"
+    default_code = "idempotency_key_reused"
     should_retry = False
 
 

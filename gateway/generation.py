@@ -3,18 +3,21 @@
     generation = Generation(state, model, request, planned, arrived_at)
     await generation.submit()                       # accepted, all or none
     async for updates in generation.updates(): ...  # ChoiceUpdates that came together
-    generation.abandon()                            # always, at the end: withdraws what has not finished
+    generation.leave()                              # always, at the end: withdraws what has not finished
 
+A kept answer is attached to instead of submitted, any number of times, and goes on for a while when it is left.
 Each prompt is one request of the engine, with all its choices. Knows nothing of HTTP or JSON.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import zip_longest
 
 from gateway.best_of import BestOf
 from gateway.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest
-from gateway.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
+from gateway.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
+from gateway.metrics import GatewayMetrics
 from gateway.openai_response import UsageCount
 from gateway.openai_schema import CompletionRequest
 from gateway.output_text import OutputText, StopStrings
@@ -25,6 +28,9 @@ from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, Ge
 
 __all__ = ["ChoiceUpdate", "Generation"]
 
+# Behind a client that reads slowly, what more comes is joined in the streams, at 4 bytes a token.
+_MAX_MERGED_EVENTS = 64
+
 
 class Generation:
     def __init__(
@@ -34,7 +40,9 @@ class Generation:
         request: CompletionRequest,
         planned: Sequence[PlannedRequest],
         arrived_at: float,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
+        metrics = metrics or state.metrics
         self._state = state
         self._client: InferenceClient = state.client
         self._requests = [
@@ -45,7 +53,7 @@ class Generation:
                         index,
                         _output_text(model, request, plan.request),
                         model.encoder.token_bytes,
-                        state.metrics,
+                        metrics,
                         arrived_at,
                     )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
@@ -54,12 +62,12 @@ class Generation:
             )
             for plan in planned
         ]
-        self._streams: list[ResponseStream] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._merged: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue(_MAX_MERGED_EVENTS)
         prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
         self._prompt_tokens = sum(prompts.values())
         for num_tokens in prompts.values():
-            state.metrics.prompt_tokens.observe(num_tokens)
+            metrics.prompt_tokens.observe(num_tokens)
 
     @property
     def usage(self) -> UsageCount:
@@ -69,12 +77,12 @@ class Generation:
             cached_tokens=sum(request.cached_tokens for request in self._requests),
         )
 
-    async def submit(self) -> None:
-        """Raises Unavailable; what was accepted before it is withdrawn by abandon()."""
+    async def submit(self, owner_key_hash: str = "", keeps: Sequence[Keep] = ()) -> None:
+        """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; what was accepted before
+        it is withdrawn by leave()."""
         try:
-            for request in self._requests:
-                request.submitted = True  # before the call: a lost reply may hide an acceptance
-                self._streams.append(await self._client.submit(request.request))
+            for request, keep in zip_longest(self._requests, keeps):
+                request.stream = await self._client.submit(request.request, owner_key_hash=owner_key_hash, keep=keep)
         except QueueFull as error:
             self._state.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error
@@ -82,13 +90,22 @@ class Generation:
             self._state.metrics.rejected.labels("store_unavailable").inc()
             raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
+    async def attach(self, keeps: Sequence[Keep]) -> None:
+        """Raises Unavailable."""
+        try:
+            for request, keep in zip(self._requests, keeps, strict=True):
+                request.stream = await self._client.attach(request.request, keep)
+        except StoreUnavailable as error:
+            raise unavailable("store_unavailable", "The request store cannot be read now.") from error
+
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
         """Ends when each choice has had its last update. Raises GatewayError when one fails."""
-        if len(self._requests) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
-            async for updates in self._updates_of_one(self._requests[0], self._streams[0]):
+        streams = [request.stream for request in self._requests if request.stream is not None]
+        if len(streams) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
+            async for updates in self._updates_of_one(self._requests[0], streams[0]):
                 yield updates
             return
-        num_open = len(self._requests)
+        num_open = sum(not request.is_over for request in self._requests)
         async for events in self._merged_events():
             updates = []
             for position, event in events:
@@ -99,7 +116,7 @@ class Generation:
                 if request.is_over:
                     num_open -= 1
                     if not request.has_ended:
-                        self._withdraw(request)
+                        self._release(request, FinishReason.STOP)
             if updates:
                 yield updates
             if num_open == 0:
@@ -109,32 +126,54 @@ class Generation:
         self, request: "_RequestProgress", stream: ResponseStream
     ) -> AsyncIterator[list[ChoiceUpdate]]:
         async for event in stream:
-            if updates := request.take(event):
+            updates = request.take(event)
+            if request.is_over and not request.has_ended:
+                self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
+            if updates:
                 yield updates
             if request.is_over:
-                if not request.has_ended:
-                    self._withdraw(request)
                 return
 
-    def abandon(self) -> None:
+    def leave(self, grace_seconds: float | None = None) -> None:
+        """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
+        stop strings are watched for, and others can attach to it."""
+        is_whole = all(request.stream is not None for request in self._requests)
+        if grace_seconds is not None and is_whole and not all(request.is_over for request in self._requests):
+            self._state.linger(self._linger(grace_seconds))
+        else:
+            self._abandon()
+
+    async def _linger(self, grace_seconds: float) -> None:
+        try:
+            async with asyncio.timeout(grace_seconds):
+                async for _ in self.updates():
+                    pass
+        except (TimeoutError, GatewayError):
+            pass
+        self._abandon()  # not when this gateway ends: then the store's own grace begins
+
+    def _abandon(self) -> None:
         for pump in self._pumps:
             pump.cancel()
         for request in self._requests:
-            if request.submitted and not request.is_over:
+            if request.stream is not None and not request.is_over:
                 request.record_end("cancelled")
-                self._withdraw(request)
+                self._release(request, FinishReason.CANCELLED)
 
-    def _withdraw(self, request: "_RequestProgress") -> None:
-        self._state.in_background(self._client.cancel(request.request.request_id))
+    def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
+        if request.stream is not None:
+            self._state.in_background(self._client.release(request.stream, reason))
 
     async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
-        queue: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
-        for position, stream in enumerate(self._streams):
-            self._pumps.append(asyncio.create_task(_pump(position, stream, queue)))
+        if not self._pumps:
+            streams = [request.stream for request in self._requests if request.stream is not None]
+            self._pumps = [
+                asyncio.create_task(_pump(position, stream, self._merged)) for position, stream in enumerate(streams)
+            ]
         while True:
-            events = [await queue.get()]
-            while not queue.empty():
-                events.append(queue.get_nowait())
+            events = [await self._merged.get()]
+            while not self._merged.empty():
+                events.append(self._merged.get_nowait())
             yield events
 
 
@@ -144,7 +183,7 @@ class _RequestProgress:
     def __init__(self, request: GenerationRequest, choices: Sequence[ChoiceProgress], best_of: BestOf | None) -> None:
         """With `best_of` the choices are samples, which are ranked when all have ended."""
         self.request = request
-        self.submitted = False
+        self.stream: ResponseStream | None = None  # once it is accepted
         self.has_ended = False  # the engine has nothing more of it
         self.cached_tokens = 0
         self._choices = choices
@@ -207,7 +246,7 @@ def _best_of(request: CompletionRequest, plan: PlannedRequest) -> BestOf | None:
 
 async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:
     async for event in stream:
-        queue.put_nowait((position, event))
+        await queue.put((position, event))
 
 
 def _output_text(model: ServedModel, request: CompletionRequest, generation: GenerationRequest) -> OutputText:

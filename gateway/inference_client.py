@@ -4,13 +4,15 @@
     await client.start()
     stream = await client.submit(request)      # the HTTP 200 goes out only after this returned
     async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
-    await client.cancel(request.request_id)    # required if the reader leaves early; it sees FinishEvent(CANCELLED)
+    await client.release(stream)               # required if the reader leaves early; it sees FinishEvent(CANCELLED)
     await client.close()
 
 Pub/sub is the fast path and may lose anything; the journal is the truth. One task listens and never waits for the
 store; another reads journals, for streams with a hole, after every (re)subscribe, and after 2 s of quiet. It also gives
 the store back what it lost: a request whose hash is gone, though nobody cancelled it, is accepted anew with the tokens
 already sent.
+A request that is submitted with a Keep can be attached to, here and at other gateways, while it runs and after its end;
+it is cancelled when the last of its holders lets go.
 No Redis call runs in a request's own task: a cancelled handler must not leave a reply behind for the next caller.
 """
 
@@ -19,6 +21,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
@@ -27,29 +30,33 @@ from gateway.fleet import Fleet, WorkerStatus
 from gateway.kv_watch import KVWatch
 from gateway.queue_stats import QueueStats, read_queue_stats
 from gateway.response_stream import ResponseStream, cancelled_event
+from gateway.store_calls import InferenceError, QueueFull, StoreCalls, StoreUnavailable
 from gateway.store_memory import StoreMemory
+from gateway.stored_request import FIELDS, StoredRequest, stored_answer, stored_request
+from gateway.stream_table import StreamTable
+from gateway.withdrawals import Withdrawals
 from shared.messages import (
     ErrorCode,
     ErrorEvent,
+    FinishReason,
     FormatError,
     GenerationRequest,
-    StoredChoice,
     StreamEvent,
+    TerminalEvent,
     decode_event_batch,
     decode_heartbeat,
-    decode_terminal_event,
     encode,
-    journal_choices,
 )
 from shared.redis_client import RedisConnections, got_no_reply
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import AcceptStatus, RedisScripts
+from shared.redis_scripts import AcceptStatus, Keep, NameTaken, RedisScripts
 from shared.subscription import GAP, Message, Subscription
-from shared.tasks import cancel_and_wait
 
 __all__ = [
     "InferenceClient",
     "InferenceError",
+    "Keep",
+    "NameTaken",
     "QueueFull",
     "QueueStats",
     "ResponseStream",
@@ -66,18 +73,6 @@ ACCEPT_RETRY_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
-
-class InferenceError(Exception):
-    """A request that was not accepted, or a store that does not answer."""
-
-
-class QueueFull(InferenceError):
-    """The queue of its class is at its cap (answer 429 with Retry-After)."""
-
-
-class StoreUnavailable(InferenceError):
-    """Redis does not answer or refuses writes (answer 503)."""
 
 
 class InferenceClient:
@@ -105,49 +100,49 @@ class InferenceClient:
         self._fleet = Fleet(clock)
         self.store_memory = StoreMemory()
         self.kv = KVWatch(connections, keys)
-        self._streams: dict[str, ResponseStream] = {}
-        self._withdrawn: dict[str, str] = {}  # request id -> priority class: still to be cancelled in the store
+        self._streams = StreamTable()
+        self._withdrawals = Withdrawals(self._scripts)
         channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
         self._subscription = Subscription(connections.subscriber, channels, clock=clock)
         self._recover_now = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls = StoreCalls()
         self.num_bad_messages = 0
         self.num_journal_reads = 0
         self.num_restored_requests = 0
 
     async def start(self) -> None:
         """Start the owner tasks; returns at once, also while the store is away."""
-        self._own(self._listen())
-        self._own(self._recover())
-        self._own(self.store_memory.watch(self._redis))
+        self._calls.own(self._listen())
+        self._calls.own(self._recover())
+        self._calls.own(self.store_memory.watch(self._redis))
 
     async def close(self) -> None:
-        """Withdraw what still runs and end the owner tasks."""
-        for stream in list(self._streams.values()):
-            self._end_locally(stream)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.shield(self._own(self._cancel_withdrawn()))
-        await cancel_and_wait(self._tasks)
+        """Withdraw what still runs, but for what is kept, and end the owner tasks."""
+        for stream in self._streams:
+            self._end_locally(stream, cancelled_event(stream), withdraw=stream.keep is None)
+        await self._calls.try_within(CLOSE_SECONDS, self._withdrawals.send())
+        await self._calls.aclose()
         await self.kv.aclose()
         await self._subscription.aclose()
 
-    async def submit(self, request: GenerationRequest, *, owner_key_hash: str = "") -> ResponseStream:
-        """Store the request. Raises QueueFull or StoreUnavailable; safe to cancel (the request is withdrawn)."""
-        stream = ResponseStream(request)
-        stream.last_heard = self._clock()
-        self._streams[request.request_id] = stream  # before ACCEPT: a worker may be faster than our reply
-        task = self._own(self._accept(request, owner_key_hash))
-        try:
-            status = await asyncio.shield(task)
-        except (asyncio.CancelledError, StoreUnavailable):
-            self._streams.pop(request.request_id, None)
-            task.add_done_callback(lambda _: self._withdraw(request))  # it may have been stored, now or later
-            raise
+    async def submit(
+        self, request: GenerationRequest, *, owner_key_hash: str = "", keep: Keep | None = None
+    ) -> ResponseStream:
+        """Store the request. Raises QueueFull, StoreUnavailable or NameTaken; safe to cancel (it is withdrawn then)."""
+        stream = self._open(request, keep)  # before ACCEPT: a worker may be faster than our reply
+        status = await self._opened(stream, self._accept(stream, owner_key_hash))
         if status is AcceptStatus.BUSY:
-            self._streams.pop(request.request_id, None)
+            self._streams.discard(stream)
             raise QueueFull(f"{self._max_queued_requests} requests of class {request.priority_class} are queued")
         stream.is_accepted = True
+        return stream
+
+    async def attach(self, request: GenerationRequest, keep: Keep) -> ResponseStream:
+        """Read a request that is kept, from its first token; `keep.holder` is a new one. Raises StoreUnavailable."""
+        stream = self._open(request, keep)
+        await self._opened(stream, self._attach(stream))
+        stream.is_accepted = stream.is_behind = True
+        self._recover_now.set()
         return stream
 
     async def generate(self, request: GenerationRequest, *, owner_key_hash: str = "") -> AsyncIterator[StreamEvent]:
@@ -157,13 +152,30 @@ class InferenceClient:
             async for event in stream:
                 yield event
         finally:
-            await self.cancel(request.request_id)
+            await self.release(stream)
 
-    async def cancel(self, request_id: str) -> None:
-        """Withdraw a request that has not ended. Never raises for the store: repeated until it answers."""
-        if stream := self._streams.get(request_id):
-            self._end_locally(stream)
-            await asyncio.shield(self._own(self._cancel_withdrawn()))
+    async def release(self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Let go of a request that has not ended: it ends for this `reason`, unless somebody else holds it.
+
+        Never raises for the store: repeated until it answers."""
+        if stream in self._streams:
+            self._end_locally(stream, cancelled_event(stream, reason), withdraw=True)
+            await asyncio.shield(self._calls.own(self._withdrawals.send()))
+
+    async def cancel(self, request: GenerationRequest) -> None:
+        """End a request, whoever holds it. Never raises for the store: repeated until it answers."""
+        self._withdrawals.add_request(request)
+        await asyncio.shield(self._calls.own(self._withdrawals.send()))
+
+    async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
+        """What the store has of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
+        ids = list(request_ids)
+        replies = await self._calls.ask(self._read(ids, FIELDS))
+        return [stored_request(fields, journal) for fields, journal in replies]
+
+    async def named(self, digest: str) -> tuple[str, str] | None:
+        """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
+        return await self._calls.ask(self._read_name(digest))
 
     @property
     def fleet(self) -> list[WorkerStatus]:
@@ -172,44 +184,48 @@ class InferenceClient:
 
     async def queue_stats(self) -> QueueStats:
         """Raises StoreUnavailable."""
-        return await self._ask(read_queue_stats(self._redis, self._keys))
+        return await self._calls.ask(read_queue_stats(self._redis, self._keys))
 
     async def write_probe(self) -> float:
         """Seconds that one write took; raises StoreUnavailable. A PING would still answer when writes are refused."""
         started = self._clock()
-        await self._ask(self._write())
+        await self._calls.ask(self._write())
         return self._clock() - started
 
-    def _end_locally(self, stream: ResponseStream) -> None:
-        stream.end(cancelled_event(stream))
-        self._withdrawn[stream.request_id] = stream.request.priority_class
-        del self._streams[stream.request_id]
+    def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
+        stream = ResponseStream(request, keep)
+        stream.last_heard = self._clock()
+        self._streams.add(stream)
+        return stream
 
-    # -- calls of the store, each in a task of its own
-
-    def _own(self, call: Coroutine[Any, Any, _Result]) -> "asyncio.Task[_Result]":
-        task = asyncio.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, (InferenceError, RedisError, OSError)):
-            logger.critical("a task of the inference client failed", exc_info=error)
-
-    async def _ask(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _opened(self, stream: ResponseStream, call: Coroutine[Any, Any, _Result]) -> _Result:
+        """The reply; without one the stream is closed again, in the store too."""
+        task = self._calls.own(call)
         try:
-            return await asyncio.shield(self._own(call))
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(str(error)) from error
+            return await asyncio.shield(task)
+        except NameTaken:
+            self._streams.discard(stream)
+            raise
+        except (asyncio.CancelledError, RedisError, OSError, StoreUnavailable) as error:
+            self._streams.discard(stream)
+            task.add_done_callback(lambda _: self._withdraw(stream))  # it may have been stored, now or later
+            if isinstance(error, (RedisError, OSError)):
+                raise StoreUnavailable(str(error)) from error
+            raise
+
+    def _end_locally(self, stream: ResponseStream, terminal: TerminalEvent, *, withdraw: bool) -> None:
+        stream.end(terminal)
+        self._streams.discard(stream)
+        if withdraw:
+            self._withdraw(stream, terminal)
+
+    # -- calls of the store
 
     async def _write(self) -> None:
         await self._redis.set(self._keys.write_probe, b"1")
 
-    async def _accept(self, request: GenerationRequest, owner_key_hash: str) -> AcceptStatus:
-        body = encode(request)
+    async def _accept(self, stream: ResponseStream, owner_key_hash: str) -> AcceptStatus:
+        request, body = stream.request, encode(stream.request)
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
                 return await self._scripts.accept(
@@ -219,6 +235,7 @@ class InferenceClient:
                     priority_class=request.priority_class,
                     owner_key_hash=owner_key_hash,
                     max_queued=self._max_queued_requests,
+                    keep=stream.keep,
                 )
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):
@@ -226,15 +243,29 @@ class InferenceClient:
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
 
-    def _withdraw(self, request: GenerationRequest) -> None:
-        self._withdrawn[request.request_id] = request.priority_class
+    async def _attach(self, stream: ResponseStream) -> None:
+        assert stream.keep is not None
+        await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id)
+        if stream not in self._streams:
+            self._withdraw(stream)  # released meanwhile
+
+    def _withdraw(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
+        self._withdrawals.add(stream, terminal)
         self._recover_now.set()
 
-    async def _cancel_withdrawn(self) -> None:
-        with suppress(RedisError, OSError):  # what is left is tried again by the recovery task
-            for request_id, priority_class in list(self._withdrawn.items()):
-                await self._scripts.cancel(request_id, priority_class)
-                self._withdrawn.pop(request_id, None)
+    async def _read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
+        """Fields of the hash, and the journal; either may be the server's error. The hash is read first: if it tells
+        the end, the journal read after it is whole."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hmget(self._keys.request(request_id), list(fields))
+                pipeline.get(self._keys.journal(request_id))
+            replies = await pipeline.execute(raise_on_error=False)
+        return list(zip(replies[::2], replies[1::2], strict=True))
+
+    async def _read_name(self, digest: str) -> tuple[str, str] | None:
+        named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
+        return (named[0].decode(), named[1].decode()) if all(named) else None
 
     # -- the listening task
 
@@ -242,7 +273,7 @@ class InferenceClient:
         while True:
             message = await self._subscription.get(timeout_seconds=1.0)
             if message is GAP:
-                self._mark_behind(self._streams.values())
+                self._mark_behind(self._streams)
             elif isinstance(message, Message):
                 self._understand(message)
 
@@ -256,21 +287,19 @@ class InferenceClient:
             self.num_bad_messages += 1
             logger.warning("dropped a message on %s: %s", message.channel, error)
             if message.channel != self._keys.heartbeat_channel:
-                self._mark_behind(self._streams.values())  # nobody knows whose tokens it held
+                self._mark_behind(self._streams)  # nobody knows whose tokens it held
 
     def _deliver(self, events: Iterable[StreamEvent]) -> None:
         now = self._clock()
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
-                continue
-            stream.last_heard = now
-            stream.offer(event)
-            self._settle(stream)
+            for stream in self._streams.of(event.request_id):
+                stream.last_heard = now
+                stream.offer(event)
+                self._settle(stream)
 
     def _settle(self, stream: ResponseStream) -> None:
         if stream.has_ended:
-            self._streams.pop(stream.request_id, None)
+            self._streams.discard(stream)
         elif stream.is_behind:
             self._recover_now.set()
 
@@ -288,7 +317,7 @@ class InferenceClient:
                     await self._recover_now.wait()
             self._recover_now.clear()
             try:
-                await self._cancel_withdrawn()
+                await self._withdrawals.send()
                 await self._catch_up()
             except (RedisError, OSError) as error:
                 logger.warning("cannot read journals: %s", error)
@@ -298,21 +327,19 @@ class InferenceClient:
         quiet_since = self._clock() - self._quiet_seconds
         due = [
             stream
-            for stream in self._streams.values()
+            for stream in self._streams
             if stream.is_accepted and (stream.is_behind or stream.last_heard <= quiet_since)
         ]
+        for stream in due:
+            if stream.keep and stream.last_heard <= quiet_since:
+                await self._attach(stream)  # the worker may not know of this gateway
         for start in range(0, len(due), RECOVERY_BATCH_REQUESTS):
             await self._read_journals(due[start : start + RECOVERY_BATCH_REQUESTS])
 
     async def _read_journals(self, streams: list[ResponseStream]) -> None:
         self.num_journal_reads += len(streams)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for stream in streams:
-                # The hash first: if it tells the end, the journal read after it is whole.
-                pipeline.hmget(self._keys.request(stream.request_id), ["state", "terminal"])
-                pipeline.get(self._keys.journal(stream.request_id))
-            replies = await pipeline.execute(raise_on_error=False)
-        for stream, stored, journal in zip(streams, replies[::2], replies[1::2], strict=True):
+        replies = await self._read([stream.request_id for stream in streams], ["state", "terminal"])
+        for stream, (stored, journal) in zip(streams, replies, strict=True):
             stream.last_heard = self._clock()
             if isinstance(stored, list) and stored[0] is None:
                 await self._restore(stream)
@@ -321,16 +348,16 @@ class InferenceClient:
 
     def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
         try:
-            stream.offer_journal(*_stored_answer(stream.request, stored, journal))
+            stream.offer_journal(*stored_answer(stream.request, stored, journal))
         except FormatError as error:
             logger.error("request %s cannot be read back: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
-            self._withdraw(stream.request)
+            self._withdraw(stream)
         self._settle(stream)
 
     async def _restore(self, stream: ResponseStream) -> None:
         """The store lost the request: accept it anew, whatever the queue's cap, behind the tokens already sent."""
-        if self._streams.get(stream.request_id) is not stream:
+        if stream not in self._streams:
             return  # cancelled or ended meanwhile
         await self._scripts.accept(
             stream.request_id,
@@ -338,21 +365,9 @@ class InferenceClient:
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,
             journal=b"".join(map(encode, stream.frames)),
+            keep=replace(stream.keep, name="", fingerprint="") if stream.keep else None,  # a name is not restored
         )
         self.num_restored_requests += 1
         logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
-        if self._streams.get(stream.request_id) is not stream:
-            self._withdraw(stream.request)
-
-
-def _stored_answer(request: GenerationRequest, stored: Any, journal: Any) -> tuple[list[StoredChoice], Any]:
-    for reply in (stored, journal):
-        if isinstance(reply, Exception):
-            raise FormatError(str(reply)) from reply
-    choices = journal_choices(journal or b"", request.sampling.n)
-    if stored[0] != b"done":
-        return choices, None
-    terminal = decode_terminal_event(stored[1] or b"")
-    if terminal.request_id != request.request_id:
-        raise FormatError(f"the stored end is that of {terminal.request_id}")
-    return choices, terminal
+        if stream not in self._streams:
+            self._withdraw(stream)

@@ -64,7 +64,7 @@ class ResponseFormat(Protocol):
 
 
 class _Format:
-    """`usage_in_chunks`: chunks carry `usage`, which is null but in the last."""
+    """`usage_in_chunks`: chunks carry `usage`, which is null but in the last. `created`: Unix seconds; default: now."""
 
     chunk_object: str
     body_object: str
@@ -72,8 +72,11 @@ class _Format:
     before_text: str  # of a choice, up to the text's value
     after_text: str
 
-    def __init__(self, response_id: str, model: str, *, usage_in_chunks: bool = False) -> None:
-        self._head = {"id": self.id_prefix + response_id, "created": int(time.time()), "model": model}
+    def __init__(
+        self, response_id: str, model: str, *, usage_in_chunks: bool = False, created: int | None = None
+    ) -> None:
+        created = int(time.time()) if created is None else created
+        self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
         head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
         self._usage_in_chunks = usage_in_chunks
         self._chunk_head = f"data: {head}".encode()

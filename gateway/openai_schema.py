@@ -66,6 +66,7 @@ class GenerationFields(GrammarFields, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
     early_stopping: bool | Literal["never"] | None = None
+    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
 
 
 class ContentPart(msgspec.Struct):

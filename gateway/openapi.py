@@ -18,6 +18,7 @@ from gateway.errors import (
     Forbidden,
     GatewayError,
     GenerationFailed,
+    IdempotencyKeyReused,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -27,6 +28,8 @@ from gateway.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
+from gateway.event_numbers import HEADER as LAST_EVENT_ID
+from gateway.keeping import NAME_HEADER
 from shared.version import VERSION
 
 OPENAPI_VERSION = "3.1.0"
@@ -34,7 +37,13 @@ JSON = "application/json"
 TEXT = "text/plain"
 EVENTS = "text/event-stream"
 BODY_ERRORS: tuple[type[GatewayError], ...] = (InvalidRequest, RequestTimeout, BodyTooLarge, UnsupportedMediaType)
-INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (ModelNotFound, RateLimited, GenerationFailed, Unavailable)
+INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (
+    ModelNotFound,
+    IdempotencyKeyReused,
+    RateLimited,
+    GenerationFailed,
+    Unavailable,
+)
 
 _REFERENCE = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]+)?\}")  # aiohttp's `{id:.+}` is OpenAPI's `{id}`
@@ -48,6 +57,12 @@ class Parameter:
     where: str  # query | header
     description: str
     kind: Any = str
+
+
+KEEPING_PARAMETERS = (
+    Parameter(name=NAME_HEADER, where="header", description="A repeat with the same key gets the same answer"),
+    Parameter(name=LAST_EVENT_ID, where="header", description="With a repeat: the last event that the client has"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,11 @@ class Account:
         highest = self.key.highest_priority_class if self.key else PRIORITY_CLASSES[0]
         return max(asked, highest, key=PRIORITY_CLASSES.index)
 
+    @property
+    def owner_key_hash(self) -> str:
+        """Whose requests these are; without keys they are everybody's."""
+        return self.key.sha256 if self.key else ""
+
     def begin(self) -> Exceeded | None:
         """Count a request, unless a limit forbids it. Each success is followed by one end()."""
         if exceeded := self._exceeded():

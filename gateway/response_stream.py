@@ -26,6 +26,7 @@ from shared.messages import (
     Usage,
     scores_by_index,
 )
+from shared.redis_scripts import Keep
 
 
 class _ChoiceTokens:
@@ -69,8 +70,9 @@ class _ChoiceTokens:
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, keep: Keep | None = None) -> None:
         self.request = request
+        self.keep = keep  # of a request that others can attach to
         self.is_accepted = False
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.last_heard = 0.0  # monotonic seconds; kept by the client
@@ -197,7 +199,7 @@ def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogpr
     return PromptLogprobs(1, tokens) if tokens else None
 
 
-def cancelled_event(stream: ResponseStream) -> FinishEvent:
+def cancelled_event(stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED) -> FinishEvent:
     """The end as the reader sees it when this gateway withdraws the request."""
     usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.num_tokens)
-    return FinishEvent(stream.request_id, FinishReason.CANCELLED, usage)
+    return FinishEvent(stream.request_id, reason, usage)

@@ -35,6 +35,10 @@ class GatewaySettings:
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
     write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
     body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")
+    default_detach_seconds: float = setting(
+        60.0, parse=float, help="a request with an Idempotency-Key outlives its client's connection by so long"
+    )
+    max_detach_seconds: float = setting(3600.0, parse=float, help="the most that a request may ask for")
     drain_seconds: float = setting(30.0, parse=float, help="time after SIGTERM for open streams to end")
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
@@ -56,7 +60,12 @@ class GatewaySettings:
             ("--body-timeout-seconds", self.body_timeout_seconds),
         ):
             _require(seconds > 0, flag, "over 0", seconds)
-        _require(self.drain_seconds >= 0, "--drain-seconds", "0 or more", self.drain_seconds)
+        for flag, seconds in (
+            ("--drain-seconds", self.drain_seconds),
+            ("--default-detach-seconds", self.default_detach_seconds),
+            ("--max-detach-seconds", self.max_detach_seconds),
+        ):
+            _require(seconds >= 0, flag, "0 or more", seconds)
 
     @property
     def model_name(self) -> str:

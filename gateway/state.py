@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from gateway.admission import RETRY_AFTER_SECONDS, Limits, Load, Rejected, admit
 from gateway.errors import ModelNotFound, Unavailable
 from gateway.event_stream import StreamWatch
@@ -20,6 +22,7 @@ from gateway.planning import ModelLimits
 from gateway.readiness import Readiness, assess, ready_workers
 from gateway.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
 from gateway.settings import GatewaySettings
+from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
 
@@ -46,6 +49,8 @@ class GatewayState:
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._lingering: set[asyncio.Task[Any]] = set()
+        self.unrecorded = GatewayMetrics(CollectorRegistry())  # for answers given again: each is measured once
 
     @property
     def model_name(self) -> str:
@@ -145,7 +150,14 @@ class GatewayState:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def linger(self, work: Coroutine[Any, Any, None]) -> None:
+        """For what goes on without a client, at most until this gateway ends."""
+        task = asyncio.create_task(work)
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
     async def finish_background(self) -> None:
+        await cancel_and_wait(self._lingering)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

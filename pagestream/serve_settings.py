@@ -20,6 +20,8 @@ GATEWAY_FLAGS = frozenset(
         "--sse-keep-alive-seconds",
         "--write-stall-seconds",
         "--body-timeout-seconds",
+        "--default-detach-seconds",
+        "--max-detach-seconds",
         "--force-include-usage",
         "--ui",
         "--api-key",

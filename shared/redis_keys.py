@@ -37,6 +37,10 @@ class RedisKeys:
     def journal(self, request_id: str) -> str:
         return self._name(f"j:{request_id}")
 
+    def client_name(self, digest: str) -> str:
+        """A client's own name for a request; `digest` covers whose it is."""
+        return self._name(f"i:{digest}")
+
     def fence(self, worker_id: str) -> str:
         return self._name(f"w:{worker_id}")
 

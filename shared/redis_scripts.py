@@ -1,6 +1,7 @@
 """The atomic scripts of the protocol, called with types. Each but TAKE may be repeated blindly after a lost reply.
 
-    accept   gateway   store a request and queue it            cancel   gateway   forget it
+    accept   gateway   store a request and queue it            cancel   gateway   end it, or let go of it
+    attach   gateway   hold a kept request too
     register worker    make an incarnation known               take     worker    read entries, highest class first
     claim    worker    bodies and journals of read entries
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
@@ -20,15 +21,26 @@ from redis.asyncio import Redis
 
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
-SCRIPT_NAMES = ("accept", "register", "take", "claim", "emit", "finish", "cancel", "reap")
+SCRIPT_NAMES = ("accept", "attach", "register", "take", "claim", "emit", "finish", "cancel", "reap")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
+KEEP_NAME_SECONDS = 86_400  # a client's own name for a request (Idempotency-Key)
+GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
 
 class Fenced(Exception):
     """The store no longer counts this worker incarnation as alive: drop every sequence and register anew."""
+
+
+class NameTaken(Exception):
+    """The client's name for this request already names another one."""
+
+    def __init__(self, request_id: str, fingerprint: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+        self.fingerprint = fingerprint
 
 
 class AcceptStatus(StrEnum):
@@ -40,6 +52,18 @@ class AcceptStatus(StrEnum):
 class ReapMode(StrEnum):
     CRASH = "crash"  # counts an attempt, and a strike where no new token was journalled
     DRAIN = "drain"  # the worker hands its requests back
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What makes a request one that is kept: it can be attached to, and read after its end."""
+
+    record: bytes  # whatever a gateway needs to answer it again; not empty
+    holder: str  # who holds it first: a random name
+    grace_seconds: int = GRACE_SECONDS  # how long it outlives the gateways of all its holders
+    name: str = ""  # the client's name for it, as RedisKeys.client_name has it
+    fingerprint: str = ""  # of what the client asked under that name
+    stale_id: str = ""  # what the name may stand for so far, as that request is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +138,25 @@ class RedisScripts:
         owner_key_hash: str = "",
         max_queued: int = -1,
         journal: bytes = b"",
+        keep: Keep | None = None,
     ) -> AcceptStatus:
-        keys = [*self._pair(request_id), self.keys.queue(priority_class)]
+        """Raises NameTaken."""
+        keep = keep or Keep(b"", "")
+        name = self.keys.client_name(keep.name) if keep.name else self.keys.request(request_id)
+        keys = [*self._pair(request_id), self.keys.queue(priority_class), name]
         arguments = [request_id, gateway_id, owner_key_hash, priority_class, max_queued, body, journal]
-        status, echoed_id = await self._call("accept", keys, arguments)
+        arguments += [keep.record, keep.holder, keep.grace_seconds, keep.fingerprint, keep.stale_id, KEEP_NAME_SECONDS]
+        status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != request_id:
             raise RuntimeError(f"the store answered for another request than {request_id}")
+        if status == b"SAME":
+            raise NameTaken(*(part.decode() for part in other))
         return AcceptStatus(status.decode())
+
+    async def attach(self, request_id: str, holder: str, gateway_id: str) -> bool:
+        """False if there is nothing more to come of it."""
+        arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix]
+        return bool(await self._call("attach", [self.keys.request(request_id)], arguments))
 
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
@@ -160,9 +196,14 @@ class RedisScripts:
         reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._channels(blobs)])
         return int(reply[1])
 
-    async def cancel(self, request_id: str, priority_class: str) -> bool:
+    async def cancel(
+        self, request_id: str, priority_class: str, *, holder: str = "", event: bytes = b"", blob: bytes = b""
+    ) -> bool:
+        """`event`: the end that a kept request gets, and `blob` its message to the gateways of other holders."""
         keys = [*self._pair(request_id), self.keys.queue(priority_class)]
-        return bool(await self._call("cancel", keys, [request_id, GROUP, self.keys.control_channel_prefix]))
+        arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
+        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS]
+        return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
         keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue]

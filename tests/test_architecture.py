@@ -34,7 +34,8 @@ GATEWAY_OPTIONS = """
     model served_model_name redis_url host port reuse_port own_port api_key api_keys_file ui
     allowed_hosts allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams
-    sse_keep_alive_seconds write_stall_seconds body_timeout_seconds drain_seconds force_include_usage
+    sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
+    default_detach_seconds max_detach_seconds drain_seconds force_include_usage
     exit_with_parent log_format
 """
 WORKER_OPTIONS = """

@@ -1,7 +1,7 @@
-"""Listens for cancel hints to one worker incarnation.
+"""Listens for hints to one worker incarnation: `REQUEST` was cancelled, or `REQUEST GATEWAY`, who listens to it too.
 
-Hints may be lost: they only make a cancel faster than the next EMIT, which reports it anyway. They matter for requests
-that make no tokens yet, such as a long prefill.
+Hints may be lost. A cancel is only made faster by one than by the next EMIT, which reports it anyway; that matters for
+requests that make no tokens yet, such as a long prefill. A gateway that still hears nothing attaches again.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,32 @@ from shared.subscription import Message, Subscription
 
 
 class CancelHints:
-    def __init__(self, subscriber: Redis, keys: RedisKeys, on_cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        subscriber: Redis,
+        keys: RedisKeys,
+        on_cancel: Callable[[str], None],
+        on_attach: Callable[[str, str], None] = lambda request_id, gateway_id: None,
+    ) -> None:
         self._subscriber = subscriber
         self._keys = keys
         self._on_cancel = on_cancel
+        self._on_attach = on_attach
 
     async def run(self, worker_id: str) -> None:
-        """Owner task: calls `on_cancel(request_id)` for each hint. Start it anew for each incarnation."""
+        """Owner task: calls back for each hint. Start it anew for each incarnation."""
         subscription = Subscription(self._subscriber, [self._keys.control_channel(worker_id)])
         try:
             while True:
                 message = await subscription.get(timeout_seconds=1.0)
                 if isinstance(message, Message):
-                    self._on_cancel(message.data.decode(errors="replace"))
+                    self._understand(message.data.decode(errors="replace"))
         finally:
             await subscription.aclose()
+
+    def _understand(self, hint: str) -> None:
+        request_id, _, gateway_id = hint.partition(" ")
+        if gateway_id:
+            self._on_attach(request_id, gateway_id)
+        else:
+            self._on_cancel(request_id)

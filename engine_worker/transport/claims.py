@@ -5,7 +5,7 @@ Shared by RequestStream, which adds, and TokenPublisher, which removes. Knows no
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.messages import GenerationRequest, StoredChoice
 
@@ -19,6 +19,14 @@ class ClaimedRequest:
     queue: str
     entry_id: bytes
     solo: bool  # suspected of crashing workers: runs alone
+    more_gateway_ids: tuple[str, ...] = ()  # attached since
+
+    @property
+    def gateway_ids(self) -> tuple[str, ...]:
+        return (self.gateway_id, *self.more_gateway_ids)
+
+
+MAX_GATEWAYS = 4  # that hear of one request at once; those before them read its journal
 
 
 class Claims:
@@ -41,6 +49,13 @@ class Claims:
 
     def add(self, claim: ClaimedRequest) -> None:
         self._by_request_id[claim.request.request_id] = claim
+
+    def attach(self, request_id: str, gateway_id: str) -> None:
+        """From now on this gateway hears of the request too. Unknown ids are ignored."""
+        claim = self._by_request_id.get(request_id)
+        if claim is not None and gateway_id not in claim.gateway_ids:
+            more = (*claim.more_gateway_ids, gateway_id)[1 - MAX_GATEWAYS :]
+            self._by_request_id[request_id] = replace(claim, more_gateway_ids=more)
 
     def remove(self, request_id: str) -> None:
         del self._by_request_id[request_id]

@@ -102,6 +102,8 @@ class TokenPublisher:
         for event in events:
             if claim := self._claims.get(event.request_id):
                 by_gateway.setdefault(claim.gateway_id, []).append(event)
+                for gateway_id in claim.more_gateway_ids:
+                    by_gateway.setdefault(gateway_id, []).append(event)
         return {
             gateway_id: encode(EventBatch(PROTOCOL_VERSION, self._worker_id, step, gateway_events))
             for gateway_id, gateway_events in by_gateway.items()

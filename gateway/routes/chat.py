@@ -2,15 +2,15 @@
 
 from aiohttp import web
 
+from gateway.answer_kinds import CHAT
 from gateway.answer_shapes import ChatCompletionBody
 from gateway.answering import answer
-from gateway.openai_response import ChatFormat
-from gateway.openai_schema import ChatBody, parse_chat
-from gateway.openapi import EVENTS, INFERENCE_ERRORS, Operation
+from gateway.openai_schema import ChatBody
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    return await answer(request, parse_chat, ChatFormat)
+    return await answer(request, CHAT)
 
 
 def routes() -> list[web.RouteDef]:
@@ -26,5 +26,6 @@ OPERATIONS = (
         answer=ChatCompletionBody,
         media=(EVENTS,),
         errors=INFERENCE_ERRORS,
+        parameters=KEEPING_PARAMETERS,
     ),
 )

@@ -2,15 +2,15 @@
 
 from aiohttp import web
 
+from gateway.answer_kinds import COMPLETION
 from gateway.answer_shapes import TextCompletionBody
 from gateway.answering import answer
-from gateway.openai_response import CompletionFormat
-from gateway.openai_schema import CompletionBody, parse_completion
-from gateway.openapi import EVENTS, INFERENCE_ERRORS, Operation
+from gateway.openai_schema import CompletionBody
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
-    return await answer(request, parse_completion, CompletionFormat)
+    return await answer(request, COMPLETION)
 
 
 def routes() -> list[web.RouteDef]:
@@ -26,5 +26,6 @@ OPERATIONS = (
         answer=TextCompletionBody,
         media=(EVENTS,),
         errors=INFERENCE_ERRORS,
+        parameters=KEEPING_PARAMETERS,
     ),
 )

@@ -1,17 +1,43 @@
--- CANCEL: forget a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
+-- CANCEL: end a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
+-- With a holder only that one lets go, and nothing more happens while another holds the request. A kept request stays, with
+-- `event` as its end; any other is forgotten.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
 -- KEYS  r, j, q
--- ARGV  request id, group, prefix of the control channels
--- reply 1, or 0 when there was nothing to cancel
+-- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
+--       channels, seconds to keep r and j
+-- reply 1, or 0 when there was nothing to end
 local r, j, q = KEYS[1], KEYS[2], KEYS[3]
-local id, group, prefix = unpack(ARGV)
+local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'entry')
-local state, worker, entry = unpack(request)
+local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record')
+local state, worker, entry, record = unpack(request)
 if not state or state == 'done' then
   return 0
 end
-redis.call('UNLINK', r, j)
+if record then
+  if holder ~= '' then
+    redis.call('HDEL', r, 'h:' .. holder)
+  end
+  local fields = redis.call('HGETALL', r)
+  local gateways = {}
+  for f = 1, #fields, 2 do
+    if string.sub(fields[f], 1, 2) == 'h:' then
+      gateways[fields[f + 1]] = true
+    end
+  end
+  if holder ~= '' and next(gateways) then
+    return 0
+  end
+  redis.call('HSET', r, 'state', 'done', 'terminal', event)
+  redis.call('HDEL', r, 'worker')
+  redis.call('EXPIRE', r, keep_seconds)
+  redis.call('EXPIRE', j, keep_seconds)
+  for gateway in pairs(gateways) do
+    redis.call('PUBLISH', gateway_prefix .. gateway, blob)
+  end
+else
+  redis.call('UNLINK', r, j)
+end
 if worker then
   redis.call('PUBLISH', prefix .. worker, id)
   return 1

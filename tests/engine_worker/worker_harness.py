@@ -29,7 +29,7 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import RedisScripts
 from shared.tasks import cancel_and_wait
-from tests.builders import FakeModelRunner, make_engine
+from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine
 
 PATIENCE_SECONDS = 20.0
 FOREVER_STEPS = 1_000_000
@@ -68,13 +68,16 @@ class WorkerHarness:
         *,
         num_steps: int = FOREVER_STEPS,
         drain_seconds: float = PATIENCE_SECONDS,
+        vocab_size: int = VOCAB_SIZE,
         **engine: Any,
     ) -> None:
         """To be made in the event loop. `num_steps`: how many pass before the test allows more."""
         self.scripts = RedisScripts(connections.commands, keys)
         self.keys = keys
         self.gate = Gate(num_steps)
-        self.engine: Engine = make_engine(FakeModelRunner(before_step=self.gate), **engine)
+        self.engine: Engine = make_engine(
+            FakeModelRunner(before_step=self.gate, vocab_size=vocab_size), vocab_size=vocab_size, **engine
+        )
         self.thread = EngineThread()
         self.incarnations: list[str] = []
         self.hinted: list[str] = []
@@ -132,9 +135,10 @@ class WorkerHarness:
         self.incarnations.append(incarnation.worker_id)
         return incarnation
 
-    async def _hear_cancels(self, worker_id: str, on_cancel: Callable[[str], None]) -> None:
+    async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         def hear(request_id: str) -> None:
             on_cancel(request_id)
             self.hinted.append(request_id)
 
-        await CancelHints(self._connections.subscriber, self.keys, hear).run(worker_id)
+        hints = CancelHints(self._connections.subscriber, self.keys, hear, incarnation.claims.attach)
+        await hints.run(incarnation.worker_id)

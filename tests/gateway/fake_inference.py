@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from gateway.inference_client import QueueStats, WorkerStatus
+from gateway.inference_client import Keep, QueueStats, WorkerStatus
 from gateway.store_memory import StoreMemory
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
@@ -99,7 +99,6 @@ class FakeInferenceClient:
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
         self.kv = FakeKVWatch()
-        self._streams: dict[str, FakeStream] = {}
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()
 
@@ -107,11 +106,13 @@ class FakeInferenceClient:
 
     async def close(self) -> None: ...
 
-    async def submit(self, request: GenerationRequest) -> FakeStream:
+    async def submit(
+        self, request: GenerationRequest, *, owner_key_hash: str = "", keep: Keep | None = None
+    ) -> FakeStream:
         if self.submit_error is not None:
             raise self.submit_error
         self.requests.append(request)
-        stream = self._streams[request.request_id] = FakeStream(request)
+        stream = FakeStream(request)
         if self.script is None:
             self._new_streams.put_nowait(stream)
         else:
@@ -119,11 +120,17 @@ class FakeInferenceClient:
                 stream.send(event)
         return stream
 
-    async def cancel(self, request_id: str) -> None:
+    async def release(self, stream: FakeStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        request_id = stream.request.request_id
         self.cancelled.append(request_id)
         self._cancellations.put_nowait(request_id)
-        if request_id in self._streams:
-            self._streams[request_id].send(finish(self._streams[request_id].request, 0, FinishReason.CANCELLED))
+        stream.send(finish(stream.request, 0, FinishReason.CANCELLED))
+
+    async def stored(self, request_ids: Iterable[str]) -> list[None]:
+        """It keeps nothing."""
+        return [None for _ in request_ids]
+
+    async def named(self, digest: str) -> None: ...
 
     async def next_stream(self) -> FakeStream:
         return await self._new_streams.get()

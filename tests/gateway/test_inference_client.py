@@ -204,12 +204,11 @@ class TestStream:
 
 class TestSubmit:
     async def test_a_full_queue_is_told(self, client):
-        for request_id in "abc":
-            await client.submit(make_request(request_id))
+        first, *_ = [await client.submit(make_request(request_id)) for request_id in "abc"]
         with pytest.raises(QueueFull):
             await client.submit(make_request("d"))
         await client.submit(make_request("e", priority_class="batch"))
-        await client.cancel("a")
+        await client.release(first)
         await client.submit(make_request("f"))
 
     async def test_a_lost_reply_is_no_second_request(self, client, worker, connections, keys):
@@ -233,7 +232,7 @@ class TestSubmit:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while client._withdrawn or client._streams or await connections.commands.exists(keys.request("a")):
+        while client._withdrawals or client._streams or await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 
     async def test_a_store_that_is_away_is_told(self, keys, tmp_path):
@@ -260,17 +259,17 @@ class TestCancel:
         async with connections.subscriber.pubsub() as hints:
             await hints.subscribe(keys.control_channel(WORKER))
             await hints.get_message(timeout=5)
-            await client.cancel("a")
+            await client.release(stream)
             assert (await hints.get_message(timeout=5))["data"] == b"a"
         tokens, end = await rest(stream)
         assert (tokens, end.reason, end.usage.completion_tokens) == ([], FinishReason.CANCELLED, 1)
         assert await worker.emit("a", 1, 6) == ["a"]
-        await client.cancel("a")
+        await client.release(stream)
 
     async def test_is_repeated_until_the_store_takes_it(self, client, worker, connections, keys):
-        await start(client, worker)
+        stream = await start(client, worker)
         refuse_calls(client, 2)
-        await client.cancel("a")
+        await client.release(stream)
         while await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 

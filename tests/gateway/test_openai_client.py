@@ -99,9 +99,9 @@ async def test_the_client_repeats_a_refusal(gateway: Gateway, tiny_model: Served
     gateway.engine.script = says(tiny_model.encoder.encode_text("Paris"))
     refusals = [QueueFull("cap")]
 
-    async def refuses_once(request: Any) -> Any:
+    async def refuses_once(request: Any, **options: Any) -> Any:
         gateway.engine.submit_error = refusals.pop() if refusals else None
-        return await submit(request)
+        return await submit(request, **options)
 
     gateway.engine.submit = refuses_once  # type: ignore[method-assign]
     async with openai.AsyncOpenAI(base_url=base_url(gateway), api_key="none", max_retries=1) as client:

@@ -325,7 +325,7 @@ class World:
                 if cancel_at is not None and len(tokens) >= cancel_at:
                     self.tally.cancels += 1
                     self.cancelled.add(request_id)
-                    await client.cancel(request_id)
+                    await client.release(stream)
             else:
                 terminal = event
         _require(terminal is not None, f"{request_id} has no end")

@@ -1,0 +1,109 @@
+"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway import sse
+from gateway.errors import GatewayError
+from gateway.event_numbers import EventNumbers
+from gateway.event_stream import EventStream
+from gateway.generation import ChoiceUpdate, Generation
+from gateway.logprobs import LogprobEntry
+from gateway.openai_response import ChoiceResult, ResponseFormat
+from gateway.openai_schema import CompletionRequest
+from shared.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What is answered, and how."""
+
+    completion: CompletionRequest
+    generation: Generation
+    response_format: ResponseFormat
+    prefixes: Sequence[str]
+    include_usage: bool
+    headers: dict[str, str]
+    numbers: EventNumbers | None = None  # of a kept answer's stream
+    detach_seconds: float | None = None  # of a kept answer
+
+
+class _Chunks:
+    """Updates of choices -> the bytes of one write."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.generation = reply.generation
+        self._reply = reply
+        self._format = reply.response_format
+        self._numbers = reply.numbers
+        self._continuous_usage = reply.completion.continuous_usage
+        self._begun: set[int] = set()
+
+    def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
+        chunks = []
+        for update in updates:
+            text = update.text
+            if update.index not in self._begun:
+                self._begun.add(update.index)
+                chunks.append(self._numbered(update, self._format.first(update.index)))
+                text = self._reply.prefixes[update.index] + text
+            if text or update.logprobs or update.reason is None:
+                usage = self.generation.usage if self._continuous_usage else None
+                chunks.append(self._numbered(update, self._format.text(update.index, text, usage, update.logprobs)))
+            if update.reason is not None:
+                chunks.append(self._numbered(update, self._format.finish(update.index, update.reason)))
+        return b"".join(chunks)
+
+    def last(self) -> bytes:
+        usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
+        if self._numbers is None:
+            return usage + sse.DONE
+        return self._numbers.of_usage(usage) + self._numbers.of_end(sse.DONE)
+
+    def error(self, error: GatewayError) -> bytes:
+        done = sse.DONE if self._numbers is None else self._numbers.of_end(sse.DONE)
+        return sse.error_event(error.body()) + done
+
+    def _numbered(self, update: ChoiceUpdate, event: bytes) -> bytes:
+        return event if self._numbers is None else self._numbers.of_choice(update.index, event)
+
+
+async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
+    """200 leaves here, as the store has the request. An error from now on is an event of the stream."""
+    chunks = _Chunks(reply)
+    await stream.open()
+    try:
+        ending = b""
+        try:
+            async for updates in chunks.generation.updates():
+                data = chunks.of(updates)
+                if data:
+                    await stream.write(data)
+            ending = chunks.last()
+        except GatewayError as error:
+            ending = chunks.error(error)
+        await stream.write(ending)
+        await stream.response.write_eof()
+    finally:
+        stream.close()
+    return stream.response
+
+
+async def collect_reply(reply: Reply) -> bytes:
+    texts = [[prefix] for prefix in reply.prefixes]
+    logprobs: list[list[LogprobEntry]] = [[] for _ in texts]
+    reasons = [FinishReason.STOP] * len(texts)
+    async for updates in reply.generation.updates():
+        for update in updates:
+            texts[update.index].append(update.text)
+            logprobs[update.index] += update.logprobs
+            if update.reason is not None:
+                reasons[update.index] = update.reason
+    with_logprobs = reply.completion.num_logprobs is not None
+    results = [
+        ChoiceResult(index, "".join(pieces), reason, logprobs[index] if with_logprobs else None)
+        for index, (pieces, reason) in enumerate(zip(texts, reasons, strict=True))
+    ]
+    return reply.response_format.body(results, reply.generation.usage)

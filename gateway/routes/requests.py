@@ -1,0 +1,109 @@
+"""/v1/requests/{id}: answers that are kept, at any gateway. The id is that of the answer, with or without its prefix.
+
+    GET     the state; with the whole answer once it has ended
+    DELETE  cancels it
+    GET     /events: its stream from the beginning, or behind the event that Last-Event-ID names, as EventSource asks
+"""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.access import ACCOUNT
+from gateway.answer_shapes import ErrorDetail
+from gateway.answering import collect_again, stream_again
+from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
+from gateway.event_numbers import HEADER
+from gateway.kept_answers import KeptAnswer, find_answer
+from gateway.keys import STATE
+from gateway.openapi import EVENTS, Operation, Parameter
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """`result` is what the request without `stream` answers; it is there once `state` is finished."""
+
+    id: str
+    object: str
+    kind: str
+    state: str  # queued | running | finished | failed | cancelled
+    created: int
+    detach_seconds: float
+    completion_tokens: int  # that the engine has made so far
+    result: msgspec.Raw | None
+    error: ErrorDetail | None
+
+
+async def show_request(http: web.Request) -> web.Response:
+    return await _shown(http, await _find(http))
+
+
+async def cancel_request(http: web.Request) -> web.Response:
+    """Also of one that has ended: it stays as it was."""
+    answer = await _find(http)
+    for request in answer.requests:
+        await http.app[STATE].client.cancel(request)
+    return await _shown(http, await _find(http))
+
+
+async def stream_request(http: web.Request) -> web.StreamResponse:
+    return await stream_again(http, await _find(http))
+
+
+async def _find(http: web.Request) -> KeptAnswer:
+    return await find_answer(http.app[STATE], http.match_info["id"], http[ACCOUNT].owner_key_hash)
+
+
+async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
+    result: bytes | None = None
+    error: dict[str, Any] | None = None
+    if answer.state not in ("queued", "running"):
+        try:
+            result = await collect_again(http, answer)
+        except GatewayError as failure:
+            error = failure.body()["error"]
+    shown = RequestBody(
+        id=answer.answer_id,
+        object="request",
+        kind=answer.kind.name,
+        state=answer.state,
+        created=answer.record.created,
+        detach_seconds=answer.record.detach_seconds,
+        completion_tokens=sum(part.num_tokens for part in answer.parts),
+        result=None if result is None else msgspec.Raw(result),
+        error=None if error is None else msgspec.convert(error, ErrorDetail),
+    )
+    return web.Response(body=msgspec.json.encode(shown), content_type="application/json")
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.get("/v1/requests/{id}", show_request),
+        web.delete("/v1/requests/{id}", cancel_request),
+        web.get("/v1/requests/{id}/events", stream_request),
+    ]
+
+
+_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
+
+OPERATIONS = (
+    Operation(
+        method="GET",
+        path="/v1/requests/{id}",
+        summary="State of a kept request, and its answer once it has ended",
+        answer=RequestBody,
+        errors=_ERRORS,
+    ),
+    Operation(
+        method="DELETE", path="/v1/requests/{id}", summary="Cancel a kept request", answer=RequestBody, errors=_ERRORS
+    ),
+    Operation(
+        method="GET",
+        path="/v1/requests/{id}/events",
+        summary="The answer of a kept request as events, from the beginning or where a stream was cut",
+        media=(EVENTS,),
+        other_statuses=(204,),
+        errors=(*_ERRORS, InvalidRequest, RateLimited),
+        parameters=(Parameter(name=HEADER, where="header", description="The last event that the client has"),),
+    ),
+)

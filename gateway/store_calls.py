@@ -1,0 +1,62 @@
+"""Calls of the store, each in a task of its own: a cancelled handler must not leave a reply behind for the next caller.
+
+Also the errors that callers see instead of redis-py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from shared.redis_scripts import NameTaken
+from shared.tasks import cancel_and_wait
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class InferenceError(Exception):
+    """A request that was not accepted, or a store that does not answer."""
+
+
+class QueueFull(InferenceError):
+    """The queue of its class is at its cap (answer 503 with Retry-After)."""
+
+
+class StoreUnavailable(InferenceError):
+    """Redis does not answer or refuses writes (answer 503)."""
+
+
+class StoreCalls:
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def own(self, call: Coroutine[Any, Any, _Result]) -> "asyncio.Task[_Result]":
+        task = asyncio.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def ask(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        """Its result; the call goes on when the caller is cancelled. Raises StoreUnavailable."""
+        try:
+            return await asyncio.shield(self.own(call))
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def try_within(self, seconds: float, call: Coroutine[Any, Any, Any]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(self.own(call))
+
+    async def aclose(self) -> None:
+        await cancel_and_wait(self._tasks)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, (InferenceError, NameTaken, RedisError, OSError)):
+            logger.critical("a task of the inference client failed", exc_info=error)

@@ -1,0 +1,166 @@
+"""Two gateways and one worker on a real store, all in this process: the worker steps when a test lets it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.inference_client import InferenceClient
+from gateway.keys import STATE
+from gateway.metrics import GatewayMetrics
+from gateway.served_model import ServedModel, load_served_model
+from gateway.settings import GatewaySettings
+from gateway.state import GatewayState
+from shared.messages import WorkerHeartbeat, WorkerPhase, encode
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.engine_worker.worker_harness import PATIENCE_SECONDS, WorkerHarness
+
+VOCAB_SIZE = 49_152  # the demo model's
+
+
+@dataclass
+class Event:
+    """One of a stream: what came before its blank line."""
+
+    event_id: str
+    data: str
+
+    @property
+    def chunk(self) -> dict[str, Any]:
+        return json.loads(self.data)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Gateway:
+    state: GatewayState
+    client: InferenceClient
+    session: aiohttp.ClientSession
+    keys: dict[str, str] = field(default_factory=dict)
+
+    async def post(self, route: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+        async with self.session.post(route, json=body, headers=_names(headers)) as reply:
+            return reply.status, await reply.json()
+
+    async def shown(self, request_id: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, Any]]:
+        url = f"/v1/requests/{request_id}"
+        async with self.session.request(method, url, headers=_names(headers)) as reply:
+            return reply.status, await reply.json()
+
+    @asynccontextmanager
+    async def streaming(self, route: str, body: dict[str, Any], **headers: str) -> AsyncIterator["EventReader"]:
+        async with self.session.post(route, json={**body, "stream": True}, headers=_names(headers)) as reply:
+            assert reply.status == 200, await reply.text()
+            yield EventReader(reply)
+
+    async def events(self, request_id: str, last_event_id: str = "") -> list[Event]:
+        """What a client that has `last_event_id` gets, to its end."""
+        headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
+        async with self.session.get(f"/v1/requests/{request_id}/events", headers=headers) as reply:
+            assert reply.status == 200, await reply.text()
+            return await EventReader(reply).rest()
+
+
+class EventReader:
+    def __init__(self, reply: aiohttp.ClientResponse) -> None:
+        self.reply = reply
+
+    @property
+    def request_id(self) -> str:
+        return self.reply.headers["Content-Location"].rpartition("/")[2]
+
+    async def next(self) -> Event | None:
+        event_id = ""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for line in self.reply.content:
+                name, _, value = line.decode().rstrip("\n").partition(": ")
+                if name == "id":
+                    event_id = value
+                elif name == "data":
+                    return Event(event_id, value)
+        return None
+
+    async def take(self, count: int) -> list[Event]:
+        events = [await self.next() for _ in range(count)]
+        assert None not in events
+        return events  # type: ignore[return-value]
+
+    async def rest(self) -> list[Event]:
+        events = []
+        while event := await self.next():
+            events.append(event)
+        return events
+
+
+def _names(headers: dict[str, str]) -> dict[str, str]:
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+@dataclass
+class World:
+    gateways: list[Gateway]
+    worker: WorkerHarness
+    connections: RedisConnections
+    keys: RedisKeys
+
+    @asynccontextmanager
+    async def another_gateway(self, model: Path, **settings: Any) -> AsyncIterator[Gateway]:
+        gateway_id = f"g{len(self.gateways)}"
+        client = InferenceClient(self.connections, self.keys, gateway_id, quiet_seconds=0.3)
+        options = GatewaySettings(model=model, served_model_name=self.keys.model_name, port=0, **settings)
+        app = create_app(options, client, GatewayMetrics(CollectorRegistry()))
+        runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+                gateway = Gateway(app[STATE], client, session)
+                await app[STATE].model_loaded.wait()
+                await self._hears_the_worker(gateway)
+                self.gateways.append(gateway)
+                yield gateway
+        finally:
+            await runner.cleanup()
+
+    async def _hears_the_worker(self, gateway: Gateway) -> None:
+        beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not gateway.client.fleet:
+                await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def load_once() -> Callable[..., ServedModel]:
+    """Reading the demo's vocabulary takes 0.3 s a gateway."""
+    return cache(load_served_model)
+
+
+@pytest.fixture
+async def world(
+    connections: RedisConnections,
+    keys: RedisKeys,
+    demo_model_dir: Path,
+    load_once: Callable[..., ServedModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[World]:
+    """The worker waits for world.worker.gate.allow()."""
+    monkeypatch.setattr("gateway.state.load_served_model", load_once)
+    async with AsyncExitStack() as stack:
+        worker = WorkerHarness(connections, keys, num_steps=0, vocab_size=VOCAB_SIZE)
+        world = World([], worker, connections, keys)
+        for _ in range(2):
+            await stack.enter_async_context(world.another_gateway(demo_model_dir))
+        await stack.enter_async_context(worker.serving())
+        yield world

@@ -1,0 +1,306 @@
+"""Answers that are kept: cut anywhere and resumed at another gateway, read after their end, asked for twice."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.api_keys import digest_of
+from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.integration.conftest import Event, World
+
+pytestmark = pytest.mark.redis
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+GREEDY = {"prompt": "Hi", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "detach_seconds": 60}
+
+
+def by_choice(events: list[Event]) -> dict[int, list[str]]:
+    """The order in which choices come together is nobody's promise."""
+    told: dict[int, list[str]] = {}
+    for event in events:
+        choices = event.chunk["choices"] if event.data != "[DONE]" else []
+        told.setdefault(choices[0]["index"] if choices else -1, []).append(event.data)
+    return told
+
+
+async def eventually_state(world: World, request_id: str, state: str) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            _, shown = await world.gateways[1].shown(request_id)
+            if shown["state"] == state:
+                return shown
+            await asyncio.sleep(0.01)
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": (COMPLETIONS, {**GREEDY, "max_tokens": 12}),
+    "chat": (CHAT, {"messages": HI, "max_tokens": 12, "seed": 5, "detach_seconds": 0}),
+    "n": (CHAT, {"messages": HI, "max_tokens": 6, "seed": 5, "n": 3, "ignore_eos": True, "detach_seconds": 9}),
+    "prompts": (COMPLETIONS, {**GREEDY, "prompt": ["one", "two"], "echo": True, "max_tokens": 5}),
+    "logprobs": (COMPLETIONS, {**GREEDY, "logprobs": 2, "max_tokens": 7}),
+    "best_of": (COMPLETIONS, {**GREEDY, "temperature": 1, "seed": 1, "best_of": 3, "n": 2, "max_tokens": 5}),
+    "beams": (COMPLETIONS, {**GREEDY, "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 5}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_stream_resumed_behind_any_event_is_the_rest_of_it(world: World, name: str) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    route, body = BODIES[name]
+    body = {**body, "stream_options": {"include_usage": True}}
+    async with world.gateways[0].streaming(route, body) as reader:
+        request_id, events = reader.request_id, await reader.rest()
+    assert events[-1] == Event("end", "[DONE]") and len({event.event_id for event in events}) == len(events)
+    assert by_choice(await world.gateways[1].events(request_id)) == by_choice(events)
+    for cut in range(len(events) - 1):
+        rest = await world.gateways[1].events(request_id, events[cut].event_id)
+        assert by_choice(rest) == by_choice(events[cut + 1 :]), cut
+
+
+async def test_a_running_stream_goes_on_at_another_gateway(world: World) -> None:
+    world.worker.gate.allow(10)
+    async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+        first = await reader.take(8)
+    resumed = asyncio.create_task(world.gateways[1].events(reader.request_id, first[-1].event_id))
+    world.worker.gate.allow(FOREVER_STEPS)
+    rest = await asyncio.wait_for(resumed, PATIENCE_SECONDS)
+    text = "".join(event.chunk["choices"][0]["text"] for event in [*first, *rest[:-2]])
+    _, shown = await world.gateways[0].shown(reader.request_id)
+    assert shown["state"] == "finished" and shown["completion_tokens"] == 30
+    assert shown["result"]["choices"][0] == {
+        "index": 0, "text": text, "logprobs": None, "finish_reason": "length"
+    }  # fmt: skip
+
+
+async def test_new_tokens_reach_the_other_gateway_without_reading_the_journal(world: World) -> None:
+    """Its worker was told of it: the journal is for what was missed."""
+    world.worker.gate.allow(4)
+    async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+        first = await reader.take(3)
+    client = world.gateways[1].client
+    async with world.gateways[1].session.get(
+        f"/v1/requests/{reader.request_id}/events", headers={"Last-Event-ID": first[-1].event_id}
+    ) as reply:
+        attached = type(reader)(reply)
+        await attached.take(1)  # the fourth token, out of the journal
+        num_reads = client.num_journal_reads
+        for _ in range(10):
+            world.worker.gate.allow(1)
+            await attached.take(1)
+        assert client.num_journal_reads - num_reads <= 2  # the hint and the first token may race
+
+
+async def test_the_whole_answer_is_the_one_of_an_unstreamed_request(world: World) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    body = {"messages": HI, "seed": 3, "max_tokens": 9, "detach_seconds": 1}
+    status, answer = await world.gateways[0].post(CHAT, body)
+    assert status == 200
+    _, shown = await world.gateways[1].shown(answer["id"])
+    assert shown["result"] == answer
+    assert shown["id"] == answer["id"].removeprefix("chatcmpl-") and shown["kind"] == "chat.completion"
+
+
+async def test_the_state_on_the_way(world: World) -> None:
+    async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+        _, shown = await world.gateways[1].shown(reader.request_id)
+        assert shown["state"] in ("queued", "running") and shown["completion_tokens"] == 0
+        world.worker.gate.allow(3)
+        await reader.take(3)
+        _, shown = await world.gateways[1].shown(reader.request_id)
+        assert (shown["state"], shown["completion_tokens"], shown["result"]) == ("running", 3, None)
+
+
+class TestLeaving:
+    async def test_a_detached_request_goes_on_alone(self, world: World) -> None:
+        async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+            pass
+        world.worker.gate.allow(FOREVER_STEPS)
+        shown = await eventually_state(world, reader.request_id, "finished")
+        assert shown["completion_tokens"] == 30
+
+    async def test_it_is_cancelled_when_its_grace_is_over(self, world: World) -> None:
+        world.worker.gate.allow(3)
+        async with world.gateways[0].streaming(COMPLETIONS, {**GREEDY, "detach_seconds": 0.2}) as reader:
+            events = await reader.take(3)
+        shown = await eventually_state(world, reader.request_id, "cancelled")
+        assert shown["error"]["code"] == "request_cancelled"
+        world.worker.gate.allow(FOREVER_STEPS)
+        await nothing_is_left(world)
+        again = await world.gateways[1].events(reader.request_id)
+        assert again[: len(events)] == events and again[-2].chunk["error"]["code"] == "request_cancelled"
+
+    async def test_whoever_still_reads_keeps_it(self, world: World) -> None:
+        world.worker.gate.allow(2)
+        body = {**GREEDY, "detach_seconds": 0}
+        async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
+            await reader.take(2)
+            attached = asyncio.create_task(world.gateways[1].events(reader.request_id))
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(await holders(world, reader.request_id)) < 2:
+                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(await holders(world, reader.request_id)) > 1:
+                await asyncio.sleep(0.01)
+        world.worker.gate.allow(FOREVER_STEPS)
+        assert len(await asyncio.wait_for(attached, PATIENCE_SECONDS)) == 32  # 30 tokens, end, [DONE]
+
+    async def test_a_stop_string_is_met_also_when_nobody_reads(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        _, whole = await world.gateways[0].post(COMPLETIONS, GREEDY)
+        text = whole["choices"][0]["text"]
+        stop = text[len(text) // 2 :][:3]
+        async with world.gateways[0].streaming(COMPLETIONS, {**GREEDY, "stop": stop}) as reader:
+            pass
+        shown = await eventually_state(world, reader.request_id, "finished")
+        assert shown["result"]["choices"][0]["text"] == text[: text.index(stop)]
+        assert shown["result"]["choices"][0]["finish_reason"] == "stop"
+        await nothing_is_left(world)
+        assert shown == (await world.gateways[0].shown(reader.request_id))[1]
+
+    async def test_without_a_wish_it_ends_with_its_connection(self, world: World) -> None:
+        body = {**GREEDY, "detach_seconds": None}
+        async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
+            assert "Content-Location" not in reader.reply.headers
+        world.worker.gate.allow(FOREVER_STEPS)
+        await nothing_is_left(world)
+
+    async def test_a_gateway_that_ends_leaves_its_requests_to_others(self, world: World, demo_model_dir: Any) -> None:
+        world.worker.gate.allow(4)
+        async with world.another_gateway(demo_model_dir) as leaving, leaving.streaming(COMPLETIONS, GREEDY) as reader:
+            first = await reader.take(3)
+        world.worker.gate.allow(FOREVER_STEPS)
+        rest = await world.gateways[1].events(reader.request_id, first[-1].event_id)
+        whole = await world.gateways[0].events(reader.request_id)
+        assert first + rest == whole
+
+
+class TestCancel:
+    async def test_at_another_gateway(self, world: World) -> None:
+        world.worker.gate.allow(3)
+        async with world.gateways[0].streaming(COMPLETIONS, GREEDY) as reader:
+            await reader.take(3)
+            status, shown = await world.gateways[1].shown(reader.request_id, "DELETE")
+            assert (status, shown["state"], shown["error"]["code"]) == (200, "cancelled", "request_cancelled")
+            rest = await reader.rest()
+        assert rest[-2].chunk["error"]["code"] == "request_cancelled" and rest[-1].event_id == "end"
+        world.worker.gate.allow(FOREVER_STEPS)
+        await nothing_is_left(world)
+
+    async def test_one_that_has_ended_stays_as_it_is(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        _, answer = await world.gateways[0].post(COMPLETIONS, GREEDY)
+        _, shown = await world.gateways[1].shown(answer["id"], "DELETE")
+        assert shown["state"] == "finished" and shown["result"] == answer
+
+
+class TestIdempotency:
+    async def test_a_repeat_gets_the_same_answer(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        body = {"messages": HI, "max_tokens": 8}
+        answers = [await gateway.post(CHAT, body, Idempotency_Key="k") for gateway in world.gateways]
+        assert answers[0] == answers[1] and answers[0][0] == 200
+        _, another = await world.gateways[0].post(CHAT, body, Idempotency_Key="other")
+        assert another["id"] != answers[0][1]["id"]
+
+    async def test_two_at_once_are_one(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        body = {"messages": HI, "max_tokens": 8}
+        posts = [gateway.post(CHAT, body, Idempotency_Key="k") for gateway in world.gateways * 4]
+        answers = await asyncio.gather(*posts)
+        assert len({answer["id"] for _, answer in answers}) == 1 and {status for status, _ in answers} == {200}
+
+    async def test_a_repeat_after_a_lost_connection_attaches(self, world: World) -> None:
+        body = {**GREEDY, "detach_seconds": None}
+        world.worker.gate.allow(3)
+        async with world.gateways[0].streaming(COMPLETIONS, body, Idempotency_Key="k") as reader:
+            first = await reader.take(3)
+        world.worker.gate.allow(FOREVER_STEPS)
+        headers = {"Idempotency_Key": "k", "Last_Event_ID": first[-1].event_id}
+        async with world.gateways[1].streaming(COMPLETIONS, body, **headers) as again:
+            assert again.request_id == reader.request_id
+            rest = await again.rest()
+        assert len(first + rest) == 32 and rest[0].chunk["id"] == first[0].chunk["id"]
+
+    async def test_another_body_is_refused(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
+        status, error = await world.gateways[1].post(COMPLETIONS, {**GREEDY, "seed": 1}, Idempotency_Key="k")
+        assert (status, error["error"]["code"]) == (409, "idempotency_key_reused")
+
+    async def test_the_order_of_fields_is_no_other_body(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        first = await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
+        assert await world.gateways[1].post(COMPLETIONS, dict(reversed(GREEDY.items())), Idempotency_Key="k") == first
+
+    async def test_a_name_whose_request_is_gone_is_free(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        _, first = await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
+        request_id = first["id"].removeprefix("cmpl-")
+        await world.connections.commands.unlink(world.keys.request(request_id))
+        status, second = await world.gateways[0].post(COMPLETIONS, GREEDY, Idempotency_Key="k")
+        assert status == 200 and second["id"] != first["id"]
+        assert await world.gateways[1].post(COMPLETIONS, GREEDY, Idempotency_Key="k") == (200, second)
+
+
+async def test_a_wish_that_cannot_be_granted(world: World) -> None:
+    cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"Idempotency_Key": ""}, {}, "Idempotency-Key"),
+        ({"Idempotency_Key": "k" * 256}, {}, "Idempotency-Key"),
+        ({"Idempotency_Key": "a b"}, {}, "Idempotency-Key"),
+        ({}, {"detach_seconds": -1}, "detach_seconds"),
+        ({}, {"detach_seconds": 3601}, "detach_seconds"),
+        ({}, {"detach_seconds": "5"}, "detach_seconds"),
+        ({"Last_Event_ID": "5"}, {}, "Last-Event-ID"),
+        ({"Last_Event_ID": "5-x"}, {}, "Last-Event-ID"),
+    ]
+    for headers, changes, param in cases:
+        status, error = await world.gateways[0].post(COMPLETIONS, {**GREEDY, **changes}, **headers)
+        assert (status, error["error"]["param"]) == (400, param)
+
+
+async def test_a_client_that_has_it_all_is_told_to_stay_away(world: World) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    _, answer = await world.gateways[0].post(COMPLETIONS, GREEDY)
+    url = f"/v1/requests/{answer['id']}/events"
+    async with world.gateways[1].session.get(url, headers={"Last-Event-ID": "end"}) as reply:
+        assert (reply.status, await reply.read()) == (204, b"")
+
+
+async def test_another_keys_request_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
+    names = {name: f"sk-{name}-0123456789abcdef" for name in ("one", "two")}
+    keys_file = write_keys(tmp_path, names)
+    world.worker.gate.allow(FOREVER_STEPS)
+    async with world.another_gateway(demo_model_dir, api_keys_file=keys_file) as gateway:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in names.values())
+        _, answer = await gateway.post(COMPLETIONS, GREEDY, Idempotency_Key="k", **one)
+        assert (await gateway.shown(answer["id"], **one))[0] == 200
+        for method in ("GET", "DELETE"):
+            status, error = await gateway.shown(answer["id"], method, **two)
+            assert (status, error["error"]["code"]) == (404, "request_not_found")
+        async with gateway.session.get(f"/v1/requests/{answer['id']}/events", headers=two) as reply:
+            assert reply.status == 404
+        _, other = await gateway.post(COMPLETIONS, GREEDY, Idempotency_Key="k", **two)
+        assert other["id"] != answer["id"]
+        assert (await gateway.shown("f" * 32, **one))[0] == (await gateway.shown("x", **one))[0] == 404
+
+
+def write_keys(directory: Any, keys: dict[str, str]) -> Any:
+    path = directory / "keys.toml"
+    path.write_text(
+        "\n".join(f'[[keys]]\nname = "{name}"\nsha256 = "{digest_of(key.encode())}"' for name, key in keys.items())
+    )
+    return path
+
+
+async def holders(world: World, request_id: str) -> list[bytes]:
+    fields = await world.connections.commands.hkeys(world.keys.request(request_id))
+    return [name for name in fields if name.startswith(b"h:")]
+
+
+async def nothing_is_left(world: World) -> None:
+    """No request is queued, claimed, or in the engine."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await world.worker.num_unacknowledged() or world.worker.worker.num_held:
+            await asyncio.sleep(0.01)
