@@ -11,10 +11,10 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
-.PHONY: help setup dev serve test check bench paper doctor lock clean
+.PHONY: help setup dev serve test fuzz check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | test | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -34,6 +34,9 @@ paper: dev
 
 test: dev
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: dev
+	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)
 
 check: dev
 	$(BIN)/ruff check .
