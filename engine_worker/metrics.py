@@ -9,11 +9,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine_worker.request_times import RequestTimes
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
@@ -22,6 +30,9 @@ STEP_SECONDS_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000)
+REQUEST_SECONDS_BUCKETS = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
 REQUESTS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
 
 # No `_created` series: they double what is stored and say nothing here. Process-wide, as the library has it.
@@ -62,6 +73,42 @@ class WorkerMetrics:
         self._phases: dict[str, Histogram] = {}
         self._batch_tokens = batch_tokens.labels(*self._labels)
         self._batch_requests = batch_requests.labels(*self._labels)
+
+        self._of_requests(names)
+
+    def _of_requests(self, names: tuple[str, str]) -> None:
+        times = (("queue", "From the queue to this worker"), ("prefill", "From there to the first new token"),
+                 ("decode", "From there to the end"))  # fmt: skip
+        self._request_seconds = {
+            part: Histogram(
+                f"pagestream_request_{part}_time_seconds", f"{text} of a request", names,
+                buckets=REQUEST_SECONDS_BUCKETS, registry=self.registry,
+            ).labels(*self._labels)
+            for part, text in times
+        }  # fmt: skip
+        self._reclaims = Counter(
+            "pagestream_queue_reclaims_total", "Requests taken over from a worker that died", names,
+            registry=self.registry,
+        ).labels(*self._labels)  # fmt: skip
+        self._incarnations = Counter(
+            "pagestream_worker_incarnations_total", "Lives of this worker in the store: more than one, it was fenced",
+            names, registry=self.registry,
+        ).labels(*self._labels)  # fmt: skip
+
+    def claimed(self, times: RequestTimes, *, is_resumed: bool) -> None:
+        self._request_seconds["queue"].observe(times.claimed - times.queued)
+        self._reclaims.inc(is_resumed)
+
+    def began(self, times: RequestTimes) -> None:
+        assert times.first_token is not None
+        self._request_seconds["prefill"].observe(times.first_token - times.claimed)
+
+    def ended(self, times: RequestTimes, ended: float, reason: str) -> None:
+        if times.first_token is not None:
+            self._request_seconds["decode"].observe(ended - times.first_token)
+
+    def incarnation_began(self) -> None:
+        self._incarnations.inc()
 
     def engine_is_ready(self, info: EngineInfo) -> None:
         self._snapshot.info = info

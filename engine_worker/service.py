@@ -133,6 +133,7 @@ class WorkerService:
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
         )
         self._status.worker_id = incarnation.worker_id
+        self._metrics.incarnation_began()
         self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0)
         return incarnation
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from engine_worker.engine_thread import EngineThread, Turn
 from engine_worker.metrics import WorkerMetrics
+from engine_worker.request_times import RequestClock
 from engine_worker.transport.claims import ClaimedRequest
 from engine_worker.transport.incarnation import Incarnation
 from engine_worker.transport.request_stream import RequestStream
@@ -53,11 +54,13 @@ class Worker:
         hear_cancels: HearCancels,
         metrics: WorkerMetrics,
         drain_seconds: float,
+        clock: RequestClock | None = None,
     ) -> None:
         self._engine = engine
         self._register = register
         self._hear_cancels = hear_cancels
         self._metrics = metrics
+        self._clock = clock or RequestClock([metrics])
         self._drain_seconds = drain_seconds
         self._held: dict[str, HeldRequest] = {}
         self._is_idle = asyncio.Event()
@@ -121,6 +124,7 @@ class Worker:
             claimed, sum(len(choice.token_ids) for choice in claimed.stored)
         )
         self._is_idle.clear()
+        self._clock.claimed(claimed)
         self._engine.add_request(claimed.request, claimed.stored)
 
     async def _emit_turns(self, tokens: TokenPublisher) -> None:
@@ -140,6 +144,7 @@ class Worker:
             cancelled_ids = await tokens.emit(new_tokens)
             for event in new_tokens:
                 self._held[event.request_id].num_output_tokens += len(event.token_ids)
+            self._clock.stored(event.request_id for event in new_tokens if event.token_ids)
             ends = [end for end in events if not isinstance(end, TokenEvent) and end.request_id not in cancelled_ids]
             await self._finish(tokens, ends)
             await self._finish_cancelled(tokens, cancelled_ids)
@@ -154,6 +159,7 @@ class Worker:
         await tokens.finish(ends)
         for end in ends:
             del self._held[end.request_id]
+            self._clock.ended(end.request_id, end.reason if isinstance(end, FinishEvent) else "error")
         if not self._held:
             self._is_idle.set()
 
@@ -179,6 +185,7 @@ class Worker:
                 self._engine.acknowledge()
         self._outbox = asyncio.Queue()  # nobody will join the old one
         self._held.clear()
+        self._clock.forget_everything()
         self._is_idle.set()
 
     async def _hand_back(self, incarnation: Incarnation) -> None:

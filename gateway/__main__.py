@@ -18,6 +18,7 @@ from gateway.api_keys import ApiKeysError
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
+from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from shared.logs import configure_logging
@@ -53,14 +54,15 @@ async def serve(settings: GatewaySettings) -> int:
     except ApiKeysError as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
-    connections = connect(settings.redis_url)
+    metrics = GatewayMetrics()
+    connections = connect(settings.redis_url, observe=metrics.observe_redis)
     client = InferenceClient(
         connections,
         RedisKeys(settings.model_name),
         secrets.token_hex(8),
         max_queued_requests=settings.max_num_queued_reqs,
     )
-    app = create_app(settings, client, access=access)
+    app = create_app(settings, client, metrics, access=access)
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     try:

@@ -109,6 +109,7 @@ class InferenceClient:
         self.num_bad_messages = 0
         self.num_journal_reads = 0
         self.num_restored_requests = 0
+        self.num_gaps = 0
 
     async def start(self) -> None:
         """Start the owner tasks; returns at once, also while the store is away."""
@@ -273,6 +274,7 @@ class InferenceClient:
         while True:
             message = await self._subscription.get(timeout_seconds=1.0)
             if message is GAP:
+                self.num_gaps += 1
                 self._mark_behind(self._streams)
             elif isinstance(message, Message):
                 self._understand(message)

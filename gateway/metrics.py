@@ -33,6 +33,7 @@ DURATION_BUCKETS_SECONDS = (
     0.005, 0.02, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,
 )  # fmt: skip
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+REDIS_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 5, 10)
 
 _STREAM_LABEL = ("stream",)
 
@@ -89,6 +90,17 @@ class GatewayMetrics:
         self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers whose heartbeats say ready")
 
+        self.redis_duration = Histogram(
+            "pagestream_redis_command_duration_seconds", "Until the reply of a command of the store, scripts included",
+            ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self.redis_errors = self._counter("redis_errors_total", "Commands of the store that failed")
+
+    def observe_redis(self, command: str, seconds: float, failed: bool) -> None:
+        """`command` as the client sends it: one of the few that the gateway has."""
+        self.redis_duration.labels(command.lower()).observe(seconds)
+        self.redis_errors.inc(failed)
+
     def _counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"pagestream_{name}", documentation, labels, registry=self.registry)
 
@@ -105,6 +117,7 @@ class DeliveryCounts(Protocol):
     num_journal_reads: int
     num_bad_messages: int
     num_restored_requests: int
+    num_gaps: int
 
 
 class DeliveryCollector(Collector):
@@ -118,6 +131,7 @@ class DeliveryCollector(Collector):
         for name, documentation, value in (
             ("journal_reads", "Journals read: after a gap, a reconnect, or quiet", counts.num_journal_reads),
             ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
+            ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
             ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
         ):
             yield CounterMetricFamily(f"pagestream_gateway_{name}", documentation, value=value)

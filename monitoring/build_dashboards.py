@@ -224,6 +224,33 @@ def engine_panels() -> list[Panel]:
             "bytes",
             {"{{worker}} {{use}}": f"sum by (worker, use) (pagestream_device_memory_bytes{{{SELECTED}}})"},
         ),
+        stack(
+            "A request's time",
+            "Mean seconds in the queue, until the first token, and from there to the end",
+            "s",
+            {
+                part: mean(f"pagestream_request_{part}_time_seconds", SELECTED)
+                for part in ("queue", "prefill", "decode")
+            },
+        ),
+        lines(
+            "Round trips to the store",
+            "Mean time of the gateways' commands; their failures are beside",
+            "s",
+            {
+                "{{command}}": mean("pagestream_redis_command_duration_seconds", "", "command"),
+                "failures a second": total_rate("pagestream_redis_errors_total", ""),
+            },
+        ),
+        lines(
+            "Takeovers",
+            "Requests taken from workers that died, and lives of workers in the store",
+            "ops",
+            {
+                "requests": total_rate("pagestream_queue_reclaims_total", SELECTED),
+                "lives": total_rate("pagestream_worker_incarnations_total", SELECTED),
+            },
+        ),
         lines(
             "Requests ended by the engines",
             "By reason",
@@ -242,6 +269,7 @@ def engine_panels() -> list[Panel]:
             "ops",
             {
                 "journal reads": total_rate("pagestream_gateway_journal_reads_total", ""),
+                "gaps": total_rate("pagestream_gateway_pubsub_gaps_total", ""),
                 "restored": total_rate("pagestream_gateway_restored_requests_total", ""),
                 "unreadable": total_rate("pagestream_gateway_bad_messages_total", ""),
             },

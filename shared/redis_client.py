@@ -5,6 +5,8 @@ entries; its default time-out of 5 s breaks longer blocking reads. Here nothing 
 their callers), and blocking reads, subscriptions and commands never share a connection.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +62,17 @@ class RedisConnections:
             await client.aclose(close_connection_pool=True)
 
 
-def connect(url: str, *, max_command_connections: int = 8) -> RedisConnections:
-    """Open nothing yet: each client connects on first use. `url` is redis://, rediss:// or unix://."""
+Observe = Callable[[str, float, bool], None]  # command, seconds until its reply, whether it failed
+
+
+def connect(url: str, *, max_command_connections: int = 8, observe: Observe | None = None) -> RedisConnections:
+    """Open nothing yet: each client connects on first use. `url` is redis://, rediss:// or unix://.
+
+    `observe` hears of each command of `commands`, pipelines excepted.
+    """
+    commands = _client(url, BlockingConnectionPool, max_command_connections, timeout=SOCKET_TIMEOUT_SECONDS)
     return RedisConnections(
-        commands=_client(url, BlockingConnectionPool, max_command_connections, timeout=SOCKET_TIMEOUT_SECONDS),
+        commands=_ObservedRedis(commands.connection_pool, observe) if observe else commands,
         blocking=_client(url, ConnectionPool, 2),
         subscriber=_client(url, ConnectionPool, 8),
     )
@@ -110,6 +119,22 @@ _FAST_CONNECTIONS: dict[type[Any], type[Any]] = {
     SSLConnection: _TlsConnection,
     UnixDomainSocketConnection: _UnixConnection,
 }
+
+
+class _ObservedRedis(Redis):
+    def __init__(self, pool: ConnectionPool, observe: Observe) -> None:
+        super().__init__(connection_pool=pool)
+        self._observe = observe
+
+    async def execute_command(self, *words: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        failed = True
+        try:
+            reply = await super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
+            failed = False
+            return reply
+        finally:
+            self._observe(words[0], time.perf_counter() - started, failed)
 
 
 def _client(url: str, pool_class: type[ConnectionPool], max_connections: int, **pool_options: Any) -> Redis:

@@ -36,10 +36,16 @@ def main() -> int:
     parser.add_argument("--script-num-host-blocks", type=int, default=0)
     parser.add_argument("--script-vocab-size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--script-ignore-eos", action="store_true", help="an answer ends at its max_tokens only")
+    parser.add_argument("--script-failing-token", type=int, default=-1, help="in a prompt, its step fails it")
     parser.add_argument("--script-poison-after", type=int, default=0, help="from this output index on")
     script, argv = parser.parse_known_args()
     settings = load_settings(WorkerSettings, argv, os.environ, prog="pagestream worker").settings
     configure_logging(settings.log_format)
+    shape = {
+        "num_blocks": script.script_num_blocks,
+        "block_size": script.script_block_size,
+        "vocab_size": script.script_vocab_size,
+    }
     num_steps = 0
 
     def is_lethal(sequence: Sequence) -> bool:
@@ -53,28 +59,29 @@ def main() -> int:
         time.sleep(paced)  # the script's own pace, not a wait
         if any(is_lethal(scheduled.sequence) for scheduled in batch.sequences):
             os._exit(139)  # what a segmentation fault would leave
+        for scheduled in batch.sequences:
+            if script.script_failing_token in scheduled.sequence.prompt_token_ids:
+                executor.failures[scheduled.sequence.request_id] = "scripted failure of a request"
         if num_steps == script.script_hang_at_step:
             time.sleep(3600)
         if num_steps == script.script_raise_at_step:
             raise RuntimeError("scripted failure of the device")
 
+    executor = FakeModelRunner(before_step=before_step, **shape)
+
     def load(report: Report) -> LoadedEngine:
         report("load", 1.0, "scripted")
-        shape = {
-            "num_blocks": script.script_num_blocks,
-            "block_size": script.script_block_size,
-            "vocab_size": script.script_vocab_size,
-        }
         num_host_blocks = script.script_num_host_blocks
         host_tier = HostTierConfig(num_blocks=num_host_blocks) if num_host_blocks else None
         engine = make_engine(
-            FakeModelRunner(before_step=before_step, **shape),
+            executor,
             **shape,
             eos_token_ids=() if script.script_ignore_eos else (EOS_TOKEN_ID,),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=32,
             max_num_batched_tokens=256,
             host_tier=host_tier,
+            clock=time.perf_counter,
             events=KVEventLog(block_bytes=1, clock=time.time),
         )
         memory = {"kv": 0}

@@ -5,6 +5,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.request_times import RequestTimes
 from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
 from tests.builders import make_engine, make_request
@@ -15,6 +16,8 @@ EVERY_FAMILY = """
     kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes kv_swap_seconds
     kv_host_blocks prefix_cache_queried_tokens prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
+    request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+    queue_reclaims worker_incarnations
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
 """
 
@@ -114,3 +117,18 @@ def test_before_the_engine_is_loaded_the_phase_is_told(status: WorkerStatus, met
     assert "pagestream_kv_blocks" not in families
     status.report(WorkerPhase.READY, 1.0)
     assert value(scrape(metrics)["pagestream_worker_up"]) == 1
+
+
+def test_the_parts_of_a_request_and_the_lives_of_the_worker(metrics: WorkerMetrics) -> None:
+    times = RequestTimes(traceparent="", queued=1.0, claimed=1.5, first_token=2.5)
+    metrics.claimed(times, is_resumed=True)
+    metrics.began(times)
+    metrics.ended(times, 5.5, "stop")
+    metrics.ended(RequestTimes(traceparent="", queued=1.0, claimed=1.5), 5.5, "cancelled")  # never began
+    metrics.incarnation_began()
+    families = scrape(metrics)
+    for part, seconds in (("queue", 0.5), ("prefill", 1.0), ("decode", 3.0)):
+        samples = {sample.name: sample.value for sample in families[f"pagestream_request_{part}_time_seconds"].samples}
+        assert samples[f"pagestream_request_{part}_time_seconds_sum"] == seconds
+        assert samples[f"pagestream_request_{part}_time_seconds_count"] == 1
+    assert value(families["pagestream_queue_reclaims"]) == value(families["pagestream_worker_incarnations"]) == 1

@@ -92,6 +92,7 @@ class FakeInferenceClient:
         self.num_journal_reads = 0
         self.num_bad_messages = 0
         self.num_restored_requests = 0
+        self.num_gaps = 0
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
         self.workers = [heartbeat()]

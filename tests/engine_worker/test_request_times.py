@@ -1,0 +1,52 @@
+"""The parts of a request's time, by a clock of the test's."""
+
+from engine_worker.request_times import RequestClock, RequestTimes
+from engine_worker.transport.claims import ClaimedRequest
+from tests.builders import make_request
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+
+    def claimed(self, times: RequestTimes, *, is_resumed: bool) -> None:
+        self.heard.append(("claimed", times.queued, times.claimed, is_resumed))
+
+    def began(self, times: RequestTimes) -> None:
+        self.heard.append(("began", times.first_token))
+
+    def ended(self, times: RequestTimes, ended: float, reason: str) -> None:
+        self.heard.append(("ended", times.first_token, ended, reason))
+
+
+def claim(request_id: str, entry_id: bytes, attempt: int = 1) -> ClaimedRequest:
+    request = make_request(3, request_id)
+    return ClaimedRequest(request, [], "g", attempt=attempt, queue="q", entry_id=entry_id, solo=False)
+
+
+def test_each_part_is_told_once() -> None:
+    now, sink = [100.0], Sink()
+    clock = RequestClock([sink], lambda: now[0])
+    clock.claimed(claim("a", b"98500-0"))
+    now[0] = 101.0
+    clock.stored(["a"])
+    now[0] = 102.0
+    clock.stored(["a"])
+    clock.ended("a", "stop")
+    assert sink.heard == [("claimed", 98.5, 100.0, False), ("began", 101.0), ("ended", 101.0, 102.0, "stop")]
+
+
+def test_a_store_whose_clock_is_ahead_makes_no_negative_wait() -> None:
+    sink = Sink()
+    RequestClock([sink], lambda: 100.0).claimed(claim("a", b"100500-3", attempt=2))
+    assert sink.heard == [("claimed", 100.0, 100.0, True)]
+
+
+def test_a_request_may_come_back_after_a_fence() -> None:
+    sink = Sink()
+    clock = RequestClock([sink], lambda: 100.0)
+    clock.claimed(claim("a", b"1-0"))
+    clock.forget_everything()
+    clock.claimed(claim("a", b"1-0", attempt=2))
+    clock.ended("a", "cancelled")
+    assert sink.heard[-1] == ("ended", None, 100.0, "cancelled")

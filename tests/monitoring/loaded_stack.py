@@ -1,0 +1,107 @@
+"""A gateway, a worker and their store as processes, under a load that makes everything happen which is counted.
+
+Samples, beams, swaps (few blocks, room on the host), hits, refusals, failures of requests, clients that leave.
+"""
+
+import http.client
+import itertools
+import json
+import random
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Valkey
+from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
+from tests.tiny_model import VOCAB_SIZE, write_tiny_model
+
+MODEL = "tiny"
+NUM_BLOCKS, NUM_HOST_BLOCKS = 97, 257
+FAILING_TOKEN = 300
+MAX_MODEL_LEN = 256
+NUM_CLIENTS, MAX_STREAMS = 10, "9"  # one is refused now and then
+SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
+
+KINDS: list[dict[str, Any]] = [
+    {"prompt": "the capital of France is Paris, the end", "max_tokens": 60, "ignore_eos": True},
+    {"prompt": "the user", "max_tokens": 50, "n": 3, "temperature": 1, "ignore_eos": True},
+    {"prompt": "the assistant", "max_tokens": 30, "use_beam_search": True, "n": 2, "temperature": 0},
+    {"prompt": "the assistant and the user", "max_tokens": 40, "ignore_eos": True, "stream": True},
+    {"prompt": "the end", "max_tokens": 200, "stream": True, "ignore_eos": True, "leave": True},
+    {"prompt": [5, FAILING_TOKEN, 6], "max_tokens": 5},
+    {"prompt": "the end", "temperature": -1},
+]
+
+
+class LoadedStack:
+    def __init__(self, fleet: Fleet, worker_port: int) -> None:
+        self.ports = {"gateway": fleet.port, "engine_worker": worker_port}
+        self._stopping = threading.Event()
+        self._clients = [
+            threading.Thread(target=self._ask_until_stopped, args=(number,)) for number in range(NUM_CLIENTS)
+        ]
+
+    def get(self, program: str, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[program]}{path}", timeout=10) as reply:
+            return bytes(reply.read())
+
+    def is_ready(self) -> bool:
+        try:
+            return bool(json.loads(self.get("gateway", "/ready"))["state"] == "ready")
+        except OSError:
+            return False
+
+    def start_load(self) -> None:
+        for client in self._clients:
+            client.start()
+
+    def stop_load(self) -> None:
+        self._stopping.set()
+        for client in self._clients:
+            client.join()
+
+    def _ask_until_stopped(self, number: int) -> None:
+        source = random.Random(number)
+        for kind in itertools.cycle(KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]):
+            if self._stopping.is_set():
+                return
+            self._ask({**kind, "model": MODEL, "seed": source.randrange(1000)})
+
+    def _ask(self, body: dict[str, Any]) -> None:
+        leaves = body.pop("leave", False)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["gateway"], timeout=60)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            reply.read(300 if leaves else None)
+        finally:
+            connection.close()
+
+
+@contextmanager
+def loaded_stack(directory: Path, valkey: Valkey) -> Iterator[LoadedStack]:
+    """The load has begun and goes on until the context ends."""
+    worker_port = free_port()
+    common = ["--model", str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN)), "--served-model-name", MODEL]
+    common += ["--redis-url", valkey.url]
+    script = ["--script-num-blocks", str(NUM_BLOCKS), "--script-num-host-blocks", str(NUM_HOST_BLOCKS)]
+    script += ["--script-vocab-size", str(VOCAB_SIZE), "--script-failing-token", str(FAILING_TOKEN)]
+    script += ["--script-step-seconds", "0.001"]
+    with running_fleet(directory / "logs") as fleet:
+        stack = LoadedStack(fleet, worker_port)
+        fleet.start("worker", SCRIPT, *script, *common, "--metrics-port", str(worker_port), PYTHONPATH=".")
+        fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port), "--max-num-streams", MAX_STREAMS)
+        deadline = time.monotonic() + START_SECONDS
+        while not stack.is_ready():
+            assert time.monotonic() < deadline and not fleet.has_lost_one(), fleet.all_logs()
+            time.sleep(0.05)  # polls other processes: nothing to wait on
+        stack.start_load()
+        try:
+            yield stack
+        finally:
+            stack.stop_load()
+            assert not fleet.has_lost_one(), fleet.all_logs()
