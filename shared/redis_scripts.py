@@ -197,12 +197,14 @@ class RedisScripts:
         return int(reply[1])
 
     async def cancel(
-        self, request_id: str, priority_class: str, *, holder: str = "", event: bytes = b"", blob: bytes = b""
-    ) -> bool:
-        """`event`: the end that a kept request gets, and `blob` its message to the gateways of other holders."""
+        self, request_id: str, priority_class: str, *, holder: str = "", gone_gateway_id: str = "",
+        event: bytes = b"", blob: bytes = b"",
+    ) -> bool:  # fmt: skip
+        """For one holder, for all of a gateway that is gone, or for all there are. `event`: the end that a kept
+        request gets, and `blob` its message to the gateways of holders."""
         keys = [*self._pair(request_id), self.keys.queue(priority_class)]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
-        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS]
+        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS, gone_gateway_id]
         return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:

@@ -1,4 +1,4 @@
-"""Finds dead workers and requeues what they held. Runs in every worker.
+"""Finds dead workers and requeues what they held, and ends what dead gateways left (orphans.py). Runs in every worker.
 
 Liveness is counted in ticks of this process's own clock: a worker that sent no heartbeat for 15 ticks is dead. A tick
 that comes late is still one tick, so a paused observer reaps no one; and a tick in which the observer heard nothing at
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from redis.exceptions import RedisError
 
+from engine_worker.transport.orphans import Orphans
 from shared.messages import FormatError, decode_heartbeat
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, is_transient
@@ -60,6 +61,7 @@ class Reaper:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
+        self._orphans = Orphans(self._scripts, tick_seconds)
         self.num_reaped = 0
         self.num_bad_heartbeats = 0
 
@@ -93,6 +95,7 @@ class Reaper:
                 summary = await reap_worker(self._scripts, worker_id)
                 self.num_reaped += 1
                 logger.warning("reaped worker %s: %s", worker_id, summary)
+            await self._orphans.tick()
         except (RedisError, OSError) as error:
             if not is_transient(error):
                 raise

@@ -1,17 +1,17 @@
 -- CANCEL: end a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
--- With a holder only that one lets go, and nothing more happens while another holds the request. A kept request stays, with
--- `event` as its end; any other is forgotten.
+-- With a holder only that one lets go, with a gone gateway all that it had; nothing more happens while another holds the
+-- request. A kept request stays, with `event` as its end; any other is forgotten.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
 -- KEYS  r, j, q
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
---       channels, seconds to keep r and j
+--       channels, seconds to keep r and j, gone gateway or ''
 -- reply 1, or 0 when there was nothing to end
 local r, j, q = KEYS[1], KEYS[2], KEYS[3]
-local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds = unpack(ARGV)
+local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record')
-local state, worker, entry, record = unpack(request)
-if not state or state == 'done' then
+local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record', 'gateway')
+local state, worker, entry, record, newest = unpack(request)
+if not state or state == 'done' or (gone ~= '' and newest ~= gone) then
   return 0
 end
 if record then
@@ -22,10 +22,15 @@ if record then
   local gateways = {}
   for f = 1, #fields, 2 do
     if string.sub(fields[f], 1, 2) == 'h:' then
-      gateways[fields[f + 1]] = true
+      if fields[f + 1] == gone then
+        redis.call('HDEL', r, fields[f])
+      else
+        gateways[fields[f + 1]] = true
+      end
     end
   end
-  if holder ~= '' and next(gateways) then
+  if (holder ~= '' or gone ~= '') and next(gateways) then
+    redis.call('HSET', r, 'gateway', (next(gateways)))
     return 0
   end
   redis.call('HSET', r, 'state', 'done', 'terminal', event)

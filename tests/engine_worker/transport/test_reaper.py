@@ -10,6 +10,7 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import GROUP
+from shared.redis_scripts import Keep
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER
 
@@ -119,3 +120,8 @@ class TestReaper:
             assert reaper.num_reaped == 0
         finally:
             await cancel_and_wait([task])
+
+    async def test_each_tick_looks_for_requests_that_no_gateway_waits_for(self, reaper, rig):
+        await rig.accept("a", keep=Keep(b"record", "holder", grace_seconds=0))
+        await reaper.tick(could_hear=False)
+        assert await rig.stored("a", "state") == [b"done"]

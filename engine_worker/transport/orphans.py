@@ -1,0 +1,107 @@
+"""Ends requests whose gateway is gone and that nobody has taken up since: their KV and their place are freed.
+
+A gateway lives as long as it is subscribed to its own channel, which the store knows: a killed one's connection closes
+with it. How long it has been gone is counted in ticks of this process, as with workers; a paused observer ends nothing.
+Each tick looks at one page of the queues, which hold every request that has not ended. A request that should not have
+been ended (the gateway was only cut off) is accepted anew by its gateway, unless it is a kept one.
+
+Knows nothing of clients: while a gateway lives, letting go is its own business.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shared.messages import PROTOCOL_VERSION, EventBatch, FinishEvent, FinishReason, Usage, encode
+from shared.redis_scripts import GRACE_SECONDS, RedisScripts
+
+PAGE_ENTRIES = 256  # of each queue in a tick: about a millisecond of the server's time
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request_id: str
+    gateway_id: str
+    grace_seconds: float
+    priority_class: str
+
+
+class Orphans:
+    def __init__(self, scripts: RedisScripts, tick_seconds: float) -> None:
+        self._scripts = scripts
+        self._tick_seconds = tick_seconds
+        self._missed: dict[str, int] = {}  # ticks in a row, by gateway that is gone
+        self._cursors: dict[str, str] = {}  # by queue that is not read to its end: behind which entry
+        self._seen: set[str] = set()  # gateways, in this round over the queues
+        self._last_seen: set[str] = set()  # and in the one before
+        self.num_ended = 0
+
+    async def tick(self) -> None:
+        """Raises the store's errors, which end this tick only."""
+        requests = await self._next_page()
+        self._seen.update(request.gateway_id for request in requests)
+        await self._count({*self._seen, *self._last_seen})
+        for request in requests:
+            gone_seconds = self._missed.get(request.gateway_id, 0) * self._tick_seconds
+            if gone_seconds >= request.grace_seconds:
+                await self._end(request)
+        if not self._cursors:
+            self._seen, self._last_seen = set(), self._seen
+
+    async def _count(self, gateway_ids: Iterable[str]) -> None:
+        known = sorted(gateway_ids)
+        if not known:
+            self._missed.clear()
+            return
+        channels = [self._scripts.keys.gateway_channel(gateway_id) for gateway_id in known]
+        replies: Any = await self._scripts.redis.pubsub_numsub(*channels)
+        self._missed = {
+            gateway_id: self._missed.get(gateway_id, -1) + 1  # the tick in which it is first missed is not a whole one
+            for gateway_id, (_, num_subscribers) in zip(known, replies, strict=True)
+            if not num_subscribers
+        }
+
+    async def _end(self, request: _Waiting) -> None:
+        usage = Usage(prompt_tokens=0, completion_tokens=0)
+        event = FinishEvent(request.request_id, FinishReason.CANCELLED, usage)
+        blob = encode(EventBatch(PROTOCOL_VERSION, "reaper", 0, [event]))
+        ended = await self._scripts.cancel(
+            request.request_id,
+            request.priority_class,
+            gone_gateway_id=request.gateway_id,
+            event=encode(event),
+            blob=blob,
+        )
+        if ended:
+            self.num_ended += 1
+            logger.warning("request %s is ended: its gateway %s is gone", request.request_id, request.gateway_id)
+
+    async def _next_page(self) -> list[_Waiting]:
+        redis, keys = self._scripts.redis, self._scripts.keys
+        is_new_round = not self._cursors
+        request_ids: list[str] = []
+        for queue in keys.queues:
+            if not is_new_round and queue not in self._cursors:
+                continue
+            after = self._cursors.pop(queue, None)
+            page: Any = await redis.xrange(queue, f"({after}" if after else "-", "+", count=PAGE_ENTRIES)
+            request_ids += [fields[b"r"].decode() for _, fields in page if fields]
+            if len(page) == PAGE_ENTRIES:
+                self._cursors[queue] = page[-1][0].decode()
+        async with redis.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hmget(keys.request(request_id), ["gateway", "grace", "class"])
+            replies = await pipeline.execute(raise_on_error=False)
+        found = [_waiting(request_id, reply) for request_id, reply in zip(request_ids, replies, strict=True)]
+        return [request for request in found if request is not None]
+
+
+def _waiting(request_id: str, reply: Any) -> _Waiting | None:
+    """None: cancelled meanwhile, of the wrong type, or nobody's (a dead letter that was retried)."""
+    if isinstance(reply, Exception) or not reply[0] or not reply[2]:
+        return None
+    gateway_id, grace, priority_class = reply
+    return _Waiting(request_id, gateway_id.decode(), float(grace or GRACE_SECONDS), priority_class.decode())

@@ -1,0 +1,90 @@
+"""Requests without a gateway, on a real server: how long they live, and who keeps them alive."""
+
+import pytest
+
+from engine_worker.transport import orphans as module
+from engine_worker.transport.orphans import Orphans
+from shared.messages import FinishReason, decode_terminal_event
+from shared.redis_keys import RESUMED
+from shared.redis_scripts import Keep, RedisScripts
+
+pytestmark = pytest.mark.redis
+WORKER = "w0.aaaa"
+
+
+@pytest.fixture
+def orphans(scripts: RedisScripts) -> Orphans:
+    return Orphans(scripts, tick_seconds=1.0)
+
+
+async def accept(scripts: RedisScripts, request_id: str = "a", *, gateway_id: str = "gone", keep=None) -> None:
+    await scripts.accept(request_id, b"body", gateway_id=gateway_id, priority_class="interactive", keep=keep)
+
+
+async def ticks(orphans: Orphans, count: int) -> None:
+    for _ in range(count):
+        await orphans.tick()
+
+
+async def test_a_request_outlives_its_gateway_by_a_minute(orphans, scripts, keys, connections):
+    await accept(scripts)
+    await ticks(orphans, 60)
+    assert await connections.commands.exists(keys.request("a"))
+    await orphans.tick()
+    assert not await connections.commands.exists(keys.request("a"))
+    assert await connections.commands.xlen(keys.queue("interactive")) == 0 and orphans.num_ended == 1
+
+
+async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, connections):
+    await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
+    async with connections.subscriber.pubsub() as gateway:
+        await ticks(orphans, 2)
+        await gateway.subscribe(keys.gateway_channel("gone"))
+        await gateway.get_message(timeout=5)
+        await ticks(orphans, 3)  # the count begins anew
+    await ticks(orphans, 2)
+    assert await connections.commands.hget(keys.request("a"), "state") == b"queued"
+
+
+async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, keys, connections):
+    await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
+    await scripts.register(WORKER)
+    await scripts.take(WORKER, 1)
+    await scripts.claim(WORKER, ["a"])
+    await ticks(orphans, 3)
+    assert await scripts.emit(WORKER, 1, [("a", b"x")], {}) == ["a"]
+    state, terminal = await connections.commands.hmget(keys.request("a"), "state", "terminal")
+    assert state == b"done" and decode_terminal_event(terminal).reason is FinishReason.CANCELLED
+    assert 0 < await connections.commands.ttl(keys.request("a")) <= 600
+
+
+async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
+    await accept(scripts, gateway_id="alive", keep=Keep(b"r", "h0", grace_seconds=2))
+    await scripts.attach("a", "h1", "gone")
+    async with connections.subscriber.pubsub() as gateway:
+        await gateway.subscribe(keys.gateway_channel("alive"))
+        await gateway.get_message(timeout=5)
+        await ticks(orphans, 9)
+        assert await connections.commands.hget(keys.request("a"), "state") == b"queued"
+        assert await connections.commands.hget(keys.request("a"), "h:h1") is None
+    await ticks(orphans, 4)
+    assert await connections.commands.hget(keys.request("a"), "state") == b"done"
+
+
+async def test_every_page_of_every_queue_is_looked_at(orphans, scripts, keys, connections, monkeypatch):
+    monkeypatch.setattr(module, "PAGE_ENTRIES", 2)
+    for number in range(5):
+        await accept(scripts, f"r{number}", keep=Keep(b"r", "h", grace_seconds=0))
+    entry = await connections.commands.xadd(keys.queue(RESUMED), {"r": "half", "a": "2", "s": "0"})
+    fields = {"body": "x", "state": "queued", "gateway": "gone", "class": "batch", "grace": 0, "entry": entry}
+    await connections.commands.hset(keys.request("half"), mapping=fields)
+    await ticks(orphans, 3)
+    assert orphans.num_ended == 6
+
+
+async def test_what_nobody_waits_for_by_design_is_left_alone(orphans, scripts, keys, connections):
+    await accept(scripts, gateway_id="")
+    await connections.commands.set(keys.request("b"), "not a hash")
+    await connections.commands.xadd(keys.queue("batch"), {"r": "b"})
+    await ticks(orphans, 70)
+    assert orphans.num_ended == 0
