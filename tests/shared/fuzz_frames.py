@@ -22,8 +22,9 @@ from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from shared.messages import FormatError, encode
 
 MEMORY_BYTES = 2 * 2**30  # of address space; the modules themselves take 0.3
-GROWTH_BYTES = 256 * 2**20
+GROWTH_BYTES = 128 * 2**20
 INPUT_SECONDS = 1.0
+INPUT_BYTES = 2**20  # a journal of empty frames takes 40 bytes of memory for each of its own
 
 DECODERS: list[Callable[[bytes], Any]] = [
     function for name, function in inspect.getmembers(messages, inspect.isfunction) if name.startswith("decode_")
@@ -84,8 +85,8 @@ class Fuzzer:
         while True:
             data = self.rng.choice(self.samples)
             for _ in range(self.rng.choice((1, 1, 1, 2, 4, 16))):
-                data = self.rng.choice(MUTATIONS)(self, data)
-            yield data[: messages.MAX_FRAME_BYTES + 1]
+                data = self.rng.choice(MUTATIONS)(self, data)[:INPUT_BYTES]
+            yield data
 
     def place(self, data: bytes) -> int:
         return self.rng.randrange(len(data) + 1)
