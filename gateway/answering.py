@@ -3,7 +3,6 @@
 A kept answer can be given again, from its beginning or from the event at which a stream was cut.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -13,13 +12,13 @@ from typing import Any
 from aiohttp import web
 
 from gateway.access import ACCOUNT, begin
+from gateway.answer_extras import AnswerExtras
 from gateway.answer_kinds import AnswerKind
-from gateway.chat_template import ChatTemplateError
 from gateway.delivery import Reply, collect_reply, stream_reply
-from gateway.errors import InvalidRequest
 from gateway.event_numbers import END, EventNumbers
 from gateway.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.event_stream import EventStream
+from gateway.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.generation import Generation
 from gateway.http_body import read_body
 from gateway.inference_client import NameTaken
@@ -27,13 +26,9 @@ from gateway.keeping import Wish, new_keeps, wish_of
 from gateway.kept_answers import KeptAnswer, find_answer, find_named
 from gateway.keys import STATE
 from gateway.middlewares import route_name
-from gateway.openai_schema import ChatPrompt, CompletionRequest, Prompt
-from gateway.planning import ModelLimits, context_exceeded, plan_requests
-from gateway.served_model import ServedModel
-from gateway.tokenization import PromptEncoder
-
-# Encoding is about 0.4 us a character; more than 5 ms of it leave the event loop.
-_INLINE_CHARS = 10_000
+from gateway.openai_schema import CompletionRequest
+from gateway.planning import plan_requests
+from gateway.prompt_encoding import encode_prompts
 
 
 async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
@@ -70,11 +65,9 @@ async def _answer_anew(
     await state.grammar_checks.check(completion.grammar)
     model = state.admit()
     limits = state.limits(model)
-    token_ids = [
-        await encode_prompt(model, limits, prompt, completion.prompt_param, completion.add_special_tokens)
-        for prompt in completion.prompts
-    ]
-    planned = plan_requests(completion, token_ids, limits, account.tenant, account.priority_class())
+    token_ids = await encode_prompts(model, limits, completion)
+    asked = asked_class(completion.fields.priority, http.headers.get(PRIORITY_HEADER))
+    planned = plan_requests(completion, token_ids, limits, account.tenant, account.priority_class(asked))
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
     detach_seconds = wish.detach_seconds if wish else None
@@ -135,13 +128,13 @@ def _reply(
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
         numbers = EventNumbers(len(completion.prompts) * completion.n, http.headers.get(LAST_EVENT_ID, ""))
+    response_format = kind.make_format(answer_id, state.model_name, usage_in_chunks=include_usage, created=created)
+    encoder = state.require_model().encoder
     return Reply(
         completion=completion,
         generation=generation,
-        response_format=kind.make_format(
-            answer_id, state.model_name, usage_in_chunks=include_usage, created=created
-        ),
-        prefixes=_echoes(state.require_model().encoder, completion, token_ids),
+        response_format=response_format,
+        extras=AnswerExtras(completion, encoder, token_ids, prompt_in_choice=response_format.prompt_in_choice),
         include_usage=include_usage,
         headers=headers,
         numbers=numbers,
@@ -165,55 +158,6 @@ async def _give(
         finally:
             generation.leave(reply.detach_seconds)
             account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
-
-
-async def encode_prompt(
-    model: ServedModel, limits: ModelLimits, prompt: Prompt, param: str, add_special_tokens: bool
-) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    encoder = model.encoder
-    if isinstance(prompt, str):
-        return await _encode(encoder, limits, prompt, param, lambda: encoder.encode_text(
-            prompt, add_special_tokens=add_special_tokens
-        ))  # fmt: skip
-    return await _encode_chat(encoder, limits, prompt, param, add_special_tokens)
-
-
-async def _encode_chat(
-    encoder: PromptEncoder, limits: ModelLimits, prompt: ChatPrompt, param: str, add_special_tokens: bool
-) -> list[int]:
-    try:
-        chat = encoder.render_chat(
-            prompt.messages,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-        )
-    except ChatTemplateError as error:
-        raise InvalidRequest(f"{param}: {error}.", param=param) from error
-    return await _encode(
-        encoder, limits, chat.text, param, lambda: encoder.encode_chat(chat, add_special_tokens=add_special_tokens)
-    )
-
-
-async def _encode(
-    encoder: PromptEncoder, limits: ModelLimits, text: str, param: str, encode: Callable[[], list[int]]
-) -> list[int]:
-    least = encoder.least_tokens(text)
-    if least >= limits.max_model_len:
-        raise context_exceeded(f"at least {least}", param, limits)
-    return encode() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode)
-
-
-def _echoes(encoder: PromptEncoder, request: CompletionRequest, token_ids: Sequence[list[int]]) -> list[str]:
-    """What stands before each choice's own text: its prompt, if `echo`."""
-    if not request.echo:
-        return [""] * (len(request.prompts) * request.n)
-    texts = [
-        prompt if isinstance(prompt, str) else encoder.decode(ids, skip_special_tokens=False)
-        for prompt, ids in zip(request.prompts, token_ids, strict=True)
-    ]
-    return [text for text in texts for _ in range(request.n)]
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:

@@ -29,4 +29,5 @@ class BestOf:
     def _answer(self, rank: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
         entries = tuple(entry for update in updates for entry in update.logprobs) if self._show_logprobs else ()
         text = "".join(update.text for update in updates)
-        return ChoiceUpdate(self._first_choice + rank, text, updates[-1].reason, entries)
+        token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
+        return ChoiceUpdate(self._first_choice + rank, text, updates[-1].reason, entries, token_ids)

@@ -5,7 +5,7 @@ template is ever run; a client cannot bring one. Knows no tokens.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypedDict
 
@@ -48,11 +48,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Raises ChatTemplateError, whatever the template does."""
+        """`template_kwargs`: more variables. Raises ChatTemplateError, whatever the template does."""
         try:
             with limited(RENDER_SECONDS):
                 pieces = self._template.generate(
+                    {**(template_kwargs or {})},
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
                     tools=None,

@@ -23,12 +23,21 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     text: str
     reason: FinishReason | None  # set once, in the choice's last update
     logprobs: tuple[LogprobEntry, ...] = ()
+    token_ids: tuple[int, ...] = ()  # all that were consumed, whether or not they have text
 
 
 class ChoiceProgress:
     def __init__(
-        self, index: int, output: OutputText, token_bytes: TokenBytes, metrics: GatewayMetrics, arrived_at: float
+        self,
+        index: int,
+        output: OutputText,
+        token_bytes: TokenBytes,
+        metrics: GatewayMetrics,
+        arrived_at: float,
+        *,
+        scores_every_token: bool = False,
     ) -> None:
+        """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text."""
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
         self.cumulative_logprob = 0.0  # of the tokens consumed, if they come with log-probabilities
@@ -39,6 +48,7 @@ class ChoiceProgress:
         self._first_token_at = 0.0
         self._last_token_at = 0.0
         self._token_bytes = token_bytes
+        self._scores_every_token = scores_every_token
         self._held_logprobs: tuple[LogprobEntry, ...] = ()  # of a token that may have ended the sequence
 
     @property
@@ -59,14 +69,14 @@ class ChoiceProgress:
             entries = () if token_logprobs is None else self._entries(token_id, token_logprobs)
             if self._output.stopped:
                 self.stopped_early = reason is None
-                return [*updates, self._end(text, FinishReason.STOP, entries)]
-            updates.append(ChoiceUpdate(self._index, text, None, entries))
+                return [*updates, self._end(text, FinishReason.STOP, entries, (token_id,))]
+            updates.append(ChoiceUpdate(self._index, text, None, entries, (token_id,)))
         if reason is None:
             return updates
         text = self._output.finish(reason)
-        shown = self._held_logprobs if self._output.shows_terminal(reason) else ()
+        shown = self._held_logprobs if self._scores_every_token or self._output.shows_terminal(reason) else ()
         reason = FinishReason.STOP if self._output.stopped else reason
-        return [*updates, self._end(text, reason, shown)]
+        return [*updates, self._end(text, reason, shown, ())]
 
     def record_end(self, reason: str) -> None:
         self.finished = True
@@ -80,7 +90,9 @@ class ChoiceProgress:
         self._held_logprobs = (entry,) if self._output.holds_terminal else ()
         return released if self._output.holds_terminal else (*released, entry)
 
-    def _end(self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...]) -> ChoiceUpdate:
+    def _end(
+        self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...], token_ids: tuple[int, ...]
+    ) -> ChoiceUpdate:
         self.record_end(reason.value)
         self._metrics.generation_tokens.observe(self.num_tokens)
         if self.num_tokens > 1:
@@ -88,7 +100,7 @@ class ChoiceProgress:
                 (self._last_token_at - self._first_token_at) / (self.num_tokens - 1)
             )
         self._metrics.request_duration.observe(time.monotonic() - self._arrived_at)
-        return ChoiceUpdate(self._index, text, reason, logprobs)
+        return ChoiceUpdate(self._index, text, reason, logprobs, token_ids)
 
     def _record_tokens(self, now: float) -> None:
         if self._first_token_at:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from gateway import sse
+from gateway.answer_extras import AnswerExtras
 from gateway.errors import GatewayError
 from gateway.event_numbers import EventNumbers
 from gateway.event_stream import EventStream
 from gateway.generation import ChoiceUpdate, Generation
-from gateway.logprobs import LogprobEntry
 from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import CompletionRequest
 from shared.messages import FinishReason
@@ -23,7 +23,7 @@ class Reply:
     completion: CompletionRequest
     generation: Generation
     response_format: ResponseFormat
-    prefixes: Sequence[str]
+    extras: AnswerExtras
     include_usage: bool
     headers: dict[str, str]
     numbers: EventNumbers | None = None  # of a kept answer's stream
@@ -38,20 +38,22 @@ class _Chunks:
         self._reply = reply
         self._format = reply.response_format
         self._numbers = reply.numbers
+        self._extras = reply.extras
         self._continuous_usage = reply.completion.continuous_usage
         self._begun: set[int] = set()
 
     def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
         chunks = []
         for update in updates:
-            text = update.text
-            if update.index not in self._begun:
+            is_first = update.index not in self._begun
+            if is_first:
                 self._begun.add(update.index)
-                chunks.append(self._numbered(update, self._format.first(update.index)))
-                text = self._reply.prefixes[update.index] + text
-            if text or update.logprobs or update.reason is None:
+                chunks.append(self._numbered(update, self._format.first(update.index, self._extras.of_first_chunk())))
+            if update.text or update.logprobs or update.reason is None:
                 usage = self.generation.usage if self._continuous_usage else None
-                chunks.append(self._numbered(update, self._format.text(update.index, text, usage, update.logprobs)))
+                extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
+                event = self._format.text(update.index, update.text, usage, update.logprobs, extra)
+                chunks.append(self._numbered(update, event))
             if update.reason is not None:
                 chunks.append(self._numbered(update, self._format.finish(update.index, update.reason)))
         return b"".join(chunks)
@@ -92,18 +94,24 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 
 
 async def collect_reply(reply: Reply) -> bytes:
-    texts = [[prefix] for prefix in reply.prefixes]
-    logprobs: list[list[LogprobEntry]] = [[] for _ in texts]
-    reasons = [FinishReason.STOP] * len(texts)
+    completion, extras = reply.completion, reply.extras
+    collected: dict[int, list[ChoiceUpdate]] = {
+        index: [] for index in range(len(completion.prompts) * completion.n)
+    }
     async for updates in reply.generation.updates():
         for update in updates:
-            texts[update.index].append(update.text)
-            logprobs[update.index] += update.logprobs
-            if update.reason is not None:
-                reasons[update.index] = update.reason
-    with_logprobs = reply.completion.num_logprobs is not None
-    results = [
-        ChoiceResult(index, "".join(pieces), reason, logprobs[index] if with_logprobs else None)
-        for index, (pieces, reason) in enumerate(zip(texts, reasons, strict=True))
-    ]
-    return reply.response_format.body(results, reply.generation.usage)
+            collected[update.index].append(update)
+    scores = reply.generation.prompt_scores
+    results = []
+    for index, parts in collected.items():
+        token_ids = [token_id for part in parts for token_id in part.token_ids]
+        logprobs = [entry for part in parts for entry in part.logprobs]
+        result = ChoiceResult(
+            index,
+            "".join(part.text for part in parts),
+            next((part.reason for part in reversed(parts) if part.reason is not None), FinishReason.STOP),
+            None if completion.num_logprobs is None else logprobs,
+            extras.of_choice(index, token_ids, scores),
+        )
+        results.append(result)
+    return reply.response_format.body(results, reply.generation.usage, extras.of_answer(scores))

@@ -22,6 +22,7 @@ from gateway.openai_response import UsageCount
 from gateway.openai_schema import CompletionRequest
 from gateway.output_text import OutputText, StopStrings
 from gateway.planning import PlannedRequest
+from gateway.prompt_echo import Scores, prompt_echo
 from gateway.served_model import ServedModel
 from gateway.state import GatewayState, unavailable
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
@@ -44,6 +45,8 @@ class Generation:
     ) -> None:
         metrics = metrics or state.metrics
         self._state = state
+        self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
+        self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = state.client
         self._requests = [
             _RequestProgress(
@@ -55,6 +58,7 @@ class Generation:
                         model.encoder.token_bytes,
                         metrics,
                         arrived_at,
+                        scores_every_token=request.echo,
                     )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
@@ -73,9 +77,14 @@ class Generation:
     def usage(self) -> UsageCount:
         return UsageCount(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(request.num_tokens for request in self._requests),
+            completion_tokens=sum(request.num_tokens for request in self._requests if self._counts_tokens),
             cached_tokens=sum(request.cached_tokens for request in self._requests),
         )
+
+    @property
+    def prompt_scores(self) -> list[Scores]:
+        """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
+        return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
 
     async def submit(self, owner_key_hash: str = "", keeps: Sequence[Keep] = ()) -> None:
         """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; what was accepted before
@@ -118,7 +127,7 @@ class Generation:
                     if not request.has_ended:
                         self._release(request, FinishReason.STOP)
             if updates:
-                yield updates
+                yield self._with_prompt(updates)
             if num_open == 0:
                 return
 
@@ -130,9 +139,12 @@ class Generation:
             if request.is_over and not request.has_ended:
                 self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
             if updates:
-                yield updates
+                yield self._with_prompt(updates)
             if request.is_over:
                 return
+
+    def _with_prompt(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
+        return updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
 
     def leave(self, grace_seconds: float | None = None) -> None:
         """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its

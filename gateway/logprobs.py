@@ -22,7 +22,7 @@ _LEAST_LOGPROB = -9999.0
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
     token: bytes
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token
 
     @property
     def text(self) -> str:
@@ -60,13 +60,15 @@ def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     return {
         "tokens": [entry.chosen.text for entry in entries],
         "token_logprobs": [entry.chosen.logprob for entry in entries],
-        "top_logprobs": [_by_text((*entry.top, entry.chosen)) for entry in entries],
+        "top_logprobs": [
+            None if entry.chosen.logprob is None else _by_text((*entry.top, entry.chosen)) for entry in entries
+        ],
         "text_offset": [entry.text_offset for entry in entries],
     }
 
 
-def _by_text(tokens: Iterable[ScoredToken]) -> dict[str, float]:
-    by_text: dict[str, float] = {}
+def _by_text(tokens: Iterable[ScoredToken]) -> dict[str, float | None]:
+    by_text: dict[str, float | None] = {}
     for token in tokens:
         by_text.setdefault(token.text, token.logprob)
     return by_text

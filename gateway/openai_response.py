@@ -12,8 +12,9 @@ The order of a stream's chunks (each method gives whole Server-Sent Events):
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.sse import event
 from shared.messages import FinishReason
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
 
@@ -47,20 +49,31 @@ class ChoiceResult:
     text: str
     reason: FinishReason
     logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
 
 
 class ResponseFormat(Protocol):
-    def first(self, index: int) -> bytes: ...
+    @property
+    def prompt_in_choice(self) -> bool:
+        """Whether what is told of a prompt stands in each choice, not beside them."""
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes: ...
 
     def text(
-        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
     ) -> bytes: ...
 
     def finish(self, index: int, reason: FinishReason) -> bytes: ...
 
     def usage(self, usage: UsageCount) -> bytes: ...
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes: ...
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        """`extra`: fields of the whole answer beyond OpenAI's."""
 
 
 class _Format:
@@ -69,6 +82,7 @@ class _Format:
     chunk_object: str
     body_object: str
     id_prefix: str
+    prompt_in_choice: bool
     before_text: str  # of a choice, up to the text's value
     after_text: str
 
@@ -89,49 +103,64 @@ class _Format:
         raise NotImplementedError
 
     def text(
-        self, index: int, text: str, usage: UsageCount | None = None, logprobs: Sequence[LogprobEntry] = ()
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
     ) -> bytes:
         prefix = self._text_prefixes.get(index)
         if prefix is None:
             prefix = self._chunk_head + f',"choices":[{{"index":{index},{self.before_text}'.encode()
             self._text_prefixes[index] = prefix
-        if usage is None and not logprobs:
+        if usage is None and not logprobs and not extra:
             return prefix + json_text(text) + self._text_suffix
         after = self.after_text.encode()
         if logprobs:
             after = after.replace(b"null", one_line(_encode(self.logprobs(logprobs))), 1)
+        if extra:
+            after = after[:-1] + b"," + one_line(_encode(extra))[1:]
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
         return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
 
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        extra: Mapping[str, Any] = NOTHING,
+    ) -> bytes:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices, **extra}
         if self._usage_in_chunks or usage is not None:
             chunk["usage"] = usage
         return event(_encode(chunk))
 
-    def _body(self, choices: list[dict[str, Any]], usage: UsageCount) -> bytes:
-        return _encode({**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()})
+    def _body(self, choices: list[dict[str, Any]], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        body = {**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()}
+        return _encode({**body, **extra})
 
 
 class ChatFormat(_Format):
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     id_prefix = "chatcmpl-"
+    prompt_in_choice = False
     before_text = '"delta":{"content":'
     after_text = '},"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], extra=extra)
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason.value}])
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
-        return self._body([_choice(choice, self.logprobs, message=_message(choice)) for choice in choices], usage)
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
+        return self._body(chosen, usage, extra)
 
     logprobs = staticmethod(chat_logprobs)
 
@@ -140,17 +169,18 @@ class CompletionFormat(_Format):
     chunk_object = "text_completion"
     body_object = "text_completion"
     id_prefix = "cmpl-"
+    prompt_in_choice = True
     before_text = '"text":'
     after_text = ',"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
         return b""
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}])
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount) -> bytes:
-        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage)
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
 
     logprobs = staticmethod(completion_logprobs)
 
@@ -163,7 +193,8 @@ def _choice(
     choice: ChoiceResult, shape: Callable[[Sequence[LogprobEntry]], dict[str, Any]], **content: Any
 ) -> dict[str, Any]:
     logprobs = None if choice.logprobs is None else shape(choice.logprobs)
-    return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
+    shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
+    return {**shown, **choice.extra}
 
 
 def json_text(text: str) -> bytes:

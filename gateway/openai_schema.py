@@ -8,7 +8,7 @@ foreign option is visible to its sender. Knows no tokens: limits that need a mod
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -17,7 +17,8 @@ from msgspec import Meta
 from gateway.chat_template import ChatMessage
 from gateway.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.grammar_fields import AskedGrammar, GrammarFields, asked_grammar
+from gateway.extra_fields import ExtraFields, check_extra_fields
+from gateway.grammar_fields import AskedGrammar, asked_grammar
 from gateway.request_body import decode_body, is_neutral
 from shared.messages import MAX_LOGPROBS
 
@@ -37,7 +38,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(GrammarFields, kw_only=True):
+class GenerationFields(ExtraFields, kw_only=True):
     """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
 
     model: str | None = None
@@ -97,6 +98,7 @@ class CompletionBody(GenerationFields, kw_only=True):
     prompt: str | list[str | _TokenId | list[_TokenId]]
     echo: bool | None = None
     logprobs: _NumLogprobs | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0: the prompt alone, for those who score it
 
 
 NO_EFFECT = frozenset(
@@ -106,7 +108,6 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -120,15 +121,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "documents": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
-    "priority": (0,),
 }
 
 
@@ -137,6 +134,7 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool
     continue_final_message: bool
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt: TypeAlias = ChatPrompt | str | list[int]
@@ -167,13 +165,24 @@ class CompletionRequest:
         """Choices of each prompt in the answer."""
         return self.choices.n
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told at each place of the prompt, for whatever reason."""
+        asked = (self.fields.prompt_logprobs, self.num_logprobs if self.echo else None)
+        return max((count for count in asked if count is not None), default=None)
+
 
 def parse_chat(body: bytes) -> CompletionRequest:
     fields, given = decode_body(body, ChatBody)
     ignored = check_other_fields(ChatBody, given)
     request = _request(
         fields,
-        (chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),),
+        (
+            replace(
+                chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),
+                template_kwargs=fields.chat_template_kwargs or {},
+            ),
+        ),
         ignored,
         prompt_param="messages",
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
@@ -195,7 +204,9 @@ def parse_completion(body: bytes) -> CompletionRequest:
         add_special_tokens=fields.add_special_tokens is not False,
         echo=bool(fields.echo),
     )
-    return replace(request, num_logprobs=_completion_num_logprobs(fields))
+    if fields.max_tokens == 0 and not fields.echo:
+        raise InvalidRequest("max_tokens: 0 is only allowed with echo; expected at least 1.", param="max_tokens")
+    return replace(request, num_logprobs=fields.logprobs)
 
 
 def check_other_fields(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -249,6 +260,7 @@ def _request(
     stream = bool(fields.stream)
     if fields.stream_options is not None and not stream:
         raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
+    check_extra_fields(fields, stream=stream, use_beam_search=choices.use_beam_search)
     options = fields.stream_options or StreamOptions()
     return CompletionRequest(
         model=fields.model,
@@ -276,14 +288,6 @@ def _chat_num_logprobs(fields: ChatBody) -> int | None:
     if fields.top_logprobs:
         raise InvalidRequest("top_logprobs: only allowed when logprobs is true.", param="top_logprobs")
     return None
-
-
-def _completion_num_logprobs(fields: CompletionBody) -> int | None:
-    if fields.echo and fields.logprobs is not None:
-        raise UnsupportedParameter(
-            "logprobs: not supported by this server together with echo: it does not score prompts.", param="logprobs"
-        )
-    return fields.logprobs
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:

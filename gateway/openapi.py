@@ -48,6 +48,9 @@ INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (
 _REFERENCE = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^{}]+)?\}")  # aiohttp's `{id:.+}` is OpenAPI's `{id}`
 
+# Readers of a stream hold each event of it against a schema, not the text.
+_MEDIA_SCHEMAS: dict[str, Any] = {TEXT: {"schema": {"type": "string"}}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
@@ -125,7 +128,7 @@ def _described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
 
 
 def _responses(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {media: {"schema": {"type": "string"}} for media in operation.media}
+    content: dict[str, Any] = {media: _MEDIA_SCHEMAS.get(media, {}) for media in operation.media}
     if operation.answer is not None:
         content[JSON] = {"schema": schema_of[_key(operation.answer)]}
     responses = {}

@@ -42,7 +42,7 @@ def plan_requests(
     planned = []
     for prompt_index, token_ids in enumerate(prompts_token_ids):
         check_prompt(token_ids, request.prompt_param, limits)
-        max_tokens = _max_tokens(request, len(token_ids), limits)
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits))  # 0: see prompt_echo.py
         generation = GenerationRequest(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -116,6 +116,7 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
         ignore_eos=bool(fields.ignore_eos),
         grammar=request.grammar.grammar if request.grammar else None,
         logprobs=0 if choices.is_best_of and request.num_logprobs is None else request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
     )
 
 

@@ -13,7 +13,8 @@ Not covered: the prompt of /v1/completions, which is raw by definition, and adde
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -62,7 +63,12 @@ class PromptEncoder:
         return self._wrapped(self._encode(self._tokenizer, text), add_special_tokens)
 
     def render_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, continue_final_message: bool
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> "RenderedChat":
         """Raises ChatTemplateError."""
         if self._chat_template is None:
@@ -72,6 +78,7 @@ class PromptEncoder:
             [stand_ins.hide(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            template_kwargs=stand_ins.hide_within(template_kwargs or {}),
         )
         return RenderedChat(text, stand_ins)
 
@@ -145,6 +152,16 @@ class _StandIns:
         if "name" in message:
             hidden["name"] = self._pattern.sub(self._stand_in, message["name"])
         return hidden
+
+    def hide_within(self, value: Any) -> Any:
+        """The same in every text of a JSON value."""
+        if isinstance(value, str):
+            return self._pattern.sub(self._stand_in, value)
+        if isinstance(value, list):
+            return [self.hide_within(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self.hide_within(item) for key, item in value.items()}
+        return value
 
     def reveal(self, text: str) -> str:
         return re.sub(f"\ue000{self._nonce}:(\\d+)\ue001", lambda match: self._spellings[int(match[1])], text)

@@ -6,12 +6,12 @@ import msgspec
 from aiohttp import web
 
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody
-from gateway.answering import encode_prompt
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http_body import read_body
 from gateway.keys import STATE
 from gateway.openai_schema import Messages, Prompt, chat_prompt
 from gateway.openapi import Operation
+from gateway.prompt_encoding import encode_prompt
 from gateway.request_body import decode_body
 
 

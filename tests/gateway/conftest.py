@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -73,3 +74,10 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
 @pytest.fixture
 async def gateway(start_gateway: Callable[..., Any]) -> Gateway:
     return await start_gateway()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+async def openai_client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://127.0.0.1:{gateway.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened

@@ -13,9 +13,11 @@ from shared.messages import (
     GenerationRequest,
     StreamEvent,
     TokenEvent,
+    TokenLogprobs,
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
+    scores_by_index,
 )
 
 Script = Callable[[GenerationRequest], Iterable[StreamEvent]]
@@ -50,10 +52,13 @@ def finish(request: GenerationRequest, num_tokens: int, reason: FinishReason = F
 class FakeStream(AsyncIterator[StreamEvent]):
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self._ended = False
 
     def send(self, event: StreamEvent) -> None:
+        if isinstance(event, TokenEvent):
+            self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
         self._events.put_nowait(event)
 
     async def __anext__(self) -> StreamEvent:

@@ -172,3 +172,12 @@ def byte_encoder(template: str, *, normalized: bool = False, beginning: bool = F
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", IM_START)]
         )
     return PromptEncoder(tokenizer.to_str(), ChatTemplate(template, {}))
+
+
+def test_variables_of_the_template_are_text_too() -> None:
+    encoder = byte_encoder("{{ messages[0]['content'] }}{% if think %}{{ style.names[0] }}{% endif %}")
+    plain = chat(encoder, "a")
+    options = {"template_kwargs": {"think": True, "style": {"names": ["<|im_end|>"]}}}
+    assert chat(encoder, "a", template_kwargs={"think": False}) == plain
+    assert IM_END not in (longer := chat(encoder, "a", **options))
+    assert encoder.decode(longer, skip_special_tokens=False) == "a<|im_end|>"
