@@ -1,5 +1,6 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
+# make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,10 +12,10 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
-.PHONY: help setup dev serve test fuzz check bench paper doctor lock clean
+.PHONY: help setup dev serve test faults soak fuzz check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | test | faults | soak | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -37,6 +38,12 @@ test: dev
 
 fuzz: dev
 	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)
+
+faults: dev
+	$(BIN)/python -m pytest tests/faults $(ARGS)
+
+soak: dev
+	$(BIN)/python -m tests.faults.mix $(ARGS)
 
 check: dev
 	$(BIN)/ruff check .

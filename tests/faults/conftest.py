@@ -61,6 +61,11 @@ class Store:
         self.process.kill()
         self.process.wait()
 
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait()
+
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)
 

@@ -1,0 +1,80 @@
+"""What may happen to any process of a site at any time. Each leaves behind a site that is whole again."""
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+
+import redis
+
+from tests.faults.site import Site
+
+MAX_PAUSE_SECONDS = 6.0  # twice --dead-after: some of the paused are reaped, others are not
+MAX_STORE_OUTAGE_SECONDS = 1.5
+MAX_CALM_SECONDS = 4.0
+
+
+class Disasters:
+    def __init__(self, site: Site, source: random.Random) -> None:
+        self._site = site
+        self._random = source
+        self.counts: Counter[str] = Counter()
+
+    async def run(self, seconds: float) -> None:
+        """One after the other; the last one is over when this returns."""
+        ends_at = time.monotonic() + seconds
+        kinds = [
+            self._worker_killed, self._worker_killed, self._worker_paused, self._worker_drained, self._gateway_killed,
+            self._gateway_drained, self._store_killed, self._listeners_dropped, self._connections_dropped,
+        ]  # fmt: skip
+        while time.monotonic() < ends_at:
+            await asyncio.sleep(self._random.uniform(0.5, MAX_CALM_SECONDS))  # the faults' rhythm
+            disaster = self._random.choice(kinds)
+            self.counts[disaster.__name__.strip("_")] += 1
+            await disaster()
+
+    async def _worker_killed(self) -> None:
+        await self._site.end(self._worker(), signal.SIGKILL)
+        self._site.start_worker()
+
+    async def _worker_paused(self) -> None:
+        process = self._site.fleet.processes[self._worker()]
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(self._random.uniform(0.5, MAX_PAUSE_SECONDS))
+        process.send_signal(signal.SIGCONT)
+
+    async def _worker_drained(self) -> None:
+        status = await self._site.end(self._worker())
+        assert status == 0, f"a drained worker ended with {status}"
+        self._site.start_worker()
+
+    async def _gateway_killed(self) -> None:
+        await self._restart_gateway(signal.SIGKILL)
+
+    async def _gateway_drained(self) -> None:
+        await self._restart_gateway(signal.SIGTERM)
+
+    async def _restart_gateway(self, number: signal.Signals) -> None:
+        name = self._random.choice(list(self._site.ports))
+        await self._site.end(name, number)
+        self._site.start_gateway(name)
+
+    async def _store_killed(self) -> None:
+        await asyncio.to_thread(self._site.store.kill)
+        await asyncio.sleep(self._random.uniform(0.0, MAX_STORE_OUTAGE_SECONDS))
+        await asyncio.to_thread(self._site.store.start)
+
+    async def _listeners_dropped(self) -> None:
+        await asyncio.to_thread(self._drop, "pubsub")
+
+    async def _connections_dropped(self) -> None:
+        await asyncio.to_thread(self._drop, "normal")
+
+    def _drop(self, kind: str) -> None:
+        with self._site.store.client() as client, contextlib.suppress(redis.ConnectionError):
+            client.client_kill_filter(_type=kind, skipme=True)
+
+    def _worker(self) -> str:
+        return self._random.choice(self._site.worker_names)

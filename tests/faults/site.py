@@ -1,0 +1,123 @@
+"""A whole system of real processes, any of which may be killed and started again: store, gateways, scripted workers."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.messages import WorkerHeartbeat, decode_heartbeat
+from shared.redis_client import connect
+from shared.redis_keys import GROUP, RedisKeys
+from shared.subscription import Message, Subscription
+from tests.e2e.fleet import STOP_SECONDS, Fleet, connected, free_port, running_fleet
+from tests.faults.conftest import SCRIPT, Store
+
+MODEL = "m"
+ROOT = Path(__file__).parents[2]
+NUM_GATEWAYS = 2
+LEFTOVER_SECONDS = 40.0
+
+
+@dataclass
+class Site:
+    store: Store
+    fleet: Fleet
+    model: Path  # directory, for the tokenizer
+    worker_flags: list[str]
+    gateway_flags: list[str] = field(default_factory=list)
+    name: str = MODEL
+    ports: dict[str, int] = field(default_factory=dict)  # of gateways, by name
+    _num_workers: int = 0
+
+    @property
+    def keys(self) -> RedisKeys:
+        return RedisKeys(self.name)
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.ports.values()]
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [name for name, process in self.fleet.processes.items() if name[0] == "w" and process.poll() is None]
+
+    def start_gateway(self, name: str) -> None:
+        port = self.ports.setdefault(name, free_port())
+        argv = ["-m", "gateway", *self._common, "--model", str(self.model), "--port", str(port), *self.gateway_flags]
+        self.fleet.start(name, *argv, PYTHONPATH=str(ROOT))
+
+    def start_worker(self) -> str:
+        """Under a name that no worker had before."""
+        name = f"w{self._num_workers}"
+        self._num_workers += 1
+        argv = ["--model", "/none", *self._common, "--metrics-port", "0", "--worker-id", name, *self.worker_flags]
+        self.fleet.start(name, SCRIPT, *argv, PYTHONPATH=str(ROOT))
+        return name
+
+    async def ready(self, num_workers: int) -> None:
+        for url in self.urls:
+            async with connected(url, self.name) as api:
+                await api.wait_until_ready(self.fleet, num_workers)
+
+    async def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> int:
+        process = self.fleet.processes.pop(name)  # those that are left are meant to live
+        process.send_signal(number)
+        return await asyncio.to_thread(process.wait, STOP_SECONDS)
+
+    async def nothing_is_left(self) -> None:
+        """Queues and pending lists empty, every block of every worker free, within a while of the last answer."""
+        connections = connect(self.store.url)
+        subscription = Subscription(connections.subscriber, [self.keys.heartbeat_channel])
+        beats: dict[str, WorkerHeartbeat] = {}
+        try:
+            async with asyncio.timeout(LEFTOVER_SECONDS):
+                while len(beats) < len(self.worker_names) or not all(map(_is_idle, beats.values())):
+                    message = await subscription.get(1.0)
+                    if isinstance(message, Message):
+                        beat = decode_heartbeat(message.data)
+                        beats[beat.worker_id.split(".")[0]] = beat
+                        beats = {name: beat for name, beat in beats.items() if name in self.worker_names}
+            for queue in self.keys.queues:
+                assert await connections.commands.xlen(queue) == 0
+                assert (await connections.commands.xpending(queue, GROUP))["pending"] == 0
+        except TimeoutError:
+            raise AssertionError(f"something is left: {beats}") from None
+        finally:
+            await subscription.aclose()
+            await connections.aclose()
+
+    @property
+    def _common(self) -> list[str]:
+        return ["--served-model-name", self.name, "--redis-url", self.store.url]
+
+
+def _is_idle(beat: WorkerHeartbeat) -> bool:
+    return not beat.running and not beat.waiting and beat.kv_blocks_free == beat.kv_blocks_total > 0
+
+
+@asynccontextmanager
+async def running_site(
+    directory: Path,
+    model: Path,
+    *,
+    num_workers: int,
+    worker_flags: list[str],
+    gateway_flags: list[str] | None = None,
+    name: str = MODEL,
+) -> AsyncIterator[Site]:
+    (directory / "store").mkdir()
+    store = Store(directory / "store", append_fsync="everysec")
+    store.start()
+    try:
+        with running_fleet(directory / "logs") as fleet:
+            site = Site(store, fleet, model, worker_flags, gateway_flags or [], name)
+            for number in range(NUM_GATEWAYS):
+                site.start_gateway(f"g{number}")
+            for _ in range(num_workers):
+                site.start_worker()
+            await site.ready(num_workers)
+            yield site
+    finally:
+        store.kill()
