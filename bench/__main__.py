@@ -12,6 +12,7 @@ PROGRAMS = {
     "delivery-cost": "bench.delivery_cost",  # CPU time of a token between the engine and the client
     "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
     "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it
+    "pressure-exactness": "bench.pressure_exactness",  # the same tokens with too little KV memory
     "plots": "bench.plots",  # the pictures of docs/benchmarks.md
 }
 

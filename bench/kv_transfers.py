@@ -36,7 +36,7 @@ LINK_BYTES = 2**30
 TRANSFER_BLOCKS = 512
 DECODE_CASES = ((16, 1024), (64, 1024))  # sequences, prompt tokens
 DECODE_STEPS = 60
-CROSSOVER_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CROSSOVER_TOKENS = (64, 128, 192, 256, 512, 1024, 4096, 8192)
 CROSSOVER_REPEATS = 5
 MAX_NUM_SEQS = 96
 PRESSURE_REQUESTS, PRESSURE_PROMPT, PRESSURE_OUTPUT = 96, 512, 192
@@ -282,13 +282,14 @@ class Bench:
 
     def _fill(self, copies: list[BlockCopy], num_on_device: int) -> dict[BlockCopy, torch.Tensor]:
         """New content, on the device for the first copies and on the host for the others."""
-        content = torch.randn(len(copies), *self._kv_cache.pool.shape[1:]).to(self._kv_cache.pool.dtype)
+        pool = self._kv_cache.pool
+        content = torch.randn(len(copies), *pool.shape[1:], device=pool.device).to(pool.dtype)
         self._synchronize()
         for index, copy in enumerate(copies):
             if index < num_on_device:
-                self._kv_cache.pool[copy.source_block_id] = content[index].to(self._kv_cache.pool.device)
+                pool[copy.source_block_id] = content[index]
             else:
-                self._kv_cache.host.blocks[copy.target_block_id] = content[index]
+                self._kv_cache.host.blocks[copy.target_block_id] = content[index].cpu()
         return dict(zip(copies, content, strict=True))
 
     def _are_equal(self, copies: list[BlockCopy], content: dict[BlockCopy, torch.Tensor]) -> bool:
@@ -296,8 +297,8 @@ class Bench:
         self._synchronize()
         device, host = self._kv_cache.pool, self._kv_cache.host.blocks
         return all(
-            torch.equal(device[copy.source_block_id].cpu(), content[copy])
-            and torch.equal(host[copy.target_block_id], content[copy])
+            torch.equal(device[copy.source_block_id], content[copy])
+            and torch.equal(host[copy.target_block_id].to(device.device), content[copy])
             for copy in copies
         )
 

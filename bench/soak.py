@@ -29,6 +29,7 @@ class Soak:
     max_prompt_tokens: int
     max_output_tokens: int
     last_token_id: int
+    beam_share: float = 0.03  # of the requests; while one runs, the engine does not schedule ahead
     num_tokens: dict[str, Counter[int]] = field(default_factory=dict)  # by choice, of requests that have not ended
     ends: Counter[str] = field(default_factory=Counter)
     num_steps: int = 0
@@ -56,8 +57,28 @@ class Soak:
 
     def _add(self) -> None:
         request_id = f"soak-{self.num_steps}-{len(self.num_tokens)}-{self.random.getrandbits(32)}"
+        sampling = self._beam_search() if self.random.random() < self.beam_share else self._sampling()
+        self.num_tokens[request_id] = Counter()
+        self.engine.add_request(
+            GenerationRequest(request_id=request_id, prompt_token_ids=self._prompt(), sampling=sampling)
+        )
+
+    def _beam_search(self) -> SamplingParams:
+        width = self.random.choice([2, 4])
+        return SamplingParams(
+            max_tokens=self.random.randint(1, self.max_output_tokens // 4 + 1),
+            seed=0,
+            temperature=0.0,
+            ignore_eos=self.random.random() < 0.5,
+            n=self.random.randint(1, width),
+            use_beam_search=True,
+            beam_width=width,
+            early_stopping=self.random.choice([False, True]),
+        )
+
+    def _sampling(self) -> SamplingParams:
         greedy = self.random.random() < 0.4
-        sampling = SamplingParams(
+        return SamplingParams(
             max_tokens=self.random.randint(1, self.max_output_tokens),
             seed=self.random.getrandbits(32),
             temperature=0.0 if greedy else self.random.choice([0.7, 1.0]),
@@ -67,10 +88,6 @@ class Soak:
             ignore_eos=self.random.random() < 0.7,
             n=1 if greedy else self.random.choice([1, 1, 1, 3]),
             stop_token_ids=tuple(self.random.sample(range(self.last_token_id), self.random.choice([0, 0, 200]))),
-        )
-        self.num_tokens[request_id] = Counter()
-        self.engine.add_request(
-            GenerationRequest(request_id=request_id, prompt_token_ids=self._prompt(), sampling=sampling)
         )
 
     def _prompt(self) -> list[int]:
@@ -135,6 +152,9 @@ def main(argv: list[str]) -> int:
         "ends": dict(soak.ends),
         "preemptions": dict(stats.counters.preemptions),
         "computed_tokens": stats.counters.computed_tokens,
+        "recomputed_tokens": stats.counters.recomputed_tokens,
+        "swapped_in_blocks": stats.counters.swapped_in_blocks,
+        "copied_blocks": stats.kv_totals.copied_blocks,
         "error": error,
     }
     print(json.dumps(summary))

@@ -23,6 +23,7 @@ def test_traffic_ends_and_preempts(async_scheduling: bool) -> None:
     for _ in range(400):
         traffic.step()
     traffic.drain()
+    assert engine.stats().kv_totals.copied_blocks > 0  # beams and choices were among them
     assert traffic.ends["length"] > 20 and traffic.ends["aborted"] > 5
     assert sum(engine.stats().counters.preemptions.values()) > 0
 
