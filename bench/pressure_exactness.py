@@ -1,7 +1,7 @@
 """python -m bench pressure-exactness --model DIR --trace FILE --deterministic: too little KV memory changes no token.
 
-The same requests, half of them greedy, with room for all and with so few blocks that sequences lose their place: by swap,
-by recompute, and by recompute with what was computed kept on the host. All outputs are held against those with room.
+The same requests, half of them greedy, with room for all and with so few blocks that sequences lose their place: by
+swap, by recompute, and by recompute with what was computed kept on the host. All outputs are held against the first.
 Random weights will do. Writes OUT/pressure_exactness.json; exits with 1 if a token differs.
 
 Without --deterministic products round by batch, so on CUDA outputs differ then; a CPU needs --dtype float32.
