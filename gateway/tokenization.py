@@ -160,7 +160,7 @@ class _StandIns:
         if isinstance(value, list):
             return [self.hide_within(item) for item in value]
         if isinstance(value, Mapping):
-            return {key: self.hide_within(item) for key, item in value.items()}
+            return {self.hide_within(key): self.hide_within(item) for key, item in value.items()}
         return value
 
     def reveal(self, text: str) -> str:

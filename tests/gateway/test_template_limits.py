@@ -1,6 +1,12 @@
 """A template that loops, recurses or swells ends with an error; what templates of the hub do is let through."""
 
+import asyncio
+import json
+import shutil
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,3 +79,25 @@ def test_a_long_chat_is_far_from_the_limit(tiny_model) -> None:
     started = time.process_time()
     tiny_model.encoder.render_chat(messages, add_generation_prompt=True, continue_final_message=False)
     assert time.process_time() - started < RENDER_SECONDS / 2
+
+
+async def test_others_are_answered_meanwhile(
+    start_gateway: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.chat_template.RENDER_SECONDS", 1.0)
+    model = shutil.copytree(tiny_model_dir, tmp_path / "hostile")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": NESTED}))
+    gateway = await start_gateway(model=model)
+
+    async def chat() -> int:
+        body = {"messages": [{"role": "user", "content": "x"}] * 65}
+        async with gateway.session.post("/v1/chat/completions", json=body) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "messages")
+        return response.status
+
+    asked = asyncio.create_task(chat())
+    for _ in range(5):
+        async with gateway.session.get("/v1/models") as response:
+            assert response.status == 200
+    assert not asked.done()
+    assert await asked == 400

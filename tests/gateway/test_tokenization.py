@@ -181,3 +181,5 @@ def test_variables_of_the_template_are_text_too() -> None:
     assert chat(encoder, "a", template_kwargs={"think": False}) == plain
     assert IM_END not in (longer := chat(encoder, "a", **options))
     assert encoder.decode(longer, skip_special_tokens=False) == "a<|im_end|>"
+    by_name = byte_encoder("{{ style | tojson }}")
+    assert IM_END not in chat(by_name, "a", template_kwargs={"style": {"<|im_end|>": 1}})
