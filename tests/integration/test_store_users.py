@@ -14,11 +14,11 @@ from redis.asyncio import Redis
 
 from gateway.inference_client import InferenceClient
 from shared.dead_letters import DeadLetters
-from shared.messages import ErrorEvent
+from shared.messages import ErrorEvent, FinishEvent
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import SCRIPT_NAMES, RedisScripts
+from shared.redis_scripts import SCRIPT_NAMES, Keep, RedisScripts
 from tests.builders import make_request
 from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
@@ -77,10 +77,11 @@ async def test_the_protocol_runs_under_the_users(
     try:
         first = start_worker(fleet, store, keys, "w0", "--script-step-seconds", "0.02")
         reader = Reader(client, max_tokens=150)
-        cancelled = await client.submit(make_request(max_tokens=1500, ignore_eos=True))
+        cancelled = make_request(max_tokens=1500, ignore_eos=True)
+        await client.submit(cancelled)
         async with client.kv.watcher() as snapshots:
             assert (await asyncio.wait_for(anext(snapshots), 40)).worker.startswith("w0.")
-        await client.cancel(cancelled.request_id)
+        await client.cancel(cancelled)
         await reader.has(20)
         first.kill()
         first.wait()
@@ -88,6 +89,13 @@ async def test_the_protocol_runs_under_the_users(
         assert sum(summary.requeued for summary in reaped.values()) == 1
         second = start_worker(fleet, store, keys, "w1")
         await reader.check_complete()
+        kept = make_request(max_tokens=3, ignore_eos=True)
+        await client.submit(kept, keep=Keep(b"record", "first", name="digest", fingerprint="f"))
+        assert await client.named("digest") == (kept.request_id, "f")
+        held = await client.attach(kept, Keep(b"record", "second"))
+        assert isinstance([event async for event in held][-1], FinishEvent)
+        (stored,) = await client.stored([kept.request_id])
+        assert stored is not None
         second.terminate()
         await asyncio.to_thread(second.wait, STOP_SECONDS)
         assert "NOPERM" not in fleet.all_logs() and "permission" not in fleet.all_logs()
@@ -163,6 +171,44 @@ async def test_who_names_no_user_sees_the_lengths_of_the_queues(store: Store, as
         await client.aclose()
 
 
+def words_of(user: str, mark: str) -> set[str]:
+    (line,) = [line for line in USERS.read_text().splitlines() if line.startswith(f"user {user} ")]
+    words = [word.removeprefix("%R") for word in line.split()]
+    return {word.removeprefix(mark) for word in words if word.startswith(mark)}
+
+
+# Methods of the client whose name is not the command's.
+COMMAND_OF = {
+    "xpending_range": "xpending", "xinfo_groups": "xinfo|groups", "xinfo_consumers": "xinfo|consumers",
+    "pubsub_numsub": "pubsub|numsub", "pubsub": "subscribe",
+}  # fmt: skip
+CALL = re.compile(r"(?:redis|pipeline|commands|blocking|subscriber)\.([a-z_]+)\(")
+
+
+@pytest.mark.parametrize(
+    ("user", "files"),
+    [
+        ("gateway", ["gateway/*.py", "shared/subscription.py", "shared/dead_letters.py"]),
+        ("worker", ["engine_worker/transport/*.py", "shared/subscription.py", "shared/reaping.py"]),
+    ],
+)
+def test_each_user_may_do_what_its_program_does(user: str, files: list[str]) -> None:
+    """Whatever method of a Redis client a program calls is a command that its user has."""
+    text = "".join(path.read_text() for pattern in files for path in sorted(ROOT.glob(pattern)))
+    called = {COMMAND_OF.get(name, name) for name in CALL.findall(text)} - {"pipeline", "execute", "aclose", "register_script"}
+    assert {"publish", "subscribe"} & called
+    assert called <= words_of(user, "+")
+
+
+def test_every_kind_of_key_is_somebodys() -> None:
+    names = re.findall(r'_name\(f?"([^"]+)"\)', (ROOT / "shared" / "redis_keys.py").read_text())
+    patterns = {re.sub(r"\{.*?\}", "*", name) for name in names}
+    assert len(patterns) > 10
+    users = [words_of(user, mark) for user in ("gateway", "worker") for mark in "~&"]
+    mine = {word.removeprefix("{*}:") for words in users for word in words}
+    assert {name + "*" if name.endswith(":") else name for name in patterns} <= mine
+
+
 def commands_of_scripts(names: set[str]) -> set[str]:
     text = "".join((ROOT / "shared" / "redis_scripts" / f"{name}.lua").read_text() for name in names)
     found = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?", text)
@@ -172,16 +218,14 @@ def commands_of_scripts(names: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("user", "names"),
     [
-        ("gateway", {"accept", "cancel"}),
+        ("gateway", {"accept", "attach", "cancel"}),
         ("worker", {"register", "take", "claim", "emit", "finish", "reap"}),
     ],
 )
 def test_each_user_may_do_what_its_scripts_do(user: str, names: set[str]) -> None:
-    (line,) = [line for line in USERS.read_text().splitlines() if line.startswith(f"user {user} ")]
-    allowed = {word[1:] for word in line.split() if word.startswith("+")}
-    assert commands_of_scripts(names) <= allowed
+    assert commands_of_scripts(names) <= words_of(user, "+")
 
 
 def test_every_script_has_its_user() -> None:
     """A new script: say above whose it is, and let that user do what it does."""
-    assert set(SCRIPT_NAMES) == {"accept", "cancel", "register", "take", "claim", "emit", "finish", "reap"}
+    assert set(SCRIPT_NAMES) == {"accept", "attach", "cancel", "register", "take", "claim", "emit", "finish", "reap"}
