@@ -1,0 +1,1 @@
+"""What a model's text means: thoughts, tool calls and content, told apart as the text comes."""

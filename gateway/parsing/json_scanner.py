@@ -1,0 +1,166 @@
+"""Where a JSON value ends, and which function a JSON object calls, character by character. Pure.
+
+    {"name": "f", "arguments": {...}}     or with "parameters"; in any order, other keys are passed over
+
+The arguments are handed on as they are written, from the moment the name is known. Not a validator: what is between the
+braces of the arguments is the model's own.
+"""
+
+import json
+from collections.abc import Callable
+from enum import Enum
+
+from gateway.parsing.parts import Arguments, CallBegins, Part
+
+_WHITE_SPACE = " \t\r\n"
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class Scan(Enum):
+    MORE = "more"  # the character belongs to it, and it goes on
+    LAST = "last"  # the character is its last
+    NOT_OF_IT = "not of it"  # it ended before this character, or this is nothing like it
+
+
+class ValueScanner:
+    """Of one value: an object, an array, a string, or what stands there up to `,`, `}`, `]` or white space."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._is_bare = False  # a number, true, false, null
+
+    def take(self, char: str) -> Scan:
+        if self._in_string:
+            return self._in_a_string(char)
+        if self._is_bare:
+            return Scan.NOT_OF_IT if char in ",}]" or char in _WHITE_SPACE else Scan.MORE
+        if char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return Scan.NOT_OF_IT if self._depth < 0 else Scan.MORE if self._depth else Scan.LAST
+        elif self._depth == 0:
+            self._is_bare = True
+        return Scan.MORE
+
+    def _in_a_string(self, char: str) -> Scan:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+            return Scan.MORE if self._depth else Scan.LAST
+        return Scan.MORE
+
+
+class CallScanner:
+    """Of one object. `parts` collects what it finds; `raw` is all it has read, until the call has begun."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.raw = ""
+        self.has_begun = False
+        self._state: Callable[[str], Scan] = self._before
+        self._key = ""
+        self._value = ""
+        self._scanner = ValueScanner()
+        self._held_arguments = ""  # until the name is known
+        self._has_arguments = False
+
+    def take(self, char: str) -> Scan:
+        """NOT_OF_IT: no object that calls a function, from this character on."""
+        if not self.has_begun:
+            self.raw += char
+        return self._state(char)
+
+    def _before(self, char: str) -> Scan:
+        if char != "{":
+            return Scan.NOT_OF_IT
+        self._state = self._before_key
+        return Scan.MORE
+
+    def _before_key(self, char: str) -> Scan:
+        if char in _WHITE_SPACE or char == ",":
+            return Scan.MORE
+        if char == "}":
+            return self._end()
+        if char != '"':
+            return Scan.NOT_OF_IT
+        self._key, self._scanner, self._state = "", ValueScanner(), self._in_key
+        return self._in_key(char)
+
+    def _in_key(self, char: str) -> Scan:
+        self._key += char
+        if self._scanner.take(char) is Scan.LAST:
+            self._state = self._before_value
+        return Scan.MORE
+
+    def _before_value(self, char: str) -> Scan:
+        if char in _WHITE_SPACE or char == ":":
+            return Scan.MORE
+        self._value, self._scanner = "", ValueScanner()
+        is_arguments = _text(self._key) in _ARGUMENT_KEYS and not self._has_arguments
+        # A string is the arguments' JSON as text, as OpenAI's own format has it: it is unescaped when it is whole.
+        self._state = self._in_arguments if is_arguments and char != '"' else self._in_value
+        return self._state(char)
+
+    def _in_value(self, char: str) -> Scan:
+        scan = self._scanner.take(char)
+        if scan is not Scan.NOT_OF_IT:
+            self._value += char
+        if scan is Scan.MORE:
+            return scan
+        self._state = self._before_key
+        key, value = _text(self._key), _text(self._value)
+        if key == "name" and not self.has_begun:
+            if not value:
+                return Scan.NOT_OF_IT
+            self._begin(value)
+        elif key in _ARGUMENT_KEYS and not self._has_arguments:
+            self._has_arguments = True
+            self._add_arguments(value)
+        return self._before_key(char) if scan is Scan.NOT_OF_IT else Scan.MORE
+
+    def _in_arguments(self, char: str) -> Scan:
+        self._has_arguments = True
+        scan = self._scanner.take(char)
+        if scan is Scan.NOT_OF_IT:
+            self._state = self._before_key
+            return self._before_key(char)
+        self._add_arguments(char)
+        if scan is Scan.LAST:
+            self._state = self._before_key
+        return Scan.MORE
+
+    def _begin(self, name: str) -> None:
+        self.has_begun, self.raw = True, ""
+        self.parts.append(CallBegins(name))
+        if self._held_arguments:
+            self.parts.append(Arguments(self._held_arguments))
+
+    def _add_arguments(self, text: str) -> None:
+        if self.has_begun:
+            self.parts.append(Arguments(text))
+        else:
+            self._held_arguments += text
+
+    def _end(self) -> Scan:
+        if not self.has_begun:
+            return Scan.NOT_OF_IT
+        if not self._has_arguments:
+            self.parts.append(Arguments("{}"))
+        return Scan.LAST
+
+
+def _text(value: str) -> str:
+    """Of a JSON string; "" of anything else."""
+    try:
+        text = json.loads(value)
+    except ValueError:
+        return ""
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,67 @@
+"""The text of one choice -> what its message gains: reasoning, content, tool calls with ids. Pure.
+
+    parser = MessageParser(reasoning, tools, call_id)     either may be None
+    delta = parser.push(text)                             with is_last at the end
+
+Content is what the parser of reasoning leaves; the one of tools reads that. Ids are the caller's, by the call's number.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, Reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What one call gains: its id and name in its first delta, then pieces of its arguments."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta:
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class MessageParser:
+    def __init__(self, reasoning: Parser | None, tools: Parser | None, call_id: Callable[[int], str]) -> None:
+        self.num_calls = 0
+        self._reasoning = reasoning
+        self._tools = tools
+        self._call_id = call_id
+
+    def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
+        content, reasoning, calls = "", "", dict[int, ToolCallDelta]()
+        for part in self._parts(text, is_last):
+            match part:
+                case Content(more):
+                    content += more
+                case Reasoning(more):
+                    reasoning += more
+                case CallBegins(name):
+                    number, self.num_calls = self.num_calls, self.num_calls + 1
+                    calls[number] = ToolCallDelta(number, "", self._call_id(number), name)
+                case Arguments(more):
+                    number = self.num_calls - 1
+                    before = calls.get(number, ToolCallDelta(number, ""))
+                    calls[number] = ToolCallDelta(number, before.arguments + more, before.id, before.name)
+        told = tuple(call for call in calls.values() if call.arguments or call.id)
+        return MessageDelta(content, reasoning, told)
+
+    def _parts(self, text: str, is_last: bool) -> Iterator[Part]:
+        parts: list[Part] = [Content(text)] if self._reasoning is None else list(self._reasoning.push(text))
+        if is_last and self._reasoning is not None:
+            parts += self._reasoning.finish()
+        for part in parts:
+            if self._tools is not None and isinstance(part, Content):
+                yield from self._tools.push(part.text)
+            else:
+                yield part
+        if is_last and self._tools is not None:
+            yield from self._tools.finish()

@@ -1,0 +1,75 @@
+"""Thoughts between <think> and </think> -> parts. Pure.
+
+    qwen3         what stands between the tags at the answer's start, if anything does
+    deepseek_r1   everything up to </think>: the prompt ends with <think> already, and the model may repeat it
+
+White space behind a tag is dropped, and so are the tags.
+"""
+
+from collections.abc import Callable, Iterator
+
+from gateway.parsing.parts import Content, Parser, Part, Reasoning, held_length
+
+_BEGIN, _END = "<think>", "</think>"
+
+
+class ThinkTags:
+    def __init__(self, *, begins_thinking: bool) -> None:
+        self._begins_thinking = begins_thinking
+        self._buffer = ""
+        self._step: Callable[[], Iterator[Part]] = self._at_start
+        self._waits = False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._buffer += text
+        self._waits = False
+        while self._buffer and not self._waits:
+            yield from self._step()
+
+    def finish(self) -> Iterator[Part]:
+        is_thinking = self._step == self._thinking or (self._step == self._at_start and self._begins_thinking)
+        yield Reasoning(self._buffer) if is_thinking else Content(self._buffer)
+
+    def _at_start(self) -> Iterator[Part]:
+        begun = self._buffer.lstrip()
+        if begun.startswith(_BEGIN):
+            self._buffer, self._step = begun[len(_BEGIN) :], self._before_thoughts
+        elif _BEGIN.startswith(begun):
+            self._waits = True
+        else:
+            self._step = self._before_thoughts if self._begins_thinking else self._in_content
+        yield from ()
+
+    def _before_thoughts(self) -> Iterator[Part]:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._step = self._thinking
+        yield from ()
+
+    def _thinking(self) -> Iterator[Part]:
+        before, end, behind = self._buffer.partition(_END)
+        if end:
+            yield Reasoning(before)
+            self._buffer, self._step = behind, self._before_content
+        else:
+            held = held_length(self._buffer, _END)
+            yield Reasoning(self._buffer[: len(self._buffer) - held])
+            self._buffer = self._buffer[len(self._buffer) - held :]
+            self._waits = True
+
+    def _before_content(self) -> Iterator[Part]:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._step = self._in_content
+        yield from ()
+
+    def _in_content(self) -> Iterator[Part]:
+        yield Content(self._buffer)
+        self._buffer = ""
+
+
+# name of --reasoning-parser -> what makes one
+REASONING_PARSERS: dict[str, Callable[[], Parser]] = {
+    "qwen3": lambda: ThinkTags(begins_thinking=False),
+    "deepseek_r1": lambda: ThinkTags(begins_thinking=True),
+}

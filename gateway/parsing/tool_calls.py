@@ -1,0 +1,186 @@
+"""Tool calls as families of models write them -> parts. Pure.
+
+    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list between the tags (Hermes, Qwen)
+    llama3_json   the answer begins with {"name": ..., "parameters": {...}} or <|python_tag|>; several with ; or ,
+    mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} (since v11)
+    listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
+    named         the arguments alone: what the grammar of a named call writes
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+from gateway.parsing.json_scanner import CallScanner, Scan, ValueScanner
+from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, held_length
+
+_SEPARATORS = " \t\r\n[],;"  # between calls, in whatever list they are written
+_NAME = re.compile(r"[\w.-]{1,256}")
+_BEHIND_NAME = "[ARGS]"
+
+
+class NamedCall:
+    """All text is the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_begun = False
+
+    def push(self, text: str) -> Iterator[Part]:
+        if text and not self._has_begun:
+            self._has_begun = True
+            yield CallBegins(self._name)
+        yield Arguments(text)
+
+    def finish(self) -> Iterator[Part]:
+        yield from ()
+
+
+class MarkedCalls:
+    """Calls behind a mark. The mark, its end and separators around calls are dropped; all else is content."""
+
+    def __init__(self, mark: str, end: str = "", *, begins_marked: bool = False, names_first: bool = False) -> None:
+        """`begins_marked`: calls may stand at the text's start without it. `names_first`: as Mistral since v11."""
+        self._mark = mark
+        self._end = end
+        self._names_first = names_first
+        self._buffer = ""
+        self._since_mark = ""  # what comes back as content if no call follows; kept until one does
+        self._is_call = False
+        self._call = CallScanner()
+        self._arguments = ValueScanner()
+        self._step: Callable[[], Iterator[Part]] = self._before_call if begins_marked else self._in_text
+        self._waits = False  # for more text
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._buffer += text
+        self._waits = False
+        while self._buffer and not self._waits:
+            yield from self._step()
+
+    def finish(self) -> Iterator[Part]:
+        """A call that has not told its name is content after all."""
+        raw = self._call.raw if self._step == self._in_call else ""
+        yield Content(self._since_mark + raw + self._buffer)
+
+    def _in_text(self) -> Iterator[Part]:
+        before, mark, behind = self._buffer.partition(self._mark)
+        if mark:
+            yield Content(before)
+            self._since_mark, self._is_call = mark, False
+            self._buffer, self._step = behind, self._before_call
+        else:
+            held = held_length(self._buffer, self._mark)
+            yield Content(self._buffer[: len(self._buffer) - held])
+            self._buffer = self._buffer[len(self._buffer) - held :]
+            self._waits = True
+
+    def _before_call(self) -> Iterator[Part]:
+        for tag, following in ((self._end, self._behind_end), (self._mark, self._before_call)):
+            if tag and self._buffer.startswith(tag):
+                self._keep_if_no_call(tag)
+                self._buffer, self._step = self._buffer[len(tag) :], following
+                return
+            if tag and tag.startswith(self._buffer):
+                self._waits = True
+                return
+        first = self._buffer[0]
+        if first in _SEPARATORS:
+            self._keep_if_no_call(first)
+            self._buffer = self._buffer[1:]
+        elif first == "{":
+            self._call, self._step = CallScanner(), self._in_call
+        elif self._names_first and _NAME.match(self._buffer):
+            yield from self._in_name()
+        else:
+            yield from self._no_call("")
+
+    def _behind_end(self) -> Iterator[Part]:
+        if not self._is_call:  # there was nothing between the marks
+            yield from self._no_call("")
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._step = self._in_text
+
+    def _in_call(self) -> Iterator[Part]:
+        call = self._call
+        for position, char in enumerate(self._buffer):
+            scan = call.take(char)
+            if scan is Scan.MORE:
+                continue
+            rest = self._buffer[position + 1 :]
+            yield from call.parts
+            if scan is Scan.LAST:
+                self._call_is_certain()
+                self._buffer, self._step = rest, self._before_call
+            else:
+                self._buffer = rest
+                if call.has_begun:
+                    self._call_is_certain()
+                yield from self._no_call(char if call.has_begun else call.raw)
+            return
+        self._buffer = ""
+        if call.has_begun:
+            self._call_is_certain()
+        yield from call.parts
+        call.parts.clear()
+
+    def _in_name(self) -> Iterator[Part]:
+        name = _NAME.match(self._buffer)
+        assert name is not None
+        behind = self._buffer[name.end() :]
+        if behind.startswith((_BEHIND_NAME, "{")):
+            yield CallBegins(name[0])
+            self._call_is_certain()
+            self._buffer = behind.removeprefix(_BEHIND_NAME)
+            self._arguments, self._step = ValueScanner(), self._in_arguments
+        elif _BEHIND_NAME.startswith(behind):  # it may go on with either
+            self._waits = True
+        else:
+            yield from self._no_call("")
+
+    def _in_arguments(self) -> Iterator[Part]:
+        for position, char in enumerate(self._buffer):
+            scan = self._arguments.take(char)
+            if scan is not Scan.MORE:
+                end = position + (scan is Scan.LAST)
+                yield Arguments(self._buffer[:end])
+                self._buffer, self._step = self._buffer[end:], self._before_call
+                return
+        yield Arguments(self._buffer)
+        self._buffer = ""
+
+    def _no_call(self, text: str) -> Iterator[Part]:
+        """What came since the mark is content, and `text` is to be read again as such."""
+        yield Content(self._since_mark)
+        self._since_mark, self._buffer, self._step = "", text + self._buffer, self._in_text
+
+    def _keep_if_no_call(self, text: str) -> None:
+        if not self._is_call:
+            self._since_mark += text
+
+    def _call_is_certain(self) -> None:
+        self._since_mark, self._is_call = "", True
+
+
+def hermes() -> Parser:
+    return MarkedCalls("<tool_call>", "</tool_call>")
+
+
+def llama3_json() -> Parser:
+    return MarkedCalls("<|python_tag|>", begins_marked=True)
+
+
+def mistral() -> Parser:
+    return MarkedCalls("[TOOL_CALLS]", names_first=True)
+
+
+def listed() -> Parser:
+    return MarkedCalls("\x00", begins_marked=True)  # JSON has no such character: there is no mark
+
+
+# name of --tool-call-parser -> (what makes one, the mark that may be a special token)
+TOOL_CALL_PARSERS: dict[str, tuple[Callable[[], Parser], str]] = {
+    "hermes": (hermes, "<tool_call>"),
+    "llama3_json": (llama3_json, "<|python_tag|>"),
+    "mistral": (mistral, "[TOOL_CALLS]"),
+}

@@ -1,0 +1,144 @@
+"""Tool calls as models write them; and that how the text is cut changes nothing of what is read."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.parsing.message import MessageDelta, MessageParser
+from gateway.parsing.parts import Parser
+from gateway.parsing.reasoning import REASONING_PARSERS
+from gateway.parsing.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
+
+Read = tuple[str, str, list[tuple[str | None, str]]]  # content, reasoning, (name, arguments) of each call
+
+MAKERS: dict[str, Callable[[], tuple[Parser | None, Parser | None]]] = {
+    "hermes": lambda: (None, hermes()),
+    "llama3_json": lambda: (None, llama3_json()),
+    "mistral": lambda: (None, mistral()),
+    "listed": lambda: (None, listed()),
+    "named": lambda: (None, NamedCall("f")),
+    "qwen3": lambda: (REASONING_PARSERS["qwen3"](), None),
+    "deepseek_r1": lambda: (REASONING_PARSERS["deepseek_r1"](), None),
+    "qwen3 and hermes": lambda: (REASONING_PARSERS["qwen3"](), hermes()),
+}
+
+
+def read(name: str, pieces: Sequence[str]) -> Read:
+    parser = MessageParser(*MAKERS[name](), call_id=lambda number: f"call_{number}")
+    deltas = [parser.push(piece) for piece in pieces] + [parser.push("", is_last=True)]
+    calls: dict[int, list[Any]] = {}
+    for delta in deltas:
+        for call in delta.tool_calls:
+            if call.id is not None:
+                assert call.index == len(calls) and call.id == f"call_{call.index}"
+                calls[call.index] = [call.name, ""]
+            calls[call.index][1] += call.arguments
+    assert parser.num_calls == len(calls)
+    content, reasoning = ("".join(getattr(delta, field) for delta in deltas) for field in ("content", "reasoning"))
+    return content, reasoning, [(called, arguments) for called, arguments in calls.values()]
+
+
+CALL = '{"name": "f", "arguments": {"a": [1, "}]\\"{"], "é": {}}}'
+ARGUMENTS = '{"a": [1, "}]\\"{"], "é": {}}'
+CASES: list[tuple[str, str, Read]] = [
+    ("hermes", "no call at all < <tool", ("no call at all < <tool", "", [])),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("f", ARGUMENTS)])),
+    ("hermes", f"Wait.\n<tool_call>{CALL}</tool_call>\n\n", ("Wait.\n", "", [("f", ARGUMENTS)])),
+    (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL.replace('f', 'g', 1)}</tool_call> done",
+        ("done", "", [("f", ARGUMENTS), ("g", ARGUMENTS)]),
+    ),
+    ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"id": [1, {"name": "x"}], "name": "f"}</tool_call>', ("", "", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", "", [("f", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', ("", "", [("f", '{"a": 1')])),  # cut by its length
+    ("hermes", '<tool_call>{"name": "f', ('<tool_call>{"name": "f', "", [])),
+    ("hermes", '<tool_call>{"x": 1}</tool_call> y', ('<tool_call>{"x": 1}</tool_call> y', "", [])),
+    ("hermes", "<tool_call> </tool_call>x", ("<tool_call> </tool_call>x", "", [])),
+    ("hermes", "<tool_call>f(1)</tool_call>", ("<tool_call>f(1)</tool_call>", "", [])),
+    ("hermes", f'<tool_call>{{"x" <tool_call>{CALL}', ('<tool_call>{"x" ', "", [("f", ARGUMENTS)])),
+    ("hermes", f"<tool_call>{CALL}</tool_call></tool_call>", ("</tool_call>", "", [("f", ARGUMENTS)])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, ?}', ("?}", "", [("f", "{}")])),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', ("", "", [("f", "{}")])),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": null}}',
+        ("", "", [("f", "{}"), ("g", '{"b": null}')]),
+    ),
+    ("llama3_json", "[1, 2] is a list", ("[1, 2] is a list", "", [])),
+    ("llama3_json", '\n{"a": 1}\n', ('\n{"a": 1}\n', "", [])),
+    ("llama3_json", 'so {"name": "f", "parameters": {}}', ('so {"name": "f", "parameters": {}}', "", [])),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("mistral", "[TOOL_CALLS]get_f[ARGS]{}[TOOL_CALLS]g{\"a\": 1}", ("", "", [("get_f", "{}"), ("g", '{"a": 1}')])),
+    ("mistral", "[TOOL_CALLS]what is this", ("[TOOL_CALLS]what is this", "", [])),
+    ("mistral", "[TOOL_CALLS]f[ARG", ("[TOOL_CALLS]f[ARG", "", [])),
+    ("listed", f" [{CALL} ,\n{CALL}]", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("named", ' {"a": 1}', ("", "", [("f", ' {"a": 1}')])),
+    ("named", "", ("", "", [])),
+    ("qwen3", "<think>\nso\n</think>\n\nYes </think>", ("Yes </think>", "so\n", [])),
+    ("qwen3", "Yes <think>no</think>", ("Yes <think>no</think>", "", [])),
+    ("qwen3", " \n", (" \n", "", [])),
+    ("qwen3", "<think>so </thin", ("", "so </thin", [])),
+    ("deepseek_r1", "so</think>Yes", ("Yes", "so", [])),
+    ("deepseek_r1", "<think>so</think>\nYes", ("Yes", "so", [])),
+    ("deepseek_r1", "<thi", ("", "<thi", [])),
+    (
+        "qwen3 and hermes",
+        f"<think>a <tool_call></think>I call.<tool_call>{CALL}</tool_call>",
+        ("I call.", "a <tool_call>", [("f", ARGUMENTS)]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_what_is_read(name: str, text: str, expected: Read) -> None:
+    assert read(name, [text]) == expected
+    assert read(name, list(text)) == expected
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
+    "{", "}", "[", "]", '"', "\\", ",", ":", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"f"', "f", "1", "null", "é", CALL,
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(MAKERS)),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join),
+    st.data(),
+)
+def test_how_the_text_is_cut_changes_nothing(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(name, pieces) == read(name, [text])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["hermes", "llama3_json", "mistral"]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
+)
+def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> None:
+    content, _, calls = read(name, [text])
+    if not calls:
+        assert content == text
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = MessageParser(None, hermes(), lambda number: "id")
+    pieces = '<tool_call>{"name": "f", "arg', 'uments": {"a', '": 1}', "}</tool_call>"
+    pushed = [parser.push(piece) for piece in pieces]
+    assert [[(call.name, call.arguments) for call in delta.tool_calls] for delta in pushed] == [
+        [("f", "")],
+        [(None, '{"a')],
+        [(None, '": 1}')],
+        [],
+    ]
+    assert MessageDelta() == pushed[-1]
