@@ -32,10 +32,23 @@ class UsageBody(msgspec.Struct, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class ChatMessageBody(msgspec.Struct, kw_only=True):
+class CalledFunctionBody(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str  # JSON as text
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionBody
+
+
+class ChatMessageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str = ""  # only where there are thoughts
+    tool_calls: list[ToolCallBody] = []  # only where there are calls
 
 
 class ChatChoiceBody(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, NoReturn, TypedDict
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
@@ -22,6 +23,8 @@ class ChatMessage(TypedDict, total=False):
     role: str
     content: str
     name: str
+    tool_calls: list[dict[str, Any]]  # their arguments as JSON values
+    tool_call_id: str
 
 
 class ChatTemplateError(ValueError):
@@ -40,6 +43,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self.source = source
+        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._special_tokens = special_tokens
 
     def render(
@@ -49,6 +54,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """`template_kwargs`: more variables. Raises ChatTemplateError, whatever the template does."""
         try:
@@ -57,7 +63,7 @@ class ChatTemplate:
                     {**(template_kwargs or {})},
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
-                    tools=None,
+                    tools=list(tools) or None,
                     documents=None,
                     **self._special_tokens,
                 )

@@ -12,6 +12,7 @@ import msgspec
 from gateway.logprobs import LogprobEntry, logprob_entry
 from gateway.metrics import GatewayMetrics
 from gateway.output_text import OutputText
+from gateway.parsing.message import ToolCallDelta
 from gateway.token_bytes import TokenBytes
 from shared.messages import FinishReason, TokenLogprobs
 
@@ -24,6 +25,16 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     reason: FinishReason | None  # set once, in the choice's last update
     logprobs: tuple[LogprobEntry, ...] = ()
     token_ids: tuple[int, ...] = ()  # all that were consumed, whether or not they have text
+    # Where a parser reads the text (gateway/parsing), `text` is the content alone, and the rest is here.
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    called_tools: bool = False  # in the last update
+
+    @property
+    def finish_name(self) -> str:
+        """The API's word for the end: that of a call is none of the engine's."""
+        assert self.reason is not None
+        return "tool_calls" if self.called_tools and self.reason is FinishReason.STOP else self.reason.value
 
 
 class ChoiceProgress:

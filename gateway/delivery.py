@@ -13,6 +13,7 @@ from gateway.event_stream import EventStream
 from gateway.generation import ChoiceUpdate, Generation
 from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import CompletionRequest
+from gateway.parsing.message import whole_calls
 from shared.messages import FinishReason
 
 
@@ -49,14 +50,21 @@ class _Chunks:
             if is_first:
                 self._begun.add(update.index)
                 chunks.append(self._numbered(update, self._format.first(update.index, self._extras.of_first_chunk())))
-            if update.text or update.logprobs or update.reason is None:
-                usage = self.generation.usage if self._continuous_usage else None
-                extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
-                event = self._format.text(update.index, update.text, usage, update.logprobs, extra)
-                chunks.append(self._numbered(update, event))
+            chunks += [self._numbered(update, event) for event in self._events(update, is_first)]
             if update.reason is not None:
-                chunks.append(self._numbered(update, self._format.finish(update.index, update.reason)))
+                chunks.append(self._numbered(update, self._format.finish(update.index, update.finish_name)))
         return b"".join(chunks)
+
+    def _events(self, update: ChoiceUpdate, is_first: bool) -> list[bytes]:
+        """What one token says: thoughts and calls, and then content; at least something, until the end."""
+        usage = self.generation.usage if self._continuous_usage else None
+        events = []
+        if update.reasoning or update.tool_calls:
+            events.append(self._format.delta(update.index, update.reasoning, update.tool_calls, usage))
+        if update.text or update.logprobs or (update.reason is None and (self._extras or not events)):
+            extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
+            events.append(self._format.text(update.index, update.text, usage, update.logprobs, extra))
+        return events
 
     def last(self) -> bytes:
         usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
@@ -109,9 +117,11 @@ async def collect_reply(reply: Reply) -> bytes:
         result = ChoiceResult(
             index,
             "".join(part.text for part in parts),
-            next((part.reason for part in reversed(parts) if part.reason is not None), FinishReason.STOP),
+            next((part.finish_name for part in reversed(parts) if part.reason is not None), FinishReason.STOP.value),
             None if completion.num_logprobs is None else logprobs,
             extras.of_choice(index, token_ids, scores),
+            "".join(part.reasoning for part in parts),
+            whole_calls(call for part in parts for call in part.tool_calls),
         )
         results.append(result)
     return reply.response_format.body(results, reply.generation.usage, extras.of_answer(scores))

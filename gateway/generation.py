@@ -10,17 +10,19 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import zip_longest
 
 from gateway.best_of import BestOf
 from gateway.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest
 from gateway.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
+from gateway.message_parsing import message_parsers, parsed, reads_special_mark
 from gateway.metrics import GatewayMetrics
 from gateway.openai_response import UsageCount
 from gateway.openai_schema import CompletionRequest
 from gateway.output_text import OutputText, StopStrings
+from gateway.parsing.message import MessageParser
 from gateway.planning import PlannedRequest
 from gateway.prompt_echo import Scores, prompt_echo
 from gateway.served_model import ServedModel
@@ -44,6 +46,7 @@ class Generation:
         metrics: GatewayMetrics | None = None,
     ) -> None:
         metrics = metrics or state.metrics
+        keeps_marks = reads_special_mark(state.settings, model.encoder, request)
         self._state = state
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
@@ -54,7 +57,7 @@ class Generation:
                 [
                     ChoiceProgress(
                         index,
-                        _output_text(model, request, plan.request),
+                        _output_text(model, request, plan.request, keeps_marks),
                         model.encoder.token_bytes,
                         metrics,
                         arrived_at,
@@ -63,6 +66,7 @@ class Generation:
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
                 _best_of(request, plan),
+                message_parsers(state.settings, model.encoder, request, plan),
             )
             for plan in planned
         ]
@@ -192,14 +196,21 @@ class Generation:
 class _RequestProgress:
     """One request of the engine, with its choices by index."""
 
-    def __init__(self, request: GenerationRequest, choices: Sequence[ChoiceProgress], best_of: BestOf | None) -> None:
-        """With `best_of` the choices are samples, which are ranked when all have ended."""
+    def __init__(
+        self,
+        request: GenerationRequest,
+        choices: Sequence[ChoiceProgress],
+        best_of: BestOf | None,
+        parsers: Mapping[int, MessageParser],
+    ) -> None:
+        """With `best_of` the choices are samples, which are ranked when all have ended. `parsers`: by choice."""
         self.request = request
         self.stream: ResponseStream | None = None  # once it is accepted
         self.has_ended = False  # the engine has nothing more of it
         self.cached_tokens = 0
         self._choices = choices
         self._best_of = best_of
+        self._parsers = parsers
 
     @property
     def num_choices(self) -> int:
@@ -221,10 +232,11 @@ class _RequestProgress:
 
     def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         updates = self._take(event)
-        if self._best_of is None:
-            return updates
-        self._best_of.hold(updates)
-        return self._best_of.answers([choice.cumulative_logprob for choice in self._choices]) if self.is_over else []
+        if self._best_of is not None:
+            self._best_of.hold(updates)
+            scores = [choice.cumulative_logprob for choice in self._choices]
+            updates = self._best_of.answers(scores) if self.is_over else []
+        return [parsed(update, self._parsers[update.index]) for update in updates] if self._parsers else updates
 
     def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
@@ -261,15 +273,16 @@ async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tupl
         await queue.put((position, event))
 
 
-def _output_text(model: ServedModel, request: CompletionRequest, generation: GenerationRequest) -> OutputText:
+def _output_text(
+    model: ServedModel, request: CompletionRequest, generation: GenerationRequest, keeps_marks: bool
+) -> OutputText:
     fields = request.fields
     include_stop = bool(fields.include_stop_str_in_output)
     sampling = generation.sampling
+    skip_special_tokens = fields.skip_special_tokens is not False and not keeps_marks
     eos_token_ids = frozenset[int]() if sampling.ignore_eos else model.eos_token_ids
     return OutputText(
-        model.encoder.detokenizer(
-            generation.prompt_token_ids, skip_special_tokens=fields.skip_special_tokens is not False
-        ),
+        model.encoder.detokenizer(generation.prompt_token_ids, skip_special_tokens=skip_special_tokens),
         StopStrings(request.stops, include_in_output=include_stop),
         terminal_token_ids=eos_token_ids.union(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,

@@ -6,6 +6,7 @@ ready suffix: 0.5 us a token, where encoding the whole object costs five times t
 The order of a stream's chunks (each method gives whole Server-Sent Events):
     first(i)      chat: the role, once a choice          completions: nothing
     text(i, ...)  finish_reason null
+    delta(i, ...) thoughts and tool calls, of chat
     finish(i, r)  once a choice, without text
     usage(u)      choices [], if include_usage; all other chunks say usage null then
     DONE
@@ -20,8 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
+from gateway.parsing.message import ToolCallDelta
 from gateway.sse import event
-from shared.messages import FinishReason
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
@@ -47,9 +48,11 @@ class UsageCount:
 class ChoiceResult:
     index: int
     text: str
-    reason: FinishReason
+    finish_reason: str
     logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
 
 
 class ResponseFormat(Protocol):
@@ -68,7 +71,11 @@ class ResponseFormat(Protocol):
         extra: Mapping[str, Any] | None = None,
     ) -> bytes: ...
 
-    def finish(self, index: int, reason: FinishReason) -> bytes: ...
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes: ...
+
+    def finish(self, index: int, reason: str) -> bytes: ...
 
     def usage(self, usage: UsageCount) -> bytes: ...
 
@@ -155,8 +162,17 @@ class ChatFormat(_Format):
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], extra=extra)
 
-    def finish(self, index: int, reason: FinishReason) -> bytes:
-        return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason.value}])
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        delta: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        if tool_calls:
+            delta |= {"tool_calls": [_tool_call_delta(call) for call in tool_calls]}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice], None if usage is None else usage.as_object())
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
@@ -176,8 +192,13 @@ class CompletionFormat(_Format):
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
         return b""
 
-    def finish(self, index: int, reason: FinishReason) -> bytes:
-        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}])
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        raise AssertionError("a text completion is not parsed")
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
@@ -186,14 +207,31 @@ class CompletionFormat(_Format):
 
 
 def _message(choice: ChoiceResult) -> dict[str, Any]:
-    return {"role": "assistant", "content": choice.text, "refusal": None}
+    """No content beside calls is null, as OpenAI has it."""
+    message = {"role": "assistant", "content": choice.text or (None if choice.tool_calls else ""), "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        calls = ({"id": call.id, "type": "function", "function": _function(call)} for call in choice.tool_calls)
+        return {**message, "tool_calls": list(calls)}
+    return message
+
+
+def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
+
+
+def _function(call: ToolCallDelta) -> dict[str, str | None]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def _choice(
     choice: ChoiceResult, shape: Callable[[Sequence[LogprobEntry]], dict[str, Any]], **content: Any
 ) -> dict[str, Any]:
     logprobs = None if choice.logprobs is None else shape(choice.logprobs)
-    shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason.value}
+    shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
     return {**shown, **choice.extra}
 
 

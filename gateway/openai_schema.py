@@ -20,6 +20,7 @@ from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.extra_fields import ExtraFields, check_extra_fields
 from gateway.grammar_fields import AskedGrammar, asked_grammar
 from gateway.request_body import decode_body, is_neutral
+from gateway.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
 from shared.messages import MAX_LOGPROBS
 
 MAX_PROMPTS = 32
@@ -79,7 +80,8 @@ class MessageFields(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCallFields] | None = None
+    tool_call_id: str | None = None
 
 
 Messages: TypeAlias = Annotated[list[MessageFields], Meta(min_length=1, max_length=4096)]
@@ -92,6 +94,9 @@ class ChatBody(GenerationFields, kw_only=True):
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(GenerationFields, kw_only=True):
@@ -135,6 +140,7 @@ class ChatPrompt:
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
 
 
 Prompt: TypeAlias = ChatPrompt | str | list[int]
@@ -158,6 +164,8 @@ class CompletionRequest:
     echo: bool
     ignored: tuple[str, ...]
     grammar: AskedGrammar | None = None
+    tools: ToolUse | None = None
+    is_chat: bool = False
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
 
     @property
@@ -188,7 +196,13 @@ def parse_chat(body: bytes) -> CompletionRequest:
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
     )
-    return replace(request, num_logprobs=_chat_num_logprobs(fields))
+    tools = tool_use(fields, request.grammar)
+    if tools is not None:
+        grammar, (prompt,) = tools.grammar or request.grammar, request.prompts
+        assert isinstance(prompt, ChatPrompt)
+        prompt = replace(prompt, tools=tools.definitions)
+        request = replace(request, tools=tools, grammar=grammar, prompts=(prompt,))
+    return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -312,14 +326,15 @@ def _message(message: MessageFields, path: str) -> ChatMessage:
         raise InvalidRequest(
             f"{path}.role: {message.role!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
         )
-    if message.tool_calls:
-        param = f"{path}.tool_calls"
-        raise UnsupportedParameter(f"{param} is not supported by this server.", param=param)
     # `developer` is OpenAI's newer word for it, which open models' templates do not know.
     role = "system" if message.role == "developer" else message.role
     rendered = ChatMessage(role=role, content=_content(message, f"{path}.content"))
     if message.name is not None:
         rendered["name"] = message.name
+    if message.tool_calls:
+        rendered["tool_calls"] = rendered_calls(message.tool_calls, f"{path}.tool_calls")
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
     return rendered
 
 

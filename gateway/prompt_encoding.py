@@ -52,9 +52,11 @@ async def _encode_chat(
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         template_kwargs=prompt.template_kwargs,
+        tools=prompt.tools,
     )
     try:
-        chat = render() if len(prompt.messages) <= _INLINE_MESSAGES else await asyncio.to_thread(render)
+        is_short = len(prompt.messages) + len(prompt.tools) <= _INLINE_MESSAGES
+        chat = render() if is_short else await asyncio.to_thread(render)
     except ChatTemplateError as error:
         raise InvalidRequest(f"{param}: {error}.", param=param) from error
     return await _encode(

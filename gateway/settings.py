@@ -40,6 +40,13 @@ class GatewaySettings:
     )
     max_detach_seconds: float = setting(3600.0, parse=float, help="the most that a request may ask for")
     drain_seconds: float = setting(30.0, parse=float, help="time after SIGTERM for open streams to end")
+    tool_call_parser: str = setting(
+        "auto", choices=("auto", "hermes", "llama3_json", "mistral"),
+        help="how the model writes tool calls of its own accord; auto: as its chat template says",
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        "", choices=("", "qwen3", "deepseek_r1"), help="how the model marks its thoughts; default: it has none"
+    )
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")

@@ -14,7 +14,7 @@ Not covered: the prompt of /v1/completions, which is raw by definition, and adde
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -23,9 +23,11 @@ from gateway.byte_level import ByteLevelVocabulary
 from gateway.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from gateway.output_text import Detokenizer
 from gateway.token_bytes import TokenBytes
+from gateway.tool_prompts import told_of_tools
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
 _MAX_PENDING_TOKENS = 8
+_Json: TypeAlias = Any
 _PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
 
 
@@ -62,6 +64,15 @@ class PromptEncoder:
         """Raw text: special tokens it spells are special tokens."""
         return self._wrapped(self._encode(self._tokenizer, text), add_special_tokens)
 
+    @property
+    def template_source(self) -> str:
+        """Of the chat template; empty if there is none."""
+        return self._chat_template.source if self._chat_template is not None else ""
+
+    def has_special(self, text: str) -> bool:
+        """Whether `text` is a special token, which detokenizers leave out."""
+        return text in self._special_ids
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
@@ -69,16 +80,21 @@ class PromptEncoder:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> "RenderedChat":
-        """Raises ChatTemplateError."""
-        if self._chat_template is None:
+        """Raises ChatTemplateError. A template that does not know of `tools` is told of them in words."""
+        template = self._chat_template
+        if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        if not template.takes_tools:
+            messages, tools = told_of_tools(messages, tools), ()
         stand_ins = _StandIns(self._special_pattern, list(self._special_ids))
-        text = self._chat_template.render(
+        text = template.render(
             [stand_ins.hide(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template_kwargs=stand_ins.hide_within(template_kwargs or {}),
+            template_kwargs=stand_ins.hide(template_kwargs or {}),
+            tools=[stand_ins.hide(tool) for tool in tools],
         )
         return RenderedChat(text, stand_ins)
 
@@ -146,21 +162,14 @@ class _StandIns:
         self._nonce = secrets.token_hex(8)
         self.used = False
 
-    def hide(self, message: ChatMessage) -> ChatMessage:
-        hidden = message.copy()
-        hidden["content"] = self._pattern.sub(self._stand_in, message["content"])
-        if "name" in message:
-            hidden["name"] = self._pattern.sub(self._stand_in, message["name"])
-        return hidden
-
-    def hide_within(self, value: Any) -> Any:
-        """The same in every text of a JSON value."""
+    def hide(self, value: _Json) -> _Json:
+        """In every text of a JSON value."""
         if isinstance(value, str):
             return self._pattern.sub(self._stand_in, value)
         if isinstance(value, list):
-            return [self.hide_within(item) for item in value]
+            return [self.hide(item) for item in value]
         if isinstance(value, Mapping):
-            return {self.hide_within(key): self.hide_within(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         return value
 
     def reveal(self, text: str) -> str:

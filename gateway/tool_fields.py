@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from gateway.errors import InvalidRequest, MissingParameter
+from gateway.errors import InvalidRequest
 from gateway.grammar_fields import AskedGrammar, check_beside_grammar
 from shared.grammars import json_schema_grammar
 
@@ -58,10 +58,8 @@ class ToolCallFields(msgspec.Struct, kw_only=True):
     type: Literal["function"] = "function"
 
 
-class ToolUseFields(msgspec.Struct, kw_only=True):
-    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+Tools: TypeAlias = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class ToolUse:
 
 
 def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
-    """`fields`: ToolUseFields beside GenerationFields, whose types are checked; `grammar`: what they ask for besides."""
+    """`fields`: those of a chat, whose types are checked; `grammar`: what they ask for besides."""
     tools, choice = fields.tools or [], fields.tool_choice
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
@@ -94,7 +92,8 @@ def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
     check_beside_grammar(fields, "tool_choice")
     if choice == "required":
         most = {"maxItems": 1} if fields.parallel_tool_calls is False else {}
-        return ToolUse(definitions, "required", grammar=AskedGrammar(json_schema_grammar(_calls(tools) | most), "tools"))
+        grammar = AskedGrammar(json_schema_grammar(_calls(tools) | most), "tools")
+        return ToolUse(definitions, "required", grammar=grammar)
     return _named(tools, definitions, choice.function.name)
 
 
@@ -137,8 +136,7 @@ def _check_names(tools: list[ToolFields]) -> None:
 
 def _definition(tool: ToolFields) -> dict[str, Any]:
     """Without what is null or absent: templates print what they find."""
-    function = {"name": tool.function.name, "description": tool.function.description}
-    function |= {"parameters": _parameters(tool)}
+    function = {"name": tool.function.name, "description": tool.function.description, "parameters": _parameters(tool)}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

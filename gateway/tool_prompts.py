@@ -1,7 +1,7 @@
 """How a model without a word for tools in its chat template is told of them: the way Hermes' models were taught. Pure.
 
-The tools become a system text, calls of earlier answers <tool_call> tags, and results a user's <tool_response>. Templates
-that take `tools` do all of this themselves, and better.
+The tools become a system text, calls of earlier answers <tool_call> tags, and results a user's <tool_response>.
+Templates that take `tools` do all of this themselves, and better.
 """
 
 import json
@@ -34,7 +34,6 @@ def _in_words(message: ChatMessage) -> ChatMessage:
         return ChatMessage(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
     if "tool_calls" not in message:
         return message
-    calls = [
-        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message["tool_calls"]
-    ]
+    functions = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    calls = [f"<tool_call>\n{function}\n</tool_call>" for function in functions]
     return ChatMessage(role=message["role"], content="\n".join([*filter(None, [message["content"]]), *calls]))

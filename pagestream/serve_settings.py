@@ -22,6 +22,8 @@ GATEWAY_FLAGS = frozenset(
         "--body-timeout-seconds",
         "--default-detach-seconds",
         "--max-detach-seconds",
+        "--tool-call-parser",
+        "--reasoning-parser",
         "--force-include-usage",
         "--ui",
         "--api-key",

@@ -6,8 +6,8 @@
 Content is what the parser of reasoning leaves; the one of tools reads that. Ids are the caller's, by the call's number.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, Reasoning
 
@@ -50,7 +50,7 @@ class MessageParser:
                 case Arguments(more):
                     number = self.num_calls - 1
                     before = calls.get(number, ToolCallDelta(number, ""))
-                    calls[number] = ToolCallDelta(number, before.arguments + more, before.id, before.name)
+                    calls[number] = replace(before, arguments=before.arguments + more)
         told = tuple(call for call in calls.values() if call.arguments or call.id)
         return MessageDelta(content, reasoning, told)
 
@@ -65,3 +65,12 @@ class MessageParser:
                 yield part
         if is_last and self._tools is not None:
             yield from self._tools.finish()
+
+
+def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """The deltas of one message, joined: one a call."""
+    calls: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        before = calls.get(delta.index)
+        calls[delta.index] = delta if before is None else replace(before, arguments=before.arguments + delta.arguments)
+    return list(calls.values())

@@ -118,9 +118,11 @@ MESSAGES = [
     ),
     chat(
         "tool calls",
-        UNSUPPORTED,
-        "messages[0].tool_calls",
-        messages=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
+        VALUE,
+        "messages[0].tool_calls[0].function.arguments",
+        messages=[
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}
+        ],
     ),
     chat("too many messages", VALUE, "messages", "4096", messages=HI * 4097),
     chat(
@@ -206,8 +208,9 @@ OTHER_FIELDS = [
     chat("top_logprobs without logprobs", VALUE, "top_logprobs", "logprobs is true", top_logprobs=5),
     chat("21 top_logprobs", VALUE, "top_logprobs", "<= 20", logprobs=True, top_logprobs=21),
     chat("top_logprobs below 0", VALUE, "top_logprobs", ">= 0", logprobs=True, top_logprobs=-1),
-    chat("tools", UNSUPPORTED, "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
-    chat("named tool_choice", UNSUPPORTED, "tool_choice", tool_choice="required"),
+    chat("tool of another type", VALUE, "tools[0].type", tools=[{"type": "retrieval"}]),
+    chat("tool_choice without tools", VALUE, "tool_choice", tool_choice="required"),
+    text("tools of a text", UNSUPPORTED, "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
     chat("unknown response format", VALUE, "response_format.type", response_format={"type": "xml"}),
     chat("chat template of the client", UNSUPPORTED, "chat_template", chat_template="{{ 7*7 }}"),
     chat("guided_json is a number", VALUE, "guided_json", guided_json=1),

@@ -104,7 +104,8 @@ def test_what_is_read(name: str, text: str, expected: Read) -> None:
 
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
-    "{", "}", "[", "]", '"', "\\", ",", ":", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"f"', "f", "1", "null", "é", CALL,
+    "{", "}", "[", "]",
+    '"', "\\", ",", ":", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"f"', "f", "1", "null", "é", CALL,
 ]  # fmt: skip
 
 

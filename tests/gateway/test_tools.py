@@ -1,0 +1,281 @@
+"""Tools through the whole gateway: what the model is shown, what it is bound to, and what its client reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp import ClientResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.chat_template import ChatTemplate
+from gateway.errors import InvalidRequest
+from gateway.message_parsing import reads_special_mark
+from gateway.openai_schema import CompletionRequest, parse_chat
+from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
+from gateway.served_model import ServedModel
+from gateway.settings import GatewaySettings
+from gateway.tokenization import PromptEncoder
+from shared.grammars import check_grammar
+from shared.messages import FinishReason, GrammarKind
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+from tests.tiny_model import write_tiny_model
+
+CHAT_URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "$defs": {"city": {"type": "string"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+NO_CALL = {"name": "f", "arguments": "["}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def parse(**fields: Any) -> CompletionRequest:
+    return parse_chat(json.dumps({"messages": HI, "tools": [WEATHER, CLOCK], **fields}).encode())
+
+
+def schema_of(request: CompletionRequest) -> Any:
+    assert request.grammar is not None and request.grammar.grammar.kind is GrammarKind.JSON_SCHEMA
+    check_grammar(request.grammar.grammar)
+    return json.loads(request.grammar.grammar.text)
+
+
+def test_a_named_call_is_bound_to_its_parameters() -> None:
+    request = parse(tool_choice=NAMED)
+    assert schema_of(request) == WEATHER["function"]["parameters"]
+    assert request.grammar is not None and request.grammar.param == "tools[0].function.parameters"
+    assert request.tools is not None and (request.tools.mode, request.tools.name) == ("named", "get_weather")
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_valid"),
+    [
+        ([{"name": "get_weather", "arguments": {"city": "Rome"}}], True),
+        ([{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}], True),
+        ([{"name": "get_weather", "arguments": {"city": 1}}], False),
+        ([{"name": "get_weather", "arguments": {}}], False),
+        ([{"name": "other", "arguments": {}}], False),
+        ([], False),
+    ],
+)
+def test_a_required_call_is_bound_to_a_list_of_calls(calls: list[Any], is_valid: bool) -> None:
+    schema = schema_of(parse(tool_choice="required"))
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls) is is_valid
+
+
+def test_without_parallel_calls_there_is_one() -> None:
+    schema = schema_of(parse(tool_choice="required", parallel_tool_calls=False))
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+
+
+def test_auto_and_none_bind_to_nothing() -> None:
+    assert parse().grammar is None and parse(tool_choice="auto").tools is not None
+    assert parse(tool_choice="none").tools is None
+    assert parse(tools=[], tool_choice="auto").tools is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"tool_choice": "required", "use_beam_search": True}, "use_beam_search"),
+        ({"tool_choice": NAMED, "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": NO_CALL}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_is_no_tool_use_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(**fields)
+    assert raised.value.param == param and param in raised.value.message
+
+
+CONVERSATION = [
+    {"role": "user", "content": "Rome?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny <|im_end|>"},
+]
+
+
+def rendered(encoder: PromptEncoder, **fields: Any) -> str:
+    (prompt,) = parse(messages=CONVERSATION, **fields).prompts
+    chat = encoder.render_chat(
+        prompt.messages,  # type: ignore[union-attr]
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=prompt.tools,  # type: ignore[union-attr]
+    )
+    return chat.stand_ins.reveal(chat.text)
+
+
+def test_a_template_that_takes_tools_gets_them_as_values(tiny_model_dir: Path) -> None:
+    source = (
+        "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters.required | tojson }}) {% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.id }}={{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}"
+        "{{ m.tool_call_id }};{% endfor %}"
+    )
+    encoder = PromptEncoder((tiny_model_dir / "tokenizer.json").read_text(), ChatTemplate(source, {}))
+    assert rendered(encoder, tools=[WEATHER]) == (
+        'get_weather(["city"]) user:Rome?;assistant:c1=get_weatherRome;tool:sunny <|im_end|>c1;'
+    )
+
+
+def test_a_template_without_a_word_for_tools_is_told_in_hermes_words(tiny_model: ServedModel) -> None:
+    text = rendered(tiny_model.encoder)
+    assert text.startswith("<|im_start|>system\nYou can call these functions:\n<tools>\n")
+    assert json.dumps(WEATHER) in text and '<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>' in text
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>" in text
+    assert "<|im_start|>user\n<tool_response>\nsunny <|im_end|>\n</tool_response>" in text
+    assert "You can call" not in rendered(tiny_model.encoder, tool_choice="none")
+
+
+@pytest.fixture(scope="module")
+def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Definitions of tools are long when every character is a token."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "roomy", max_model_len=4096)
+
+
+@pytest.fixture
+async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
+    return await start_gateway(model=roomy_model_dir)  # type: ignore[no-any-return]
+
+
+async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:
+    """The answer of a model that says `text`, token by token: (message, finish reason), streamed and not."""
+    token_ids = gateway.state.require_model().encoder.encode_text(text, add_special_tokens=False)
+    gateway.engine.script = says(*([token_id] for token_id in token_ids), reason=reason)
+    body = {"messages": HI, "tools": [WEATHER, CLOCK], **fields}
+    async with gateway.session.post(CHAT_URL, json=body) as response:
+        assert response.status == 200, await response.text()
+        (whole,) = ChatCompletion.model_validate(await response.json()).choices
+    async with gateway.session.post(CHAT_URL, json={**body, "stream": True}) as response:
+        streamed = await read_stream(response)
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]  # type: ignore[union-attr]
+    reasoning = getattr(whole.message, "reasoning_content", "")
+    assert streamed == (whole.message.content or "", reasoning, calls, whole.finish_reason)
+    return whole.message.content, reasoning, calls, whole.finish_reason
+
+
+async def read_stream(response: ClientResponse) -> tuple[str, str, list[tuple[str, str]], str]:
+    content, reasoning, finish_reason = "", "", ""
+    calls: list[list[str]] = []
+    for line in (await response.text()).splitlines():
+        data = line.removeprefix("data: ")
+        if not data or data == "[DONE]":
+            continue
+        (choice,) = ChatCompletionChunk.model_validate_json(data).choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert call.index == len(calls) and call.type == "function" and len(call.id) == 9
+                calls.append([call.function.name or "", ""])
+            calls[call.index][1] += call.function.arguments or ""
+        finish_reason = choice.finish_reason or finish_reason
+    return content, reasoning, [(name, arguments) for name, arguments in calls], finish_reason
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+
+
+async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
+    expected = [("get_weather", '{"city": "Zürich"}')]
+    assert await ask(gateway, CALL) == (None, "", expected, "tool_calls")
+    assert await ask(gateway, f"Let me see. {CALL}") == ("Let me see. ", "", expected, "tool_calls")
+    assert await ask(gateway, "No need.") == ("No need.", "", [], "stop")
+    cut = CALL[: CALL.index("rich")]
+    assert await ask(gateway, cut, FinishReason.LENGTH) == (None, "", [("get_weather", '{"city": "Zü')], "length")
+
+
+async def test_forced_calls_are_read_as_their_grammar_writes_them(gateway: Gateway) -> None:
+    assert await ask(gateway, '{"city": "Rome"}', tool_choice=NAMED) == (
+        None, "", [("get_weather", '{"city": "Rome"}')], "tool_calls",
+    )  # fmt: skip
+    listed = '[{"name": "clock", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "Rome"}}]'
+    assert await ask(gateway, listed, tool_choice="required") == (
+        None, "", [("clock", "{}"), ("get_weather", '{"city": "Rome"}')], "tool_calls",
+    )  # fmt: skip
+    assert gateway.engine.requests[-1].sampling.grammar is not None
+
+
+async def test_without_tools_a_call_is_text(gateway: Gateway) -> None:
+    assert await ask(gateway, CALL, tool_choice="none") == (CALL, "", [], "stop")
+
+
+async def test_ids_of_calls_are_those_of_the_answer(gateway: Gateway) -> None:
+    """So that a resumed stream goes on with the id that its client has."""
+    ids = set()
+    token_ids = gateway.state.require_model().encoder.encode_text(CALL * 2, add_special_tokens=False)
+    gateway.engine.script = says(token_ids)
+    async with gateway.session.post(CHAT_URL, json={"messages": HI, "tools": [WEATHER], "n": 2}) as response:
+        for choice in (await response.json())["choices"]:
+            ids |= {call["id"] for call in choice["message"]["tool_calls"]}
+    assert len(ids) == 4
+
+
+async def test_thoughts_are_told_apart_where_the_gateway_looks_for_them(
+    start_gateway: Any, roomy_model_dir: Path
+) -> None:
+    thinking = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
+    text = f"<think>\nHm, Zürich.\n</think>\n\nSo: {CALL}"
+    assert await ask(thinking, text) == (
+        "So: ", "Hm, Zürich.\n", [("get_weather", '{"city": "Zürich"}')], "tool_calls",
+    )  # fmt: skip
+    thought = "<think>a</think>b"
+    assert await ask(thinking, thought, tools=[], guided_regex=".*") == (thought, "", [], "stop")
+    plain = await start_gateway(model=roomy_model_dir)
+    assert await ask(plain, thought, tools=[]) == (thought, "", [], "stop")
+
+
+async def test_the_option_names_the_family(start_gateway: Any, roomy_model_dir: Path) -> None:
+    mistral = await start_gateway(model=roomy_model_dir, tool_call_parser="mistral")
+    assert await ask(mistral, '[TOOL_CALLS]clock[ARGS]{"a": 1}') == (None, "", [("clock", '{"a": 1}')], "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("source", "family"),
+    [("{{ '[TOOL_CALLS]' }}", "mistral"), ("{{ '<|python_tag|>' }}", "llama3_json"), ("", "hermes")],
+)
+def test_the_template_shows_the_family(source: str, family: str) -> None:
+    class Encoder:
+        template_source = source
+
+        def has_special(self, text: str) -> bool:
+            return text == TOOL_CALL_PARSERS[family][1]
+
+    settings = GatewaySettings(model=Path("unused"))
+    assert reads_special_mark(settings, Encoder(), parse())
+    assert not reads_special_mark(settings, Encoder(), parse(tool_choice="required"))
+    assert not reads_special_mark(settings, Encoder(), parse(tools=[]))
