@@ -90,7 +90,7 @@ def time_layers(name: str, lengths: Lengths, layers: list[tuple[Tensor, Tensor]]
     tables = random_tables(lengths, layers[0][0].shape[0])
     bounds = (int(new.max()), MODEL_LEN_TOKENS)
 
-    plan = AttentionPlan(tables, starts, seq_lens, *bounds, shape.num_heads, shape.head_dim)
+    plan = AttentionPlan(tables, starts, seq_lens, *bounds, shape.num_heads, layers[0][0])
     torch.cuda.synchronize()
 
     def attend() -> None:

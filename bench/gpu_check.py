@@ -6,39 +6,42 @@ cases are also the GPU tests of tests/kernels.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
 from torch import Tensor
 from triton.testing import do_bench
 
+from bench.attention_checks import (
+    MIXED,
+    check_attention,
+    check_captured,
+    check_chunks,
+    check_for_every_device,
+    check_invariance,
+    check_tilings,
+)
 from bench.kernel_cases import (
     HEAD_SHAPES,
     HIDDEN,
-    AttentionBatch,
+    Check,
     Error,
     attention_batch,
-    attention_tolerance,
-    exact_attention,
     measure_error,
+    poisoned,
     rounding_tolerance,
+    same_bits,
 )
-from kernels import paged_attention_prefill
 from kernels.kv_block_copy import copy_kv_blocks
-from kernels.kv_cache_store import store_kv, store_kv_reference
-from kernels.paged_attention import AttentionPlan, paged_attention
-from kernels.paged_attention_prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES
+from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.rotary_embedding import rotate_and_store, rotate_reference
+from kernels.rotary_embedding import rotate_and_store, rotate_reference, store_kv_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES, tiles_for
@@ -53,7 +56,7 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
     "decode 256": [(100 + i, 1) for i in range(256)],
     "prefill 1": [(0, 1500)],
     "prefill ragged": [(0, 1), (0, 2), (0, 63), (0, 64), (0, 65), (300, 129), (17, 700)],
-    "mixed": [(513, 1), (0, 0), (1024, 511), (63, 1), (0, 33), (2047, 1), (5, 2), (4000, 1)],
+    "mixed": MIXED,
 }
 LONG_PREFILL = [(0, 8192)]
 TIMED: dict[str, list[tuple[int, int]]] = {
@@ -63,132 +66,6 @@ TIMED: dict[str, list[tuple[int, int]]] = {
     "prefill 8 x 1024": [(0, 1024)] * 8,
     "mixed 64 x 1024 + 2048 new": [*[(1023, 1)] * 64, (0, 2048)],
 }
-
-Check = Callable[[torch.Generator], list[Error]]
-
-
-def poisoned(call: Callable[[], Any]) -> Any:
-    """Call with uninitialised memory filled with NaN, so that an element nobody writes is seen."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        return call()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def attend(batch: AttentionBatch) -> Tensor:
-    return poisoned(lambda: paged_attention(**vars(batch)))
-
-
-def check_attention(shape: str, block_size: int, lengths: list[tuple[int, int]], dtype: torch.dtype) -> Check:
-    def check(generator: torch.Generator) -> list[Error]:
-        batch = attention_batch(HEAD_SHAPES[shape], block_size, lengths, dtype, generator)
-        output = attend(batch)
-        errors = [measure_error(output, exact_attention(batch), attention_tolerance(dtype))]
-        # Exactly the same bits on a second run: a moving result is a race.
-        return [*errors, same_bits(attend(batch), output)]
-
-    return check
-
-
-def check_neighbours(shape: str, dtype: torch.dtype) -> Check:
-    """A sequence alone has the bits that it has in a mixed batch."""
-
-    def check(generator: torch.Generator) -> list[Error]:
-        lengths = LENGTHS["mixed"]
-        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
-        together, starts = attend(batch), batch.query_start_loc.tolist()
-        errors = []
-        for sequence, (cached, new) in enumerate(lengths):
-            rows = slice(starts[sequence], starts[sequence + 1])
-            alone = dataclasses.replace(
-                batch,
-                query=batch.query[rows],
-                block_tables=batch.block_tables[sequence : sequence + 1],
-                query_start_loc=torch.tensor([0, new], dtype=torch.int32, device=generator.device),
-                seq_lens=batch.seq_lens[sequence : sequence + 1],
-                max_query_len=new,
-                max_seq_len=cached + new,
-            )
-            errors.append(same_bits(attend(alone), together[rows]))
-        return errors
-
-    return check
-
-
-def check_chunks(shape: str, dtype: torch.dtype) -> Check:
-    """A prompt in chunks (none of one token: those take the decode kernel) has the bits of the prompt in one piece."""
-
-    def check(generator: torch.Generator) -> list[Error]:
-        whole = attention_batch(HEAD_SHAPES[shape], 16, [(0, 700)], dtype, generator)
-        expected, start, errors = attend(whole), 0, []
-        for end in (33, 35, 300, 698, 700):
-            piece = dataclasses.replace(
-                whole,
-                query=whole.query[start:end],
-                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=generator.device),
-                seq_lens=torch.tensor([end], dtype=torch.int32, device=generator.device),
-                max_query_len=end - start,
-                max_seq_len=end,
-            )
-            errors.append(same_bits(attend(piece), expected[start:end]))
-            start = end
-        return errors
-
-    return check
-
-
-def check_captured(shape: str, dtype: torch.dtype) -> Check:
-    """A decode captured with bounds far above its batch, padded with rows of no keys, and replayed on other lengths,
-    has the bits of a launch with exact bounds."""
-
-    def check(generator: torch.Generator) -> list[Error]:
-        lengths = [(37 * i, 1) for i in range(1, 30)]
-        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
-        sequences, padded = len(lengths), 32
-        query = torch.nn.functional.pad(batch.query, (0, 0, 0, 0, 0, padded - sequences))
-        tables = torch.nn.functional.pad(batch.block_tables, (0, 8192 - batch.block_tables.shape[1], 0, 3))
-        seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, 3))
-        starts = torch.arange(padded + 1, dtype=torch.int32, device=generator.device)
-        results = torch.empty_like(query, memory_format=torch.contiguous_format)
-
-        def attend_layers() -> None:
-            plan = AttentionPlan(tables, starts, seq_lens, 1, 131072, *query.shape[1:])
-            results.fill_(torch.nan)  # a kernel that waits for the plan, as every step has before its first layer
-            for _ in range(3):
-                results.copy_(plan.attend(query, batch.key_cache, batch.value_cache, batch.scale))
-
-        attend_layers()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attend_layers()
-        errors = []
-        for lens in (batch.seq_lens, (batch.seq_lens // 3).clamp(min=1)):
-            seq_lens[:sequences] = lens
-            graph.replay()
-            expected = paged_attention(**vars(dataclasses.replace(batch, seq_lens=lens)))
-            errors += [same_bits(results[:sequences], expected), same_bits(results[sequences:], 0 * query[sequences:])]
-        return errors
-
-    return check
-
-
-def check_tilings(shape: str, dtype: torch.dtype) -> Check:
-    """Small and large prefill tiles give the same bits: a batch's other sequences may choose between them."""
-
-    def check(generator: torch.Generator) -> list[Error]:
-        batch = attention_batch(HEAD_SHAPES[shape], 16, [(300, 500), (0, 700)], dtype, generator)
-        outputs = []
-        for tiles in (SHORT_TILES, SMALL_TILES, LARGE_TILES):
-            with mock.patch.object(paged_attention_prefill, "prefill_config", lambda *_, tiles=tiles: tiles):
-                outputs.append(attend(batch))
-        return [same_bits(output, outputs[0]) for output in outputs[1:]]
-
-    return check
-
-
-def same_bits(output: Tensor, expected: Tensor) -> Error:
-    return Error(0.0, 0.0, 0.0) if torch.equal(output, expected) else Error(float("inf"), float("inf"), 0.0)
 
 
 def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
@@ -215,18 +92,18 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
     return check
 
 
-def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
+def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int) -> Check:
     """Queries and keys rotated in place, keys and values in their slots, and no other byte of the pool changed."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
         device, kv_heads, rotated = generator.device, heads.num_kv_heads, heads.num_heads + heads.num_kv_heads
-        pool = torch.full((130, 2, 2, kv_heads, 16, heads.head_dim), torch.nan, dtype=dtype, device=device)
+        pool = torch.full((130, 2, 2, kv_heads, block_size, heads.head_dim), torch.nan, dtype=dtype, device=device)
         qkv = torch.randn(num_tokens, rotated + kv_heads, heads.head_dim, device=device, generator=generator).to(dtype)
         positions = torch.randint(8192, (num_tokens,), device=device, generator=generator)
         angles = torch.rand(8192, heads.head_dim // 2, device=device, generator=generator) * 6.28
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        slots = torch.randperm(130 * 16, device=device, generator=generator)[:num_tokens]
+        slots = torch.randperm(130 * block_size, device=device, generator=generator)[:num_tokens]
         slots[1::7] = -1
         exact = rotate_reference(qkv[:, :rotated].double(), positions, table.double())
         values, expected = qkv[:, rotated:].clone(), pool.clone()
@@ -267,26 +144,18 @@ def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_r
     return check
 
 
-def check_cache_writes(shape: str, block_size: int, dtype: torch.dtype) -> Check:
-    """KV store and block copy move bytes: the whole pool must equal the reference's, bit for bit."""
+def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check:
+    """Copies move bytes: the whole pool must equal the reference's, bit for bit."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
         random = {"dtype": dtype, "device": generator.device, "generator": generator}
-        num_blocks, num_tokens = 64, 300
-        pool = torch.randn(num_blocks, 3, 2, heads.num_kv_heads, block_size, heads.head_dim, **random)
+        pool = torch.randn(64, 3, 2, heads.num_kv_heads, block_size, heads.head_dim, **random)
         expected = pool.clone()
-        qkv = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, **random)
-        key, value = qkv[:, heads.num_heads :].chunk(2, dim=1)
-        slots = torch.randperm(num_blocks * block_size, device=generator.device, generator=generator)[:num_tokens]
-        slots[::7] = -1
-        store_kv(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
-        store_kv_reference(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
-        stored = same_bits(pool, expected)
-        copies = torch.randperm(num_blocks, device=generator.device, generator=generator)[:20].view(10, 2)
+        copies = torch.randperm(64, device=generator.device, generator=generator)[:20].view(10, 2)
         copy_kv_blocks(pool, pool, copies)
         expected[copies[:, 1]] = expected[copies[:, 0]]
-        return [stored, same_bits(pool, expected)]
+        return [same_bits(pool, expected)]
 
     return check
 
@@ -303,17 +172,20 @@ def all_checks() -> dict[str, Check]:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"
             for num_tokens in (1, 7, 1000):
                 checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
-                checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype)
+                checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16)
             # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
             for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
-                checks[f"cache writes {name} block {block_size}"] = check_cache_writes(shape, block_size, dtype)
+                checks[f"block copies {name} block {block_size}"] = check_block_copies(shape, block_size, dtype)
+                rotation = f"rotation {name} T=300 block {block_size}"
+                checks[rotation] = check_rotation(shape, 300, dtype, block_size)
                 for case, lengths in LENGTHS.items():
                     checks[f"{case}, {name} block {block_size}"] = check_attention(shape, block_size, lengths, dtype)
-            checks[f"neighbours {name}"] = check_neighbours(shape, dtype)
+            checks[f"invariance {name}"] = check_invariance(shape, dtype)
             checks[f"chunks {name}"] = check_chunks(shape, dtype)
             checks[f"captured {name}"] = check_captured(shape, dtype)
             if dtype != torch.float32:
                 checks[f"tilings {name}"] = check_tilings(shape, dtype)
+                checks[f"mixed for every device, {name}"] = check_for_every_device(shape, dtype)
         checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
     return checks
 

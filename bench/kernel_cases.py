@@ -4,7 +4,9 @@ Everything that a kernel must not read is NaN: unused slots, block 0, blocks of 
 measured against float64. Knows torch and kernels/ only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,3 +131,19 @@ def attention_tolerance(dtype: torch.dtype) -> float:
     """Softmax weights and output are rounded to the dtype, eps / 2 each. Float32 goes through tensor cores as three
     tf32 products, about 1e-6 of a score; scores of a few units move their exponentials by a few times that."""
     return 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+Check = Callable[[torch.Generator], list[Error]]
+
+
+def same_bits(output: Tensor, expected: Tensor) -> Error:
+    return Error(0.0, 0.0, 0.0) if torch.equal(output, expected) else Error(float("inf"), float("inf"), 0.0)
+
+
+def poisoned(call: Callable[[], Any]) -> Any:
+    """Call with uninitialised memory filled with NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,7 +1,8 @@
 """Causal attention of a ragged batch over a paged KV cache; decode and prefill sequences mixed freely.
 
-    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, head_dim)
-        once a step: what all layers share. plan.attend(query, key_cache, value_cache, scale) -> output, once a layer
+    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, key_cache)
+        once a step, with any layer's keys: what all layers share.
+        plan.attend(query, key_cache, value_cache, scale) -> output, once a layer
 
     paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
                     max_query_len, max_seq_len, scale) -> output [T, Hq, D], contiguous
@@ -16,13 +17,14 @@
 The last query row of a sequence is at position seq_len - 1; a row sees the keys at its own position and before. A row
 that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
 lies in unused slots, in block 0 or behind a table's used part, NaN included, has no effect. Softmax in float32;
-products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A sequence's result
-does not depend on what else is in the batch, nor a chunk's on how its prompt was cut.
+products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A chunk's result does
+not depend on how its prompt was cut, nor any result on how a batch is padded. What else is in a batch decides where the
+keys of a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`.
 
 Launch grids depend on shapes and on the two bounds alone, so a plan and its layers can be captured in a CUDA graph;
 loose bounds cost nothing but the room of the plan.
 
-Does not know layers, and does not write the cache (kv_cache_store.py does, before).
+Does not know layers, and does not write the cache (rotary_embedding.py does, before).
 """
 # The operation has nine arguments; a structure would be a type that kernels and engine must share.
 # ruff: noqa: PLR0913, PLR0917
@@ -30,9 +32,14 @@ Does not know layers, and does not write the cache (kv_cache_store.py does, befo
 import torch
 from torch import Tensor
 
-from kernels.paged_attention_decode import attend_decode
-from kernels.paged_attention_plan import plan_decode
+from kernels.paged_attention_decode import attend_decode, num_multiprocessors
+from kernels.paged_attention_decode_hopper import attend_decode_hopper
+from kernels.paged_attention_invariant import attend_invariant
+from kernels.paged_attention_plan import DecodePlan, plan_decode
+from kernels.paged_attention_pool import suits_copy_engine
 from kernels.paged_attention_prefill import attend_prefill
+from kernels.paged_attention_prefill_hopper import attend_prefill_hopper
+from kernels.paged_attention_shares import H200_CONFIG, SharePlan, plan_shares
 
 
 def paged_attention_reference(
@@ -85,19 +92,23 @@ class AttentionPlan:
         max_query_len: int,
         max_seq_len: int,
         num_heads: int,
-        head_dim: int,
+        key_cache: Tensor,
         one_kernel: bool = False,
     ) -> None:
-        """`one_kernel`: a token has the same bits whether it is decoded or is part of a prompt; slower where few
-        sequences have long contexts, because these are then not split."""
+        """`one_kernel`: a token has the same bits whether it is decoded or is part of a prompt, whatever else is in the
+        batch; slower for long prompts."""
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-        self._triton = TritonPlan(*self._batch, num_heads, head_dim, one_kernel) if seq_lens.is_cuda else None
+        self._triton = TritonPlan(*self._batch, num_heads, key_cache, one_kernel) if seq_lens.is_cuda else None
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer."""
+        """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer, and
+        in a batch that only decodes between its older keys and that layer."""
         if self._triton is None:
             return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale)
         return self._triton.attend(query, key_cache, value_cache, scale, may_start_early=True)
+
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key_cache, value_cache, block_tables
 
 
 class TritonPlan:
@@ -109,17 +120,23 @@ class TritonPlan:
         max_query_len: int,
         max_seq_len: int,
         num_heads: int,
-        head_dim: int,
+        key_cache: Tensor,
         one_kernel: bool = False,
     ) -> None:
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
-        self._block_tables, self._query_start_loc, self._seq_lens = block_tables, query_start_loc, seq_lens
-        self._max_query_len = max_query_len
+        self._block_tables, self._lengths = block_tables, (query_start_loc, seq_lens)
+        self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
+        self._on_hopper = suits_copy_engine(key_cache, num_heads)
+        self._decode: DecodePlan | SharePlan | None = None
         # One sequence with several new tokens leaves nothing to decode.
-        decodes = not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1)
-        self._least_prefill_len = 1 if one_kernel else 2
-        self._decode = plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) if decodes else None
+        if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
+            num_kv_heads, _, head_dim = key_cache.shape[1:]
+            if self._on_hopper:
+                processors = num_multiprocessors(seq_lens.device)
+                self._decode = plan_shares(*self._lengths, num_heads, num_kv_heads, head_dim, H200_CONFIG, processors)
+            else:
+                self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim)
 
     def attend(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, may_start_early: bool
@@ -129,13 +146,26 @@ class TritonPlan:
         assert key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
         assert key_cache.stride(0) < 2**31
         output = query.new_empty(query.shape)
-        caches = (key_cache, value_cache, self._block_tables)
-        if self._decode is not None:
-            attend_decode(query, *caches, self._decode, output, scale, may_start_early)
-        if self._max_query_len >= self._least_prefill_len:
-            lengths = (self._query_start_loc, self._seq_lens)
-            attend_prefill(query, *caches, *lengths, output, self._max_query_len, scale, self._least_prefill_len)
+        tensors = (query, key_cache, value_cache, self._block_tables)
+        if self._one_kernel:
+            attend_invariant(*tensors, *self._lengths, output, self._max_query_len, self._max_seq_len, scale)
+        else:
+            self._decode_rows(tensors, output, scale, may_start_early)
+            self._prefill_rows(tensors, output, scale)
         return output
+
+    def _decode_rows(self, tensors: Tensors, output: Tensor, scale: float, may_start_early: bool) -> None:
+        if isinstance(self._decode, SharePlan):
+            only_decodes = self._max_query_len == 1
+            attend_decode_hopper(*tensors, self._decode, output, scale, may_start_early, keys_are_old=only_decodes)
+        elif self._decode is not None:
+            attend_decode(*tensors, self._decode, output, scale, may_start_early)
+
+    def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float) -> None:
+        if self._max_query_len > 1 and self._on_hopper:
+            attend_prefill_hopper(*tensors, *self._lengths, output, scale)
+        elif self._max_query_len > 1:
+            attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale)
 
 
 def paged_attention_triton(
@@ -151,7 +181,7 @@ def paged_attention_triton(
     one_kernel: bool = False,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-    plan = TritonPlan(*batch, query.shape[1], query.shape[2], one_kernel)
+    plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel)
     # The plan is written by the kernel right before.
     return plan.attend(query, key_cache, value_cache, scale, may_start_early=False)
 

@@ -1,12 +1,12 @@
 """Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
 
-    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale,
-                   least_query_len)
+    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale)
 
 A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
 keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
 keys lie at absolute positions, so that the order of a row's additions does not depend on how its prompt was chunked
-or on the rows of a tile.
+or on the rows of a tile. With SPLIT_TOKENS the softmax starts anew at each of its multiples and the results are merged
+in ascending order: paged_attention_invariant.py says what for.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
@@ -108,6 +108,18 @@ def _attend_keys(
 
 
 @triton.jit
+def merge_split(joined, total, maximum, attended, log):
+    """Another split of a row's keys (normalised; log2 of its sum of exponentials) beside those before: the same
+    operations in the same order wherever splits are merged, so that no compiler may fuse them differently."""
+    new_maximum = tl.maximum(maximum, log)
+    # A row without keys so far has maximum -inf, and -inf - -inf is NaN.
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight, decay = tl.exp2(log - shift), tl.exp2(maximum - shift)
+    joined = tl.fma(attended, tl.broadcast_to(weight[:, None], attended.shape), joined * decay[:, None])
+    return joined, tl.fma(total, decay, weight), new_maximum
+
+
+@triton.jit
 def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.constexpr):
     """Sequence s has the tiles from start // TILE_TOKENS + s on: an upper bound of what it needs, known without a plan
     made by the host."""
@@ -121,15 +133,43 @@ def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.cons
     return sequence
 
 
+@triton.jit
+def _attend_split(
+    query_tile, key_head, block_table, first_key, first_masked_key, end_key, row_positions, seq_len, scale_log2,
+    cache_block_stride, cache_slot_stride,
+    VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """(normalised result, log2 of the sum of exponentials) of keys [first_key, end_key)"""
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    accumulator, row_sum, row_max = _attend_keys(
+        query_tile, accumulator, row_sum, row_max, key_head, block_table, first_key, first_masked_key, row_positions,
+        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+        BLOCK_N, False, PRECISION, NUM_STAGES,
+    )  # fmt: skip
+    accumulator, row_sum, row_max = _attend_keys(
+        query_tile, accumulator, row_sum, row_max, key_head, block_table, first_masked_key, end_key, row_positions,
+        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+        BLOCK_N, True, PRECISION, 1,
+    )  # fmt: skip
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    return accumulator / divisor[:, None], row_max + tl.log2(divisor)
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
 def prefill_kernel(
-    query, key_cache, block_tables, query_start_loc, seq_lens, output, scale_log2, query_token_stride,
-    query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride, num_sequences,
+    query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_logs, scale_log2,
+    query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
+    num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST_QUERY_LEN: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    LEAST_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program = kv head of a tile of tokens."""
+    """Program = (kv head of a tile of tokens, share of the splits). Where there are several shares, MAX_SPLITS > 0,
+    rows are single tokens, and each split goes to its place [sequence, MAX_SPLITS, head, HEAD_DIM]."""
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Last tiles first: they see the most keys, and a long program that starts last would run alone.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -158,22 +198,36 @@ def prefill_kernel(
     # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
     slots = tl.arange(0, BLOCK_N) % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
-    accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    accumulator, row_sum, row_max = _attend_keys(
-        query_tile, accumulator, row_sum, row_max, key_head, block_table, 0, first_masked_key, row_positions, seq_len,
-        scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_N,
-        False, PRECISION, NUM_STAGES,
-    )  # fmt: skip
-    accumulator, row_sum, row_max = _attend_keys(
-        query_tile, accumulator, row_sum, row_max, key_head, block_table, first_masked_key, end_key, row_positions,
-        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-        BLOCK_N, True, PRECISION, 1,
-    )  # fmt: skip
-    attended = accumulator / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    write = (token_rows * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + lanes[None, :]
-    tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
+    if SPLIT_TOKENS == 0:
+        attended, _ = _attend_split(
+            query_tile, key_head, block_table, 0, first_masked_key, end_key, row_positions, seq_len, scale_log2,
+            cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+            PRECISION, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        attended = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        step = tl.num_programs(1) * SPLIT_TOKENS
+        for first_key in tl.range(tl.program_id(1) * SPLIT_TOKENS, end_key, step, num_stages=1):
+            split_end = tl.minimum(first_key + SPLIT_TOKENS, end_key)
+            split, log = _attend_split(
+                query_tile, key_head, block_table, first_key,
+                tl.minimum(tl.maximum(first_masked_key, first_key), split_end), split_end, row_positions, seq_len,
+                scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
+                BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES,
+            )  # fmt: skip
+            if MAX_SPLITS > 0:
+                place = tl.cast(sequence, tl.int64) * MAX_SPLITS + first_key // SPLIT_TOKENS
+                place = place * (NUM_KV_HEADS * GROUP) + heads
+                tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned)
+                tl.store(split_logs + place, log, mask=rows < GROUP)
+            else:
+                attended, total, maximum = merge_split(attended, total, maximum, split, log)
+        attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
+    if MAX_SPLITS == 0:
+        write = (token_rows * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
 
 
 def attend_prefill(
@@ -186,24 +240,53 @@ def attend_prefill(
     output: Tensor,
     max_query_len: int,
     scale: float,
-    least_query_len: int = 2,
 ) -> None:
-    """Of the sequences with `least_query_len` new tokens or more."""
+    """Of the sequences with two new tokens or more."""
+    num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
+    config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device))
+    caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
+    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2))
+
+
+@dataclass(frozen=True)
+class SplitPrefill:
+    """Of which sequences, in splits of how many keys (0: none), by how many programs a row, and the room for splits
+    [S, max_splits, Hq, D] float32 and their logs [S, max_splits, Hq], which several programs need."""
+
+    least_query_len: int
+    split_tokens: int = 0
+    programs: int = 1
+    max_splits: int = 0
+    splits: Tensor | None = None
+    split_logs: Tensor | None = None
+
+
+def launch_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    scale: float,
+    config: PrefillConfig,
+    split: SplitPrefill,
+) -> None:
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
-    config = prefill_config(
-        query.dtype, num_tokens * num_heads, max_query_len * group, num_multiprocessors(query.device)
-    )
     block_m = max(config.block_m, triton.next_power_of_2(group))
     max_tiles = num_tokens // (block_m // group) + num_sequences
-    prefill_kernel[(max_tiles * num_kv_heads,)](
+    prefill_kernel[(max_tiles * num_kv_heads, split.programs)](
         query,
         key_cache,
         block_tables,
         query_start_loc,
         seq_lens,
         output,
+        output if split.splits is None else split.splits,
+        output if split.split_logs is None else split.split_logs,
         scale * LOG2_E,
         *query.stride()[:2],
         *key_cache.stride()[:3],
@@ -218,7 +301,9 @@ def attend_prefill(
         BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
-        LEAST_QUERY_LEN=least_query_len,
+        LEAST_QUERY_LEN=split.least_query_len,
+        SPLIT_TOKENS=split.split_tokens,
+        MAX_SPLITS=split.max_splits,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.kv_cache_store import store_kv_reference
 
 # 8 heads of 128 for 4 warps: 8 elements a thread, and a token of Llama 8B is 6 programs, not one long one.
 _HEADS_PER_PROGRAM = 8
@@ -41,6 +40,18 @@ def rotate_and_store_reference(
     rotated, value = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
     rotated.copy_(rotate_reference(rotated, positions, cos_sin_table))
     store_kv_reference(rotated[:, -num_kv_heads:], value, key_cache, value_cache, slot_mapping)
+
+
+def store_kv_reference(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """key, value [T, Hkv, D] into their slots."""
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key[kept]
+    value_cache[blocks, :, offsets] = value[kept]
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class CudaStep:
             model_input.max_query_len,
             model_input.max_seq_len,
             device.config.num_heads,
-            device.config.head_dim,
+            device.layers[0][0],
             one_kernel=device.is_deterministic,
         )
 

@@ -22,8 +22,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.kv_block_copy import copy_kv_blocks_triton
-from kernels.kv_cache_store import store_kv_triton
 from kernels.paged_attention import TritonPlan
+from kernels.paged_attention_decode import attend_decode
+from kernels.paged_attention_plan import plan_decode
+from kernels.paged_attention_prefill import attend_prefill
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import rotate_and_store_triton
 from kernels.sampling_cuda import sample_tokens_triton
@@ -70,10 +72,38 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
     indices = torch.empty(num_sequences + 1, dtype=torch.int32, device="meta")
     tables = torch.empty(num_sequences, 256, dtype=torch.int32, device="meta")
 
+    key_cache, value_cache = pool[:, 1, 0], pool[:, 1, 1]
+    scale = head_dim**-0.5
+
     def launch() -> None:
+        lengths = (indices, indices[1:])
+        for max_query_len in (1, 8):  # the kernels for Hopper, where they suit
+            plan = TritonPlan(tables, *lengths, max_query_len, 4096, heads, key_cache)
+            plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True)
+        # Those for every device.
+        plan = plan_decode(*lengths, 4096, heads, head_dim)
+        output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
+        caches = (key_cache, value_cache, tables)
+        attend_decode(qkv[:, :heads], *caches, plan, output, scale, may_start_early=True)
         for max_query_len in (8, 100, 512):  # short, small and large tiles
-            plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, head_dim)
-            plan.attend(qkv[:, :heads], pool[:, 1, 0], pool[:, 1, 1], head_dim**-0.5, may_start_early=True)
+            attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale)
+
+    return launch
+
+
+def attention_in_splits(shape: str) -> Callable[[], object]:
+    _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
+    pool = torch.empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(64, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    indices = torch.empty(2, dtype=torch.int32, device="meta")
+    tables = torch.empty(1, 256, dtype=torch.int32, device="meta")
+
+    def launch() -> None:
+        # Without a GPU there is one multiprocessor, which one kv head leaves room for a second program.
+        for max_query_len, heads_kept in ((1, 1), (8, kv_heads), (64, kv_heads)):
+            caches = (pool[:, 1, 0, :heads_kept], pool[:, 1, 1, :heads_kept])
+            plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, caches[0], one_kernel=True)
+            plan.attend(query[:, : heads_kept * heads // kv_heads], *caches, head_dim**-0.5, may_start_early=True)
 
     return launch
 
@@ -86,7 +116,6 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
 
     def launch() -> None:
         x, qkv = empty(1024, hidden), empty(1024, heads + 2 * kv_heads, head_dim)
-        _, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         pool = empty(4096, layers, 2, kv_heads, 16, head_dim)
         slots = empty(1024, dtype=torch.int64)
         rms_norm_triton(x, empty(hidden), 1e-5)
@@ -94,7 +123,6 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
         silu_and_mul_triton(empty(1024, 2 * intermediate))
         table = empty(8192, head_dim, dtype=torch.float32)
         rotate_and_store_triton(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots)
-        store_kv_triton(key, value, pool[:, 1, 0], pool[:, 1, 1], slots)
         copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))
 
     return launch
@@ -180,6 +208,7 @@ def main() -> None:
         "attention smollm2-135m bf16 block 16": attention("smollm2-135m", torch.bfloat16, 16),
         "attention llama-8b bf16 block 64": attention("llama-8b", torch.bfloat16, 64),
         "attention llama-8b fp32 block 16": attention("llama-8b", torch.float32, 16),
+        "attention in splits llama-8b bf16": attention_in_splits("llama-8b"),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
         "sampling smollm2-135m bf16": sampling(49_152, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),

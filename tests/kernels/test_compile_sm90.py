@@ -35,6 +35,10 @@ def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
 
 def test_every_kernel_was_compiled(reports: list[Report]) -> None:
     assert {report["kernel"] for report in reports} == {
+        "plan_shares_kernel",
+        "decode_hopper_kernel",
+        "prefill_hopper_kernel",
+        "merge_splits_kernel",
         "plan_decode_kernel",
         "decode_kernel",
         "join_splits_kernel",
@@ -43,7 +47,6 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_silu_and_mul_kernel",
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
-        "_store_kv_kernel",
         "_copy_kv_blocks_kernel",
         "argmax_kernel",
         "group_kernel",
@@ -56,9 +59,11 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
 
 def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> None:
     for report in reports:
-        # 16 warps have 128 registers a thread. What the large prefill tiles spill lies outside their loop over keys
-        # without masks; they are faster than tiles that spill nothing (491 against 446 TFLOP/s).
-        allowed = 128 if report["kernel"] == "prefill_kernel" and report["num_warps"] == 16 else 0
+        # What they spill lies outside their loops over keys without masks, and they are faster than tiles that spill
+        # nothing. 16 warps have 128 registers a thread: 491 against 446 TFLOP/s. Two groups of four warps beside the
+        # one that loads have 240, which scores and results of 128 columns fill: 638 against 526.
+        large = report["num_warps"] == 16 or "splits" in report["case"]
+        allowed = {"prefill_kernel": 128 if large else 0, "prefill_hopper_kernel": 160}.get(report["kernel"], 0)
         assert report["spill_bytes"] <= allowed, report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
 
@@ -74,6 +79,23 @@ def test_decode_pipelines_its_loads_and_two_programs_fit_an_sm(
         assert report["shared_bytes"] >= 2 * 128 * head_dim * 2, report
         # 4 warps each: 65536 registers, 228 KiB.
         assert report["registers"] <= 255 and 2 * (report["shared_bytes"] + 1024) <= 228 * 1024, report
+
+
+@pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
+def test_decode_on_hopper_fills_an_sm_with_warps(reports: list[Report], shape: str, head_dim: int) -> None:
+    for report in of(reports, "decode_hopper_kernel", shape):
+        # A program is a warp: neither registers nor shared memory may keep the eighth off an SM.
+        assert report["num_warps"] == 1 and report["bulk_copies"] > 0, report
+        assert 8 * (report["shared_bytes"] + 1024) <= 228 * 1024 and report["registers"] <= 255, report
+        assert report["shared_bytes"] >= 3 * 2 * 16 * head_dim * 2, report
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
+def test_prefill_on_hopper_leaves_loading_to_the_copy_engine(reports: list[Report], shape: str) -> None:
+    for report in of(reports, "prefill_hopper_kernel", shape):
+        assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
+        # Four warps, four more, and one that loads, for which the hardware counts four.
+        assert report["num_warps"] == 12, report
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])

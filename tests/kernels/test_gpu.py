@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bench.gpu_check import Check, all_checks
+from bench.gpu_check import all_checks
+from bench.kernel_cases import Check
 from bench.sampling import run_checks
 from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 

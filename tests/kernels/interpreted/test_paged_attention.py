@@ -9,7 +9,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from bench.kernel_cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
-from kernels import paged_attention_decode, paged_attention_plan
+from kernels import paged_attention_decode, paged_attention_invariant, paged_attention_plan
 from kernels.paged_attention import paged_attention_triton
 from kernels.paged_attention_plan import plan_decode
 
@@ -166,11 +166,17 @@ def test_neighbours_in_the_batch_do_not_change_a_bit_of_a_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("cuts", "one_kernel"),
-    [((33, 35, 98, 100), False), ((33, 34, 98, 99, 100), True)],
+    [((33, 35, 98, 200), False), ((33, 34, 64, 65, 98, 198, 199, 200), True)],
     ids=["chunks", "chunks and single tokens by one kernel"],
 )
-def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(cuts: tuple[int, ...], one_kernel: bool) -> None:
-    whole = build(HeadShape(4, 2, 64), 16, [(0, 100)])
+@pytest.mark.parametrize("programs_per_sm", [1, 2], ids=["splits one by one", "splits side by side"])
+def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(
+    cuts: tuple[int, ...], one_kernel: bool, programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_invariant, "SPLIT_TOKENS", 64)
+    # The interpreter has one multiprocessor, and this many programs for one kv head.
+    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", programs_per_sm)
+    whole = build(HeadShape(2, 1, 64), 16, [(0, 200)])
     expected, pieces, start = paged_attention_triton(**vars(whole), one_kernel=one_kernel), [], 0
     for end in cuts:
         piece = dataclasses.replace(
@@ -185,6 +191,30 @@ def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(cuts: tuple[int,
         start = end
     assert torch.equal(torch.cat(pieces), expected)
     assert_exact(whole, expected)
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 20], ids=["splits one by one", "splits side by side"])
+def test_by_one_kernel_neighbours_change_no_bit_of_a_decoding_sequence(
+    programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention_invariant, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", programs_per_sm)
+    lengths = [(300, 1), (63, 1), (64, 1), (0, 1)]
+    batch = build(HeadShape(6, 2, 64), 16, lengths)
+    batch.seq_lens[3] = 0
+    together = paged_attention_triton(**vars(batch), one_kernel=True)
+    assert_exact(batch, together)
+    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", 1)
+    for sequence in range(len(lengths)):
+        alone = dataclasses.replace(
+            batch,
+            query=batch.query[sequence : sequence + 1],
+            block_tables=batch.block_tables[sequence : sequence + 1],
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            seq_lens=batch.seq_lens[sequence : sequence + 1],
+        )
+        output = paged_attention_triton(**vars(alone), one_kernel=True)
+        assert torch.equal(output, together[sequence : sequence + 1])
 
 
 def test_the_comparison_sees_one_wrong_key() -> None:

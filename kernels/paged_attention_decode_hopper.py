@@ -1,0 +1,355 @@
+"""Paged attention of sequences with one new token on a Hopper GPU. paged_attention.py holds the contract.
+
+    attend_decode_hopper(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early,
+                         keys_are_old) -> None                              writes the rows that `plan` names
+
+A program is one warp with one kv head and a share of the plan's tiles, which it walks in one loop. Its ring of
+NUM_STAGES tiles in shared memory is filled by the copy engine, a block at a time. One warp waits at no barrier: a few
+of them an SM hide each other's latencies, and 190 KiB of keys and values an SM are always on their way. The last
+program to finish a piece of a row joins its pieces, in ascending order. The GROUP query heads that share a kv head are
+the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
+compiled. Does not know how shares are cut.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+from kernels.paged_attention_decode import LOG2_E
+from kernels.paged_attention_pool import PoolRows
+from kernels.paged_attention_shares import ROW_FIELDS, SharePlan
+
+
+@gluon.jit
+def _load_row(rows, index, ROW_FIELDS: gl.constexpr):
+    """(sequence, row of query and output, keys, tiles before it)"""
+    row = rows + index * ROW_FIELDS
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
+
+
+@gluon.jit
+def _share_of(tile, long, short, LONG_SHARES: gl.constexpr):
+    """The share that a tile lies in."""
+    long_end = long * LONG_SHARES
+    return gl.where(tile < long_end, tile // long, LONG_SHARES + gl.maximum(tile - long_end, 0) // short)
+
+
+@gluon.jit
+def _fill(
+    pool, ring, barriers, step, block_table, first_key, seq_len, head_row, block_rows, value_rows,
+    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Asks for a tile of keys and values: boxes [BOX, 64] at their places in [keys and values, halves, TILE, 64]."""
+    COLUMNS: gl.constexpr = 64
+    HALVES: gl.constexpr = HEAD_DIM // COLUMNS
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
+    BOXES: gl.constexpr = TILE // BOX
+    stage = step % NUM_STAGES
+    barrier = barriers.index(stage)
+    mbarrier.expect(barrier, 2 * TILE * HEAD_DIM * 2)
+    for box in gl.static_range(BOXES):
+        key = first_key + box * BOX
+        # Behind a sequence's end block 0 is read: its scores and values are masked.
+        block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
+        row = block * block_rows + head_row
+        if BLOCK_SIZE > TILE:
+            row += key % BLOCK_SIZE
+        for half in gl.static_range(HALVES):
+            keys_place = ((stage * 2) * HALVES + half) * BOXES + box
+            values_place = ((stage * 2 + 1) * HALVES + half) * BOXES + box
+            tma.async_copy_global_to_shared(pool, [row, half * COLUMNS], barrier, ring.index(keys_place))
+            tma.async_copy_global_to_shared(pool, [row + value_rows, half * COLUMNS], barrier, ring.index(values_place))
+
+
+@gluon.jit
+def _join(
+    output, pieces, piece_logs, first_share, num_pieces, row, first_head,
+    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """The pieces of a row, weighted by their sums, in ascending order."""
+    AT_ONCE: gl.constexpr = 16 // BLOCK_GROUP
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // 32], [1, 1, 32], [1, 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(2, layout)
+    group_layout: gl.constexpr = gl.SliceLayout(0, flat)
+    ahead = gl.arange(0, AT_ONCE, gl.SliceLayout(1, flat))
+    group = gl.arange(0, BLOCK_GROUP, group_layout)
+    lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    joined = gl.zeros([BLOCK_GROUP, HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
+    total = gl.zeros([BLOCK_GROUP], gl.float32, group_layout)
+    maximum = gl.full([BLOCK_GROUP], float("-inf"), gl.float32, group_layout)
+    for first in range(0, num_pieces, AT_ONCE):
+        piece = first + ahead
+        # A row's first piece is the second of its share, the others are the first of theirs.
+        place = (first_share + piece) * 2 + gl.where(piece == 0, 1, 0)
+        place = gl.expand_dims(place, 1) * NUM_HEADS + first_head + gl.expand_dims(group, 0)
+        inside = gl.expand_dims(piece < num_pieces, 1) & gl.expand_dims(group < GROUP, 0)
+        logs = gl.load(piece_logs + place, mask=inside, other=float("-inf"))
+        read = gl.expand_dims(place * HEAD_DIM, 2) + gl.expand_dims(gl.expand_dims(lanes, 0), 0)
+        parts = gl.load(pieces + read, mask=gl.expand_dims(inside, 2), other=0.0)
+        new_maximum = gl.maximum(maximum, gl.max(logs, axis=0))
+        shift = gl.where(group < GROUP, new_maximum, 0.0)
+        weights = gl.exp2(logs - gl.expand_dims(shift, 0))
+        decay = gl.exp2(maximum - shift)
+        joined = joined * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
+        joined += gl.sum(parts * gl.expand_dims(weights, 2), axis=0)
+        total = total * decay + gl.sum(weights, axis=0)
+        maximum = new_maximum
+    divisor = gl.where(group < GROUP, total, 1.0)
+    joined = joined / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
+    heads = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
+    write = (row.to(gl.int64) * NUM_HEADS + first_head + gl.expand_dims(heads, 1)) * HEAD_DIM + gl.expand_dims(lanes, 0)
+    gl.store(output + write, joined.to(output.dtype.element_ty), mask=gl.expand_dims(heads < GROUP, 1))
+
+
+@gluon.jit
+def _write_zeros(
+    output, rows, num_empty, num_sequences, share, num_shares, kv_head,
+    NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROW_FIELDS: gl.constexpr,
+):  # fmt: skip
+    """The rows without keys, which are at the end of the list."""
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    lanes = gl.arange(0, HEAD_DIM, layout)
+    for index in range(share, num_empty, num_shares):
+        row = gl.load(rows + (num_sequences - 1 - index) * ROW_FIELDS + 1)
+        for head in range(GROUP):
+            write = (row.to(gl.int64) * NUM_HEADS + kv_head * GROUP + head) * HEAD_DIM
+            gl.store(output + write + lanes, gl.zeros([HEAD_DIM], output.dtype.element_ty, layout))
+
+
+@gluon.jit
+def _attend_tile(
+    query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
+    TILE: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys and values [TILE, HEAD_DIM] in shared memory into the running softmax (row_max in log2 units)."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, mma))
+    scores = gl.zeros([16, TILE], gl.float32, mma)
+    scores = mma_v2(query_tile, key_tile.permute((1, 0)).load(right), scores)
+    # This also wipes the scores of unused slots, so that keys need no mask of their own.
+    scores = gl.where((keys < seq_len)[None, :], scores, float("-inf"))
+    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it. A tile has a key, so
+    # that no maximum is -inf.
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - new_max[:, None])
+    decay = gl.exp2(row_max - new_max)
+    row_sum = row_sum * decay + gl.sum(weights, axis=1)
+    values = value_tile.load(right)
+    if tile * TILE + TILE > seq_len:
+        # A weight of 0 does not silence NaN.
+        used = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, right)) < seq_len
+        values = gl.where(used[:, None], values, gl.zeros_like(values))
+    accumulator = mma_v2(gl.convert_layout(weights.to(values.dtype), left), values, accumulator * decay[:, None])
+    return accumulator, row_sum, new_max
+
+
+@gluon.jit
+def _write_piece(
+    accumulator, row_sum, row_max, output, pieces, piece_logs, arrivals, long, short, share, row, seq_len, first_tile,
+    piece_tile, is_last, kv_head,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The normalised result: to the output where the share has all of the row, else to its place among the pieces,
+    which the last to arrive joins."""
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    group = gl.arange(0, 16, gl.SliceLayout(1, mma))
+    lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, mma))
+    heads = kv_head * GROUP + group
+    attended = accumulator / row_sum[:, None]
+    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    if is_last & (piece_tile == 0):
+        write = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        gl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
+    else:
+        # A row that began before the share ends or goes on in its first place, one that begins in it in its second.
+        place = (share * 2 + gl.where(piece_tile == 0, 1, 0)) * NUM_HEADS + heads
+        gl.store(pieces + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
+        gl.store(piece_logs + place, row_max + gl.log2(row_sum), mask=group < GROUP)
+        first_share = _share_of(first_tile, long, short, LONG_SHARES)
+        last_share = _share_of(first_tile + (seq_len - 1) // TILE, long, short, LONG_SHARES)
+        arrival = arrivals + first_share * NUM_KV_HEADS + kv_head
+        gl.thread_barrier()
+        if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == last_share - first_share:
+            gl.store(arrival, 0)
+            _join(
+                output, pieces, piece_logs, first_share, last_share - first_share + 1, row, kv_head * GROUP,
+                NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _load_query(
+    query, row, token_stride, head_stride, kv_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, mma: gl.constexpr
+):
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    group = gl.arange(0, 16, gl.SliceLayout(1, left))
+    lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, left))
+    read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
+    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    return gl.load(query + read, mask=owned, other=0.0)
+
+
+@gluon.jit
+def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
+    """(first tile, number of tiles, tiles of a long share, of a short one)"""
+    num_tiles, long, short = gl.load(counts + 2), gl.load(counts + 3), gl.load(counts + 4)
+    is_long = share < LONG_SHARES
+    start = gl.where(is_long, share * long, LONG_SHARES * long + (share - LONG_SHARES) * short)
+    return start, gl.maximum(gl.minimum(gl.where(is_long, long, short), num_tiles - start), 0), long, short
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_sequences"])
+# A warp has two cursors, what it asks for next and what it attends to; Triton has no structure to hand them over in.
+def decode_hopper_kernel(  # noqa: C901, PLR0915
+    pool, query, block_tables, output, rows, counts, share_rows, arrivals, pieces, piece_logs, scale_log2,
+    query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_FIELDS: gl.constexpr,
+    LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Program = (kv head, share); heads run fastest because they share a block."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
+    BOXES: gl.constexpr = NUM_STAGES * 2 * (HEAD_DIM // 64) * (TILE // BOX)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    ring = gl.allocate_shared_memory(pool.dtype, [BOXES, BOX, 64], pool.layout)
+    tiles = ring._reinterpret(pool.dtype, [NUM_STAGES * 2, TILE, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(NUM_STAGES):
+        mbarrier.init(barriers.index(early), count=1)
+    kv_head, share = gl.program_id(0) % NUM_KV_HEADS, gl.program_id(0) // NUM_KV_HEADS
+    start, num_steps, long, short = _share_bounds(counts, share, LONG_SHARES)
+    index = gl.load(share_rows + share, mask=num_steps > 0, other=0)
+    sequence, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
+    row = gl.where(num_steps > 0, row, 0)
+    tile = start - first_tile
+    piece_tile = tile
+    head_row = kv_head * head_rows
+    # What is asked for next.
+    next_index, next_tile, next_len = index, tile, seq_len
+    next_table = block_tables + sequence.to(gl.int64) * table_stride
+    asked = 0
+    if DEPENDENT:
+        # Before the wait only what a step makes once is read: plan and block tables. Of a batch that only decodes, all
+        # keys but the last of a sequence are older than the step.
+        if KEYS_ARE_OLD:
+            asked = gl.maximum(gl.minimum(gl.minimum(num_steps, NUM_STAGES), (seq_len - 1) // TILE - tile), 0)
+            for step in range(asked):
+                _fill(
+                    pool, ring, barriers, step, next_table, next_tile * TILE, next_len, head_row, block_rows,
+                    value_rows, TILE, BLOCK_SIZE, HEAD_DIM, NUM_STAGES,
+                )  # fmt: skip
+                next_tile += 1
+        gdc_wait()
+    query_tile = _load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, mma)
+    accumulator = gl.zeros([16, HEAD_DIM], gl.float32, mma)
+    row_sum = gl.zeros([16], gl.float32, rows_layout)
+    row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
+    # The steps before the first only fill the ring.
+    for step in range(asked - NUM_STAGES, num_steps):
+        ahead = step + NUM_STAGES
+        if (ahead < num_steps) & (next_tile * TILE >= next_len):
+            next_index += 1
+            next_sequence, _, next_len, _ = _load_row(rows, next_index, ROW_FIELDS)
+            next_table = block_tables + next_sequence.to(gl.int64) * table_stride
+            next_tile = 0
+        if step >= 0:
+            stage = step % NUM_STAGES
+            mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
+            accumulator, row_sum, row_max = _attend_tile(
+                query_tile, tiles.index(stage * 2), tiles.index(stage * 2 + 1), tile, seq_len, accumulator, row_sum,
+                row_max, scale_log2, TILE, mma,
+            )  # fmt: skip
+        if ahead < num_steps:
+            gl.thread_barrier()
+            _fill(
+                pool, ring, barriers, ahead, next_table, next_tile * TILE, next_len, head_row, block_rows,
+                value_rows, TILE, BLOCK_SIZE, HEAD_DIM, NUM_STAGES,
+            )  # fmt: skip
+            next_tile += 1
+        is_last = tile * TILE + TILE >= seq_len
+        if (step >= 0) & (is_last | (step == num_steps - 1)):
+            _write_piece(
+                accumulator, row_sum, row_max, output, pieces, piece_logs, arrivals, long, short, share, row, seq_len,
+                first_tile, piece_tile, is_last, kv_head,
+                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, TILE, LONG_SHARES, mma,
+            )  # fmt: skip
+            if step < num_steps - 1:
+                index += 1
+                _, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
+                query_tile = _load_query(
+                    query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, mma
+                )
+                accumulator = gl.zeros([16, HEAD_DIM], gl.float32, mma)
+                row_sum = gl.zeros([16], gl.float32, rows_layout)
+                row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
+                tile = -1
+                piece_tile = 0
+        if step >= 0:
+            tile += 1
+    _write_zeros(
+        output, rows, gl.load(counts + 1), num_sequences, share, gl.num_programs(0) // NUM_KV_HEADS, kv_head,
+        NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, ROW_FIELDS,
+    )  # fmt: skip
+
+
+def attend_decode_hopper(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    plan: SharePlan,
+    output: Tensor,
+    scale: float,
+    may_start_early: bool,
+    keys_are_old: bool,
+) -> None:
+    """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
+    complete, which any kernel launched without dependence between them and this one ensures. `keys_are_old`: so are
+    the keys and values of all positions but the last of each sequence."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    group = query.shape[1] // num_kv_heads
+    pool = PoolRows(key_cache, value_cache)
+    launch = dependent_launch(query) if may_start_early else {"DEPENDENT": False}
+    decode_hopper_kernel[(plan.num_shares * num_kv_heads,)](
+        pool.boxes(min(block_size, plan.tile)),
+        query,
+        block_tables,
+        output,
+        plan.rows,
+        plan.counts,
+        plan.share_rows,
+        plan.arrivals,
+        plan.pieces,
+        plan.piece_logs,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        pool.block_rows,
+        pool.head_rows,
+        pool.value_rows,
+        block_tables.stride(0),
+        len(plan.rows),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_GROUP=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE=plan.tile,
+        NUM_STAGES=plan.num_stages,
+        ROW_FIELDS=ROW_FIELDS,
+        LONG_SHARES=plan.num_long_shares,
+        KEYS_ARE_OLD=keys_are_old,
+        num_warps=1,
+        **launch,
+    )

@@ -1,0 +1,103 @@
+"""Paged attention whose bits depend on a token and those before it alone. paged_attention.py holds the contract.
+
+    attend_invariant(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len,
+                     max_seq_len, scale)
+
+One kernel serves decoding and prefill: a row's keys are cut at every multiple of SPLIT_TOKENS, and its splits are
+merged one after another. A few decoding sequences have their splits computed side by side and merged by a second
+kernel with the same operations; otherwise the program that computes them merges them. Neither how many rows a tile has
+nor who merges changes a bit, so it does not matter whether a token is decoded, prefilled, chunked, or computed again.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged_attention_decode import num_multiprocessors
+from kernels.paged_attention_prefill import (
+    SHORT_TILES,
+    SMALL_TILES,
+    PrefillConfig,
+    SplitPrefill,
+    launch_prefill,
+    merge_split,
+    prefill_config,
+)
+
+# Shorter splits are merged more often in prefill, longer ones leave a lone sequence with fewer programs.
+SPLIT_TOKENS = 512
+PROGRAMS_PER_SM = 2  # of short tiles
+
+
+@triton.jit
+def merge_splits_kernel(
+    splits, split_logs, query_start_loc, seq_lens, output,
+    SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Program = (query head, sequence)."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - row != 1:
+        return
+    lanes = tl.arange(0, BLOCK_DIM)
+    inside = (lanes < HEAD_DIM)[None, :]
+    joined = tl.zeros([1, BLOCK_DIM], dtype=tl.float32)
+    total = tl.zeros([1], dtype=tl.float32)
+    maximum = tl.full([1], float("-inf"), dtype=tl.float32)
+    for split in range(tl.cdiv(tl.load(seq_lens + sequence), SPLIT_TOKENS)):
+        place = (sequence.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
+        attended = tl.load(splits + place * HEAD_DIM + lanes[None, :], mask=inside, other=0.0)
+        log = tl.load(split_logs + place + tl.zeros([1], dtype=tl.int32))
+        joined, total, maximum = merge_split(joined, total, maximum, attended, log)
+    joined = joined / tl.where(total == 0.0, 1.0, total)[:, None]
+    write = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lanes[None, :]
+    tl.store(output + write, joined.to(output.dtype.element_ty), mask=inside)
+
+
+def invariant_config(dtype: torch.dtype, max_rows: int) -> PrefillConfig:
+    """Never the large tiles: what was merged before needs as many registers as the split that is computed."""
+    few = max_rows <= SHORT_TILES.block_m
+    return prefill_config(dtype, 0, max_rows, 1) if dtype == torch.float32 else SHORT_TILES if few else SMALL_TILES
+
+
+def attend_invariant(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+) -> None:
+    num_sequences, num_heads, head_dim = seq_lens.shape[0], query.shape[1], query.shape[2]
+    num_kv_heads = key_cache.shape[1]
+    max_splits = triton.cdiv(max_seq_len, SPLIT_TOKENS)
+    programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_sequences * num_kv_heads)
+    programs = min(programs, max_splits) if max_query_len == 1 else 1
+    config = invariant_config(query.dtype, max_query_len * (num_heads // num_kv_heads))
+    split = SplitPrefill(least_query_len=1, split_tokens=SPLIT_TOKENS)
+    if programs > 1:
+        splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
+        split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))
+    caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
+    launch_prefill(query, *caches, *lengths, output, scale, config, split)
+    if programs > 1:
+        merge_splits_kernel[(num_heads, num_sequences)](
+            split.splits,
+            split.split_logs,
+            *lengths,
+            output,
+            SPLIT_TOKENS=SPLIT_TOKENS,
+            MAX_SPLITS=max_splits,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_DIM=max(64, triton.next_power_of_2(head_dim)),
+            num_warps=1,
+        )

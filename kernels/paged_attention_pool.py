@@ -1,0 +1,56 @@
+"""The KV pool as the copy engine of a Hopper GPU sees it.
+
+suits_copy_engine(key_cache, num_heads) -> whether the kernels for Hopper can serve these heads
+PoolRows(key_cache, value_cache)        the pool from the layer's first key on, a row for each slot of a head
+    num_rows, block_rows, head_rows, value_rows   rows in all, from block to block, head to head, key to value
+    boxes(slots)                                  for copies of [slots, 64], laid out for the tensor cores
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.dependent_launch import dependent_launch
+
+COLUMNS = 64  # of a copy: 128 bytes, the width of the swizzle
+MOST_HEADS_A_KV_HEAD = 16  # the rows of a product in the decode kernel
+
+
+def suits_copy_engine(key_cache: Tensor, num_heads: int) -> bool:
+    """Heads of 64 or 128 in half precision, blocks of a power of two from 8 slots on, each in one piece."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    return (
+        dependent_launch(key_cache)["DEPENDENT"]
+        and key_cache.dtype in {torch.bfloat16, torch.float16}
+        and head_dim in {64, 128}
+        and block_size in {8, 16, 32, 64, 128}
+        and num_heads // num_kv_heads <= MOST_HEADS_A_KV_HEAD
+        and key_cache.stride(2) == head_dim
+        and all(stride % head_dim == 0 for stride in key_cache.stride()[:2])
+    )
+
+
+class PoolRows:
+    def __init__(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        head_dim = key_cache.shape[3]
+        value_offset = value_cache.storage_offset() - key_cache.storage_offset()
+        assert value_offset > 0 and value_offset % head_dim == 0
+        self.block_rows, self.head_rows = (stride // head_dim for stride in key_cache.stride()[:2])
+        self.value_rows = value_offset // head_dim
+        sizes = zip(key_cache.shape[:3], key_cache.stride()[:3], strict=True)
+        last_key = sum((size - 1) * stride for size, stride in sizes)
+        self.num_rows = (last_key + value_offset) // head_dim + 1
+        assert self.num_rows < 2**31, "places of a copy are int32"
+        self._rows = key_cache.as_strided((self.num_rows, head_dim), (head_dim, 1))
+
+    def boxes(self, slots: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(self._rows, [slots, COLUMNS], _layout(slots, self._rows.dtype))
+
+
+@cache
+def _layout(slots: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([slots, COLUMNS], kind)

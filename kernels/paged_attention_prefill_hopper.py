@@ -1,0 +1,309 @@
+"""Paged attention of sequences with several new tokens on a Hopper GPU. paged_attention.py holds the contract.
+
+    attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale)
+
+A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
+share keys read them once. One warp asks the copy engine for keys and values, block by block, into rings of tiles;
+two groups of four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so
+that the tensor cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a
+row's additions does not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can
+only be compiled.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.paged_attention_decode import LOG2_E, num_multiprocessors
+from kernels.paged_attention_pool import PoolRows
+
+# Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens where these reach 638, rings of three 559.
+BLOCK_M, BLOCK_N, NUM_STAGES = 128, 128, 2
+
+
+@gluon.jit
+def _produce(
+    pool, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, block_table, num_tiles, seq_len,
+    head_row, block_rows, value_rows, row_behind,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, HALVES: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    for tile in range(num_tiles):
+        stage, phase = tile % NUM_STAGES, tile // NUM_STAGES & 1
+        mbarrier.wait(empty_keys.index(stage), phase ^ 1)
+        mbarrier.expect(full_keys.index(stage), BLOCK_N * HALVES * 128)
+        for box in gl.static_range(BOXES):
+            key = tile * BLOCK_N + box * BOX
+            block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
+            # Rows behind the pool's end arrive as zeros.
+            row = gl.where(key < seq_len, block * block_rows + head_row, row_behind)
+            for half in gl.static_range(HALVES):
+                place = key_ring.index((stage * HALVES + half) * BOXES + box)
+                tma.async_copy_global_to_shared(pool, [row, half * 64], full_keys.index(stage), place)
+        mbarrier.wait(empty_values.index(stage), phase ^ 1)
+        mbarrier.expect(full_values.index(stage), BLOCK_N * HALVES * 128)
+        for box in gl.static_range(BOXES):
+            key = tile * BLOCK_N + box * BOX
+            block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
+            row = gl.where(key < seq_len, block * block_rows + head_row + value_rows, row_behind)
+            for half in gl.static_range(HALVES):
+                place = value_ring.index((stage * HALVES + half) * BOXES + box)
+                tma.async_copy_global_to_shared(pool, [row, half * 64], full_values.index(stage), place)
+
+
+@gluon.jit
+def _weigh(scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(weights of a tile, new maximum in log2 units, new sum, decay of what came before)"""
+    if MASKED:
+        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+        scores = gl.where(keys[None, :] <= row_positions[:, None], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale_log2)
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    decay = gl.exp2(row_max - shift)
+    return weights, new_max, row_sum * decay + gl.sum(weights, axis=1), decay
+
+
+@gluon.jit
+def _step(
+    query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys, empty_values,
+    tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr, mma_out: gl.constexpr,
+    left: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The scores of `tile` and its weights, beside the values of the tile before."""
+    stage, before = tile % NUM_STAGES, (tile - 1) % NUM_STAGES
+    mbarrier.wait(full_keys.index(stage), tile // NUM_STAGES & 1)
+    none = gl.zeros([64, BLOCK_N], gl.float32, mma)
+    scores = warpgroup_mma(query_tile, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    mbarrier.wait(full_values.index(before), (tile - 1) // NUM_STAGES & 1)
+    accumulator = warpgroup_mma(weights, values.index(before), accumulator, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(empty_keys.index(stage), count=1)
+    new_weights, row_max, row_sum, decay = _weigh(
+        scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED, mma, BLOCK_N
+    )
+    accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+    mbarrier.arrive(empty_values.index(before), count=1)
+    accumulator = accumulator * gl.convert_layout(decay, gl.SliceLayout(1, mma_out))[:, None]
+    return gl.convert_layout(new_weights.to(weights.dtype), left), accumulator, row_max, row_sum
+
+
+@gluon.jit
+def _clear_unused(value_ring, stage, end, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr):
+    """A weight of 0 does not silence NaN: the slots of a tile's last block that hold no value become 0."""
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    used = gl.arange(0, BOX, gl.SliceLayout(1, layout)) < end % BOX
+    for half in gl.static_range(HALVES):
+        place = value_ring.index((stage * HALVES + half) * BOXES + end // BOX)
+        values = place.load(layout)
+        place.store(gl.where(used[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _consume(
+    which: gl.constexpr, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values,
+    scale_log2, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
+    first_masked_tile,
+    GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the tile."""
+    HALVES: gl.constexpr = HEAD_DIM // 64
+    TILE_TOKENS: gl.constexpr = BLOCK_M // GROUP
+    mma_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    left_scores: gl.constexpr = gl.DotOperandLayout(0, mma_scores, 2)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    keys = key_ring._reinterpret(key_ring.dtype, [NUM_STAGES, BLOCK_N, HEAD_DIM], tile_layout)
+    values = value_ring._reinterpret(value_ring.dtype, [NUM_STAGES, BLOCK_N, HEAD_DIM], tile_layout)
+    if num_tiles > 0:
+        rows = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, left_scores))
+        lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, left_scores))
+        tokens = first_token + rows // GROUP
+        owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
+        read = (first_row + tokens).to(gl.int64)[:, None] * query_token_stride
+        read += ((kv_head * GROUP + rows % GROUP) * query_head_stride)[:, None] + lanes[None, :]
+        query_tile = gl.load(query + read, mask=owned, other=0.0)
+        score_rows = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma_scores))
+        row_positions = gl.minimum(seq_len - query_len + first_token + score_rows // GROUP, seq_len - 1)
+        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, mma_scores))
+        row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma_scores))
+        accumulator = gl.zeros([64, HEAD_DIM], gl.float32, mma)
+        mbarrier.wait(full_keys.index(0), 0)
+        scores = gl.zeros([64, BLOCK_N], gl.float32, mma_scores)
+        scores = warpgroup_mma(query_tile, keys.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(empty_keys.index(0), count=1)
+        weights, row_max, row_sum, _ = _weigh(
+            scores, row_max, row_sum, 0, row_positions, scale_log2, True, mma_scores, BLOCK_N
+        )
+        weights = gl.convert_layout(weights.to(query.dtype.element_ty), left)
+        for tile in range(1, first_masked_tile):
+            weights, accumulator, row_max, row_sum = _step(
+                query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys,
+                empty_values, tile, row_positions, scale_log2, False, mma_scores, mma, left, BLOCK_N, NUM_STAGES,
+            )  # fmt: skip
+        for tile in range(gl.maximum(first_masked_tile, 1), num_tiles):
+            weights, accumulator, row_max, row_sum = _step(
+                query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys,
+                empty_values, tile, row_positions, scale_log2, True, mma_scores, mma, left, BLOCK_N, NUM_STAGES,
+            )  # fmt: skip
+        last = num_tiles - 1
+        mbarrier.wait(full_values.index(last % NUM_STAGES), last // NUM_STAGES & 1)
+        if (seq_len < num_tiles * BLOCK_N) & (seq_len % BLOCK_SIZE > 0):
+            _clear_unused(value_ring, last % NUM_STAGES, seq_len - last * BLOCK_N, BLOCK_SIZE, BLOCK_N, HALVES)
+        accumulator = warpgroup_mma(weights, values.index(last % NUM_STAGES), accumulator, is_async=True)
+        accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+        divisor = gl.convert_layout(gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, mma))
+        attended = accumulator / divisor[:, None]
+        rows = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma))
+        lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, mma))
+        tokens = first_token + rows // GROUP
+        owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
+        write = (first_row + tokens).to(gl.int64) * NUM_HEADS + kv_head * GROUP + rows % GROUP
+        gl.store(output + write[:, None] * HEAD_DIM + lanes[None, :], attended.to(output.dtype.element_ty), mask=owned)
+
+
+@gluon.jit
+def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: gl.constexpr):
+    """Sequence s has the tiles from start // TILE_TOKENS + s on: an upper bound of what it needs, known without a plan
+    made by the host."""
+    sequence, beyond = 0, num_sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if gl.load(query_start_loc + middle) // TILE_TOKENS + middle <= tile:
+            sequence = middle
+        else:
+            beyond = middle
+    return sequence
+
+
+@gluon.jit(do_not_specialize=["table_stride", "num_sequences", "row_behind", "heads_at_once"])
+def prefill_hopper_kernel(
+    pool, query, block_tables, query_start_loc, seq_lens, output, scale_log2, query_token_stride, query_head_stride,
+    block_rows, head_rows, value_rows, row_behind, table_stride, num_sequences, heads_at_once,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Program = kv head of a tile of tokens."""
+    HALVES: gl.constexpr = HEAD_DIM // 64
+    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    TILE_TOKENS: gl.constexpr = BLOCK_M // GROUP
+    PIECES: gl.constexpr = NUM_STAGES * HALVES * (BLOCK_N // BOX)
+    key_ring = gl.allocate_shared_memory(pool.dtype, [PIECES, BOX, 64], pool.layout)
+    value_ring = gl.allocate_shared_memory(pool.dtype, [PIECES, BOX, 64], pool.layout)
+    full_keys = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    full_values = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty_keys = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty_values = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(NUM_STAGES):
+        mbarrier.init(full_keys.index(early), count=1)
+        mbarrier.init(full_values.index(early), count=1)
+        mbarrier.init(empty_keys.index(early), count=2)
+        mbarrier.init(empty_values.index(early), count=2)
+    # Last tiles first: they see the most keys, and a long program that starts last would run alone.
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
+    group_programs = gl.num_programs(0) // NUM_KV_HEADS * heads_at_once
+    place = program % group_programs
+    kv_head, tile = program // group_programs * heads_at_once + place % heads_at_once, place // heads_at_once
+    sequence = _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS)
+    first_row = gl.load(query_start_loc + sequence)
+    query_len = gl.load(query_start_loc + sequence + 1) - first_row
+    first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
+    seq_len = gl.load(seq_lens + sequence)
+    first_position = seq_len - query_len + first_token
+    end_key = gl.minimum(first_position + TILE_TOKENS, seq_len)
+    first_masked_tile = gl.maximum(gl.minimum(first_position + 1, end_key), 0) // BLOCK_N
+    num_tiles = gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, 1)
+    # A sequence with one new token belongs to the decode kernel, whatever else is in the batch.
+    num_tiles = gl.where((query_len < 2) | (first_token >= query_len), 0, num_tiles)
+    block_table = block_tables + sequence.to(gl.int64) * table_stride
+    head_row = kv_head * head_rows
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
+                query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
+                first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, NUM_STAGES,
+            )),
+            (_consume, (
+                1, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
+                query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
+                first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, NUM_STAGES,
+            )),
+            (_produce, (
+                pool, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, block_table, num_tiles,
+                seq_len, head_row, block_rows, value_rows, row_behind, BLOCK_N, BLOCK_SIZE, HALVES, NUM_STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def heads_at_once(num_kv_heads: int, max_tiles: int, num_multiprocessors: int) -> int:
+    """As few as fill the device three times in two: the keys and values of one head, 17 MB at 32k tokens, stay in L2,
+    those of eight do not (608 and 506 TFLOP/s). Short prompts have too few tiles for one (239 and 282)."""
+    divisors = (heads for heads in range(1, num_kv_heads) if num_kv_heads % heads == 0)
+    return next((heads for heads in divisors if 2 * heads * max_tiles >= 3 * num_multiprocessors), num_kv_heads)
+
+
+def attend_prefill_hopper(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    scale: float,
+) -> None:
+    """Of the sequences with two new tokens or more."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_tokens, num_heads = query.shape[:2]
+    num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
+    pool = PoolRows(key_cache, value_cache)
+    max_tiles = num_tokens // (BLOCK_M // group) + num_sequences
+    prefill_hopper_kernel[(max_tiles * num_kv_heads,)](
+        pool.boxes(min(block_size, BLOCK_N)),
+        query,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        output,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        pool.block_rows,
+        pool.head_rows,
+        pool.value_rows,
+        pool.num_rows,
+        block_tables.stride(0),
+        num_sequences,
+        heads_at_once(num_kv_heads, max_tiles, num_multiprocessors(query.device)),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        NUM_STAGES=NUM_STAGES,
+        num_warps=4,
+    )

@@ -1,0 +1,180 @@
+"""What the layers of a step share on a Hopper GPU: the keys of all decoding sequences, dealt out evenly.
+
+    plan_shares(query_start_loc, seq_lens, num_heads, num_kv_heads, head_dim, config, num_multiprocessors) -> SharePlan
+
+The tiles of the sequences with one new token, one sequence after another, are cut into shares: long ones of equal
+length, one for each program of a kv head that the device runs at once, then `tail` times as many short ones for those
+that finish first, because memory is nearer to some SMs than to others. A share may start and end within a sequence; a
+sequence that lies in several shares is joined from as many pieces. Few sequences are cut, but where they are cut
+depends on the whole batch (ADR 0044). Rows without keys have no part in it: padding a batch changes nothing.
+Launching never waits for the device. Does not know queries, keys or layers.
+"""
+# Triton takes no structures: what a kernel needs are flat arguments.
+# ruff: noqa: PLR0913, PLR0917
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Fields of a row, int32: sequence, its row of query and output, keys, tiles of the rows before it.
+ROW_FIELDS = 4
+# Shares of fewer keys cost more in joining than they save: 8192 keys of one sequence took 17.8 us in shares of 256 and
+# 20.4 in shares of 128, but 1024 keys 11.0 and 7.2.
+MIN_SHARE_TOKENS, FULL_SHARE_TOKENS, FULL_SHARE_FROM_TOKENS = 128, 256, 8192
+# Of the tiles, in percent, the part that short shares have.
+TAIL_PERCENT = 20
+SEQUENCES_COUNTED_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class ShareConfig:
+    """Keys of a tile, tiles in shared memory, programs an SM runs at once, short shares for each long one."""
+
+    tile: int
+    num_stages: int
+    programs_per_sm: int
+    tail: int
+
+
+# Of nine tried (ADR 0044): the best or within 3 % of it in each of thirteen batches, from 1 x 1024 to 256 x 8192.
+H200_CONFIG = ShareConfig(tile=16, num_stages=3, programs_per_sm=8, tail=2)
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    rows: Tensor  # [S, ROW_FIELDS] int32: rows with keys from the front, rows without from the back
+    counts: Tensor  # [5] int32: rows with keys, rows without, tiles in all, tiles of a long share, of a short one
+    share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined behind the last tile
+    arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: pieces done of the row that leaves a share
+    pieces: Tensor  # [shares * 2, Hq, D] float32, normalised
+    piece_logs: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
+    num_long_shares: int
+    num_shares: int
+    tile: int
+    num_stages: int
+
+
+@triton.jit
+def _tiles(query_start_loc, seq_lens, sequence, inside, TILE: tl.constexpr):
+    """(tiles with keys, whether it is a row without keys) of sequences that decode; both 0 for others."""
+    start = tl.load(query_start_loc + sequence, mask=inside, other=0)
+    decodes = tl.load(query_start_loc + sequence + 1, mask=inside, other=0) - start == 1
+    tiles = tl.cdiv(tl.load(seq_lens + sequence, mask=inside, other=0), TILE)
+    return tl.where(decodes, tiles, 0), (decodes & (tiles == 0)).to(tl.int32)
+
+
+@triton.jit
+def _share_tiles(
+    tiles, LONG_SHARES: tl.constexpr, SHORT_SHARES: tl.constexpr, TILE: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    FULL_TOKENS: tl.constexpr, FULL_FROM_TOKENS: tl.constexpr, TAIL_PERCENT: tl.constexpr,
+):  # fmt: skip
+    """(tiles of a long share, of a short one) for so many tiles in all."""
+    full = tl.cdiv(FULL_TOKENS, TILE)
+    least = tl.minimum(tl.maximum(tiles * FULL_TOKENS // FULL_FROM_TOKENS, tl.cdiv(MIN_TOKENS, TILE)), full)
+    if SHORT_SHARES == 0:
+        return tl.maximum(tl.cdiv(tiles, LONG_SHARES), least), least
+    # In two steps: a product by 100 would leave int32 at 21 million tiles.
+    long = tl.maximum(tiles // LONG_SHARES * (100 - TAIL_PERCENT) // 100, least)
+    rest = tl.maximum(tiles - long * LONG_SHARES, 0)
+    return long, tl.maximum(tl.cdiv(rest, SHORT_SHARES), tl.cdiv(MIN_TOKENS, TILE))
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def plan_shares_kernel(
+    query_start_loc, seq_lens, rows, counts, share_rows, arrivals, num_sequences,
+    LONG_SHARES: tl.constexpr, SHORT_SHARES: tl.constexpr, NUM_ARRIVALS: tl.constexpr, TILE: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, FULL_TOKENS: tl.constexpr, FULL_FROM_TOKENS: tl.constexpr, TAIL_PERCENT: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, BLOCK_SHARES: tl.constexpr,
+):  # fmt: skip
+    """Program = sequence. Each counts all others: a thousand integers from L2, once a step."""
+    sequence = tl.program_id(0)
+    all_tiles, tiles_before, rows_in_all, rows_before, empty_in_all, empty_before = 0, 0, 0, 0, 0, 0
+    for first in range(0, num_sequences, BLOCK_SEQUENCES):
+        others = first + tl.arange(0, BLOCK_SEQUENCES)
+        tiles, is_empty = _tiles(query_start_loc, seq_lens, others, others < num_sequences, TILE)
+        is_before, has_tiles = others < sequence, (tiles > 0).to(tl.int32)
+        all_tiles += tl.sum(tiles, axis=0)
+        tiles_before += tl.sum(tl.where(is_before, tiles, 0), axis=0)
+        rows_in_all += tl.sum(has_tiles, axis=0)
+        rows_before += tl.sum(tl.where(is_before, has_tiles, 0), axis=0)
+        empty_in_all += tl.sum(is_empty, axis=0)
+        empty_before += tl.sum(tl.where(is_before, is_empty, 0), axis=0)
+    long, short = _share_tiles(
+        all_tiles, LONG_SHARES, SHORT_SHARES, TILE, MIN_TOKENS, FULL_TOKENS, FULL_FROM_TOKENS, TAIL_PERCENT
+    )
+    tiles, is_empty = _tiles(query_start_loc, seq_lens, sequence, True, TILE)
+    if tiles + is_empty > 0:
+        place = rows + tl.where(is_empty > 0, num_sequences - 1 - empty_before, rows_before) * ROW_FIELDS
+        tl.store(place, sequence)
+        tl.store(place + 1, tl.load(query_start_loc + sequence))
+        tl.store(place + 2, tl.load(seq_lens + sequence))
+        tl.store(place + 3, tiles_before)
+    tiles_end, long_end = tiles_before + tiles, long * LONG_SHARES
+    # The shares that start in this row: long ones, then short ones.
+    first_share = tl.minimum(tl.cdiv(tiles_before, long), LONG_SHARES)
+    first_share += tl.cdiv(tl.maximum(tiles_before - long_end, 0), short)
+    end_share = tl.minimum(tl.cdiv(tiles_end, long), LONG_SHARES)
+    end_share += tl.cdiv(tl.maximum(tiles_end - long_end, 0), short)
+    for first in range(first_share, end_share, BLOCK_SHARES):
+        shares = first + tl.arange(0, BLOCK_SHARES)
+        tl.store(share_rows + shares, tl.zeros_like(shares) + rows_before, mask=shares < end_share)
+    if sequence == 0:
+        tl.store(counts, rows_in_all)
+        tl.store(counts + 1, empty_in_all)
+        tl.store(counts + 2, all_tiles)
+        tl.store(counts + 3, long)
+        tl.store(counts + 4, short)
+        for first in range(0, NUM_ARRIVALS, BLOCK_SHARES):
+            places = first + tl.arange(0, BLOCK_SHARES)
+            tl.store(arrivals + places, tl.zeros_like(places), mask=places < NUM_ARRIVALS)
+
+
+def plan_shares(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    config: ShareConfig,
+    num_multiprocessors: int,
+) -> SharePlan:
+    num_sequences, tile = seq_lens.shape[0], config.tile
+    num_long_shares = max(1, config.programs_per_sm * num_multiprocessors // num_kv_heads)
+    num_shares = num_long_shares * (1 + config.tail)
+    plan = SharePlan(
+        rows=seq_lens.new_empty(num_sequences, ROW_FIELDS),
+        counts=seq_lens.new_empty(5),
+        share_rows=seq_lens.new_empty(num_shares),
+        arrivals=seq_lens.new_empty(num_shares, num_kv_heads),
+        pieces=seq_lens.new_empty(num_shares * 2, num_heads, head_dim, dtype=torch.float32),
+        piece_logs=seq_lens.new_empty(num_shares * 2, num_heads, dtype=torch.float32),
+        num_long_shares=num_long_shares,
+        num_shares=num_shares,
+        tile=tile,
+        num_stages=config.num_stages,
+    )
+    plan_shares_kernel[(num_sequences,)](
+        query_start_loc,
+        seq_lens,
+        plan.rows,
+        plan.counts,
+        plan.share_rows,
+        plan.arrivals,
+        num_sequences,
+        LONG_SHARES=num_long_shares,
+        SHORT_SHARES=num_shares - num_long_shares,
+        NUM_ARRIVALS=plan.arrivals.numel(),
+        TILE=tile,
+        MIN_TOKENS=MIN_SHARE_TOKENS,
+        FULL_TOKENS=FULL_SHARE_TOKENS,
+        FULL_FROM_TOKENS=FULL_SHARE_FROM_TOKENS,
+        TAIL_PERCENT=TAIL_PERCENT,
+        ROW_FIELDS=ROW_FIELDS,
+        BLOCK_SEQUENCES=SEQUENCES_COUNTED_AT_ONCE,
+        BLOCK_SHARES=128,
+        num_warps=4,
+    )
+    return plan

@@ -1,0 +1,57 @@
+"""What can be known of the Hopper attention kernels without a GPU: whom they serve, and how they see the pool."""
+
+import pytest
+import torch
+
+from kernels.paged_attention_pool import PoolRows, suits_copy_engine
+from kernels.paged_attention_prefill_hopper import heads_at_once
+
+
+def caches(block_size: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer 1 of 3; a tensor without memory stands for one on a Hopper GPU."""
+    pool = torch.empty(40, 3, 2, 2, block_size, head_dim, dtype=dtype, device="meta")
+    return pool[:, 1, 0], pool[:, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "num_heads", "suits"),
+    [
+        (16, 128, torch.bfloat16, 8, True),
+        (8, 64, torch.float16, 2, True),
+        (128, 128, torch.bfloat16, 32, True),
+        (16, 128, torch.float32, 8, False),  # the products of the kernels are those of half precision
+        (16, 80, torch.bfloat16, 8, False),  # not whole copies of 64
+        (16, 128, torch.bfloat16, 34, False),  # 17 heads a kv head are more than a product's rows
+        (4, 128, torch.bfloat16, 8, False),  # a copy of fewer than 8 slots has no swizzle
+    ],
+)
+def test_who_is_served(block_size: int, head_dim: int, dtype: torch.dtype, num_heads: int, suits: bool) -> None:
+    assert suits_copy_engine(caches(block_size, head_dim, dtype)[0], num_heads) is suits
+
+
+def test_no_other_device_is_served() -> None:
+    assert not suits_copy_engine(torch.empty(4, 2, 16, 128, dtype=torch.bfloat16), 8)
+
+
+def test_rows_lead_to_the_slots_of_the_pool() -> None:
+    pool = torch.arange(40 * 3 * 2 * 2 * 16 * 64).view(40, 3, 2, 2, 16, 64)
+    keys, values = pool[:, 1, 0], pool[:, 1, 1]
+    rows = PoolRows(keys, values)
+    flat = keys.as_strided((rows.num_rows, 64), (64, 1))
+    for block, head, slot in ((0, 0, 0), (7, 1, 3), (39, 1, 15)):
+        row = block * rows.block_rows + head * rows.head_rows + slot
+        assert torch.equal(flat[row], keys[block, head, slot])
+        assert torch.equal(flat[row + rows.value_rows], values[block, head, slot])
+    # The last value is the last row: the one behind it, which reads as zeros, is outside of the layer.
+    assert rows.num_rows == 39 * rows.block_rows + rows.head_rows + 15 + rows.value_rows + 1
+
+
+@pytest.mark.parametrize(("max_tiles", "heads"), [(1, 8), (33, 8), (65, 4), (129, 2), (257, 1)])
+def test_as_few_heads_at_once_as_fill_the_device(max_tiles: int, heads: int) -> None:
+    assert heads_at_once(8, max_tiles, 132) == heads
+
+
+def test_heads_at_once_divide_the_heads() -> None:
+    assert heads_at_once(6, 40, 132) == 6
+    assert heads_at_once(3, 100, 132) == 3
+    assert heads_at_once(3, 200, 132) == 1
