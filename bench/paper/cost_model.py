@@ -3,7 +3,8 @@
     step = fixed + sequences * per_sequence + context tokens read * per_context_token
            + (tokens computed - hidden tokens) * per_token
 
-Hidden tokens are computed while the weights are read, which `fixed` has already.
+Hidden tokens are computed while the weights are read, which `fixed` has already. Swaps run beside a step, each way on
+its own, and a step is not over before the transfers that began with it.
 
 A100_OPT_13B, the paper's machine, is computed from data sheets and the model's shape: 26 GB of weights at 80 % of
 1,555 GB/s; 26 GFLOP a token at 60 % of 312 TFLOP/s; 819,200 bytes of KV a context token at 60 % of the bandwidth. One
@@ -27,8 +28,13 @@ class StepCost:
     per_token_seconds: float
     per_context_token_seconds: float
     hidden_tokens: int = 0
+    per_swapped_block_seconds: float = 0.0  # of 16 tokens
 
     def seconds(self, batch: ScheduledBatch) -> float:
+        transfers = max(len(batch.swap_out), len(batch.swap_in)) * self.per_swapped_block_seconds
+        return max(transfers, self._step_seconds(batch)) if batch.sequences else transfers
+
+    def _step_seconds(self, batch: ScheduledBatch) -> float:
         num_context_tokens = sum(scheduled.start + scheduled.num_new_tokens for scheduled in batch.sequences)
         return (
             self.fixed_seconds
@@ -44,6 +50,7 @@ A100_OPT_13B = StepCost(
     per_sequence_seconds=0.17e-3,
     per_token_seconds=26e9 / (0.6 * 312e12),
     per_context_token_seconds=819_200 / (0.6 * 1555e9),
+    per_swapped_block_seconds=16 * 819_200 / 25e9,  # what 16 lanes of PCIe 4 give, of 31.5
 )
 H200_LLAMA_8B = StepCost(
     "Llama-3.1-8B on one H200",
@@ -52,4 +59,5 @@ H200_LLAMA_8B = StepCost(
     per_token_seconds=218e-3 / 8192,
     per_context_token_seconds=131_072 / 4.3e12,
     hidden_tokens=177,  # 4.7 ms of computing
+    per_swapped_block_seconds=16 * 131_072 / 50e9,
 )

@@ -3,21 +3,25 @@
 Figures 2 and 13 are averages over simulated time under the paper's load; figure 12 is a sweep of rates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, poisson_trace
-from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager
+from bench.paper.reservation import BLOCK_SIZE, NUM_SLOTS, ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate, sweep_managers
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 
 PAPER_FIGURE_2 = {  # per cent of the KV memory: tokens, reserved, internal, external
     "max": [20.4, 13.3, 57.3, 8.9],
     "pow2": [26.8, 17.9, 13.6, 41.6],
     "oracle": [38.2, 25.2, 0.0, 36.6],
     "paged": [96.3, None, None, None],
+    "paged, swapping": [96.3, None, None, None],
 }
+SWAPPING = "paged, swapping"
 PAPER_FIGURE_13 = {
     "ShareGPT": {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42},
     "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged": 132.44},
@@ -46,20 +50,26 @@ LOADS = (
 def run_policy(
     policy: ReservationPolicy, load: Load, rate: float, duration_seconds: float, seed: int = 0
 ) -> SimulationResult:
+    return run_manager(make_manager(policy, NUM_SLOTS, BLOCK_SIZE), load, rate, duration_seconds, seed)
+
+
+def run_manager(
+    manager: KVCacheManager, load: Load, rate: float, duration_seconds: float, seed: int = 0
+) -> SimulationResult:
     """Until the last arrival: averages under a load that may be too much."""
     trace = poisson_trace(load.dataset.lengths(seed), rate, duration_seconds, seed=seed)
-    return simulate(make_manager(policy, NUM_SLOTS, BLOCK_SIZE), trace, drain=False)
+    return simulate(manager, trace, drain=False)
 
 
 def figure_2(scale: float) -> dict[str, Any]:
     """ShareGPT with always more requests waiting than fit. `scale`: of the simulated time, for quick looks."""
     load = LOADS[0]
     ours = {}
-    for policy in ReservationPolicy:
-        result = run_policy(policy, load, load.saturating_rate, load.batch_duration_seconds * scale)
+    for name, manager in _managers().items():
+        result = run_manager(manager(), load, load.saturating_rate, load.batch_duration_seconds * scale)
         shares = result.occupancy.shares()
-        ours[policy.value] = {
-            **{f"{name}_percent": round(100 * share, 1) for name, share in shares.items()},
+        ours[name] = {
+            **{f"{part}_percent": round(100 * share, 1) for part, share in shares.items()},
             # A free block is nobody's: any sequence can take it. So also what is wasted of the blocks in use.
             "tokens_percent_of_slots_in_use": round(
                 100 * shares["tokens"] / (shares["tokens"] + shares["reserved"] + shares["internal"]), 1
@@ -84,10 +94,9 @@ def figure_13(scale: float) -> dict[str, Any]:
 
 
 def figure_12(scale: float) -> dict[str, Any]:
-    managers = {policy.value: partial(make_manager, policy, NUM_SLOTS, BLOCK_SIZE) for policy in ReservationPolicy}
     data = {
         load.dataset.name: sweep_managers(
-            managers,
+            _managers(),
             lambda rate, load=load: poisson_trace(load.dataset.lengths(0), rate, load.sweep_duration_seconds * scale),
             rising_rates(*load.sweep_rates),
             reference="paged",
@@ -95,6 +104,13 @@ def figure_12(scale: float) -> dict[str, Any]:
         for load in LOADS
     }
     return {"datasets": data, "paper": PAPER_FIGURE_12}
+
+
+def _managers() -> dict[str, Callable[[], KVCacheManager]]:
+    managers: dict[str, Callable[[], KVCacheManager]] = {
+        policy.value: partial(make_manager, policy, NUM_SLOTS, BLOCK_SIZE) for policy in ReservationPolicy
+    }
+    return managers | {SWAPPING: make_swapping_manager}
 
 
 def _mean_sequences(policy: ReservationPolicy, load: Load, rate: float, scale: float) -> float:

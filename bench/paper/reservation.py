@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from bench.paper.buddy_allocator import BuddyAllocator
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 
 NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
@@ -97,3 +98,9 @@ def make_manager(
     return ReservedKVCacheManager(
         num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len)
     )
+
+
+def make_swapping_manager(num_slots: int = NUM_SLOTS, block_size: int = BLOCK_SIZE) -> KVCacheManager:
+    """Paged, and what is preempted goes to a host pool of four times as many slots: this engine's own way on a GPU."""
+    host_tier = HostTierConfig(num_blocks=4 * num_slots // block_size, preemption_mode=PreemptionMode.SWAP)
+    return KVCacheManager(num_slots // block_size + 1, block_size, enable_prefix_caching=False, host_tier=host_tier)

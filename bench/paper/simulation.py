@@ -35,8 +35,10 @@ class SimulatedExecutor:
 
     def submit(self, batch: ScheduledBatch) -> FinishedStep:
         seconds = self.cost.seconds(batch)
-        self.occupancy.add(batch, seconds)
         self.now_seconds += seconds
+        if not batch.sequences:  # it only moved blocks
+            return FinishedStep(StepResult([]))
+        self.occupancy.add(batch, seconds)
         self.saving.add(batch, seconds)
         sampled = [0 if scheduled.samples else None for scheduled in batch.sequences]
         return FinishedStep(StepResult(sampled, beam_candidates=beam_candidates(batch)))

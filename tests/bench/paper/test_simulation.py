@@ -7,8 +7,10 @@ import pytest
 from bench.paper.cost_model import StepCost
 from bench.paper.figures_memory import LOADS, run_policy
 from bench.paper.lengths import SHAREGPT, TimedRequest, poisson_trace
-from bench.paper.reservation import ReservationPolicy, make_manager
+from bench.paper.reservation import ReservationPolicy, make_manager, make_swapping_manager
 from bench.paper.simulation import SimulationResult, simulate
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
+from tests.builders import make_sequence
 
 ONE_SECOND = StepCost("one second a step", 1.0, 0.0, 0.0, 0.0)
 
@@ -25,6 +27,23 @@ def test_a_step_costs_its_sequences_tokens_and_context() -> None:
     result = run(ReservationPolicy.PAGED, TimedRequest(0.0, 3, 2), cost=cost)
     assert result.simulated_seconds == (1100 + 30 + 3) + (1100 + 10 + 4)
     assert result.normalized_latencies_seconds == [2247 / 2]
+
+
+@pytest.mark.parametrize(("num_out", "num_in", "seconds"), [(3, 2, 7.0), (8, 2, 8.0), (2, 9, 9.0)])
+def test_a_step_lasts_as_long_as_the_transfers_beside_it(num_out: int, num_in: int, seconds: float) -> None:
+    cost = StepCost("priced", 7.0, 0.0, 0.0, 0.0, per_swapped_block_seconds=1.0)
+    moves = [BlockCopy(1, 1)] * num_out, [BlockCopy(1, 1)] * num_in
+    scheduled = [ScheduledSequence(make_sequence(3), 0, 3, samples=True)]
+    assert cost.seconds(ScheduledBatch(scheduled, swap_out=moves[0], swap_in=moves[1])) == seconds
+    assert cost.seconds(ScheduledBatch([], swap_out=moves[0], swap_in=moves[1])) == max(num_out, num_in)
+
+
+def test_swapping_computes_nothing_twice_and_changes_no_number_of_tokens() -> None:
+    requests = [TimedRequest(0.0, 6, 20)] * 3  # of 26 slots, where 64 are there
+    swapping = simulate(make_swapping_manager(num_slots=64, block_size=4), requests, cost=ONE_SECOND, max_model_len=32)
+    recomputing = run(ReservationPolicy.PAGED, *requests)
+    assert swapping.num_preemptions > 0 and recomputing.num_preemptions > 0
+    assert swapping.computed_tokens == 3 * 25 < recomputing.computed_tokens
 
 
 def test_latency_counts_from_the_arrival_and_time_jumps_to_it() -> None:
