@@ -19,9 +19,9 @@ PAPER_FIGURE_2 = {  # per cent of the KV memory: tokens, reserved, internal, ext
     "pow2": [26.8, 17.9, 13.6, 41.6],
     "oracle": [38.2, 25.2, 0.0, 36.6],
     "paged": [96.3, None, None, None],
-    "paged, swapping": [96.3, None, None, None],
+    "swapping": [96.3, None, None, None],
 }
-SWAPPING = "paged, swapping"
+SWAPPING = "swapping"
 PAPER_FIGURE_13 = {
     "ShareGPT": {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42},
     "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "paged": 132.44},
