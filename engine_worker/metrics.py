@@ -25,6 +25,7 @@ from engine_worker.request_times import RequestTimes
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
+from shared.vllm_metric_names import with_vllm_names
 
 STEP_SECONDS_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -51,8 +52,9 @@ class EngineInfo:
 
 
 class WorkerMetrics:
-    def __init__(self, worker: str, model: str, version: str, status: WorkerStatus) -> None:
+    def __init__(self, worker: str, model: str, version: str, status: WorkerStatus, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
+        self._exposed = with_vllm_names(self.registry, model) if vllm_names else self.registry
         self._snapshot = _SnapshotCollector({"worker": worker, "model": model}, version, status)
         self.registry.register(self._snapshot)
         ProcessCollector(registry=self.registry)
@@ -122,7 +124,7 @@ class WorkerMetrics:
         self._snapshot.last_step_timestamp_seconds = time.time()
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(self._exposed)
 
     def _phase(self, phase: str) -> Histogram:
         if phase not in self._phases:

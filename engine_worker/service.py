@@ -18,6 +18,8 @@ from engine_worker.engine_thread import EngineThread
 from engine_worker.grammar_gate import Compile
 from engine_worker.health import HealthServer, PortUnavailable
 from engine_worker.metrics import EngineInfo, WorkerMetrics
+from engine_worker.request_spans import RequestSpans
+from engine_worker.request_times import RequestClock, TimesSink
 from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
@@ -31,6 +33,7 @@ from shared.messages import WorkerPhase
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from shared.tasks import run_until_first_ends
+from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("worker")
 
@@ -64,7 +67,16 @@ class WorkerService:
         self._connections = connect(settings.redis_url)
         self._engine = EngineThread()
         self._status = WorkerStatus(base_id, version)
-        self._metrics = WorkerMetrics(base_id, settings.model_name, version, self._status)
+        self._metrics = WorkerMetrics(
+            base_id, settings.model_name, version, self._status, vllm_names=settings.vllm_metric_names
+        )
+        self._sinks: list[TimesSink] = [self._metrics]
+        try:
+            self._tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-worker")
+        except TracingUnavailable as error:
+            raise CannotStart(str(error)) from error
+        if self._tracing is not None:
+            self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         self._worker: Worker | None = None
         self._told_to_stop = asyncio.Event()
 
@@ -92,6 +104,8 @@ class WorkerService:
             raise CannotStart(str(error)) from error
         finally:
             await self._connections.aclose()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _load_and_serve(self, load: LoadEngine) -> None:
         loaded = await self._load(load)
@@ -116,7 +130,14 @@ class WorkerService:
     async def _serve(self, loaded: LoadedEngine) -> None:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
-        worker = Worker(self._engine, self._register, self._hear_cancels, self._metrics, self._settings.drain_seconds)
+        worker = Worker(
+            self._engine,
+            self._register,
+            self._hear_cancels,
+            self._metrics,
+            self._settings.drain_seconds,
+            RequestClock(self._sinks),
+        )
         self._engine.start(loaded.engine, worker.take_turn, loaded.compile_grammar)
         self._worker = worker
         if self._told_to_stop.is_set():

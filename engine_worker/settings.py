@@ -107,6 +107,8 @@ class WorkerSettings:
     metrics_host: str = setting("127.0.0.1", help="address of /metrics, /livez, /readyz and /debug/kv")
     metrics_port: int = setting(8001, help="its port; 0 takes a free one and prints it")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
+    otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
+    vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
 
     def __post_init__(self) -> None:
         for flag in _AT_LEAST_ONE:

@@ -26,6 +26,7 @@ from shared.processes import ParentGone, exit_with_parent
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from shared.settings import settings_or_exit
+from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("gateway")
 
@@ -54,6 +55,11 @@ async def serve(settings: GatewaySettings) -> int:
     except ApiKeysError as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
+    try:
+        tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-gateway")
+    except TracingUnavailable as error:
+        sys.stderr.write(f"pagestream gateway: error: {error}\n")
+        return 2
     metrics = GatewayMetrics()
     connections = connect(settings.redis_url, observe=metrics.observe_redis)
     client = InferenceClient(
@@ -62,7 +68,7 @@ async def serve(settings: GatewaySettings) -> int:
         secrets.token_hex(8),
         max_queued_requests=settings.max_num_queued_reqs,
     )
-    app = create_app(settings, client, metrics, access=access)
+    app = create_app(settings, client, metrics, access, tracing)
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     try:
@@ -82,6 +88,8 @@ async def serve(settings: GatewaySettings) -> int:
     finally:
         await runner.cleanup()
         await connections.aclose()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
     return 0
 
 

@@ -29,6 +29,7 @@ from gateway.middlewares import route_name
 from gateway.openai_schema import CompletionRequest
 from gateway.planning import plan_requests
 from gateway.prompt_encoding import encode_prompts
+from gateway.tracing import traceparent_of
 
 
 async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
@@ -67,7 +68,9 @@ async def _answer_anew(
     limits = state.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
     asked = asked_class(completion.fields.priority, http.headers.get(PRIORITY_HEADER))
-    planned = plan_requests(completion, token_ids, limits, account.tenant, account.priority_class(asked))
+    planned = plan_requests(
+        completion, token_ids, limits, account.tenant, account.priority_class(asked), traceparent_of(http)
+    )
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
     detach_seconds = wish.detach_seconds if wish else None

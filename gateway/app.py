@@ -17,6 +17,8 @@ from gateway.routes import admin, chat, completions, description, kv, models, pa
 from gateway.server_log import server_logger
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
+from gateway.tracing import trace
+from shared.tracing import Tracing
 
 # Run with handler_cancellation=True: by default a non-streaming handler goes on when its client has left.
 RUNNER_OPTIONS: dict[str, Any] = {
@@ -32,6 +34,7 @@ def create_app(
     client: InferenceClient,
     metrics: GatewayMetrics | None = None,
     access: Access | None = None,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """`client` is started and closed with the application. Raises ApiKeysError."""
     metrics = metrics or GatewayMetrics()
@@ -41,12 +44,15 @@ def create_app(
         middlewares=[
             identify,
             measure(metrics),
+            trace(tracing),
             errors_to_json,
             authenticate(access),
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
     metrics.registry.register(DeliveryCollector(client))
+    if settings.vllm_metric_names:
+        metrics.add_vllm_names(settings.model_name)
     app[STATE] = GatewayState(settings, client, metrics)
     app.on_response_prepare.append(set_headers)
     groups = [chat, completions, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]

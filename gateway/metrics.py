@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.latency_histogram import LatencyHistogram
+from shared.vllm_metric_names import with_vllm_names
 
 # vLLM's, cut at 160 s
 TTFT_BUCKETS_SECONDS = (
@@ -42,9 +43,13 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry or _process_registry()
+        self.exposed = self.registry
         self._of_requests()
         self._of_http()
         self._of_queue()
+
+    def add_vllm_names(self, model_name: str) -> None:
+        self.exposed = with_vllm_names(self.registry, model_name)
 
     def _of_requests(self) -> None:
         self.time_to_first_token = self._histogram(

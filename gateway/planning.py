@@ -37,6 +37,7 @@ def plan_requests(
     limits: ModelLimits,
     tenant: str = "",
     priority_class: str = PRIORITY_CLASSES[0],
+    traceparent: str = "",
 ) -> list[PlannedRequest]:
     """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
     planned = []
@@ -50,6 +51,7 @@ def plan_requests(
             priority_class=priority_class,
             tenant=tenant,
             cache_salt=request.fields.cache_salt or "",
+            traceparent=traceparent,
         )
         planned.append(PlannedRequest(prompt_index, prompt_index * request.n, generation))
     return planned

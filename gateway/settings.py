@@ -51,6 +51,8 @@ class GatewaySettings:
 
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
+    otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
+    vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "--port", "0 to 65535", self.port)

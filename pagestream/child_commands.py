@@ -29,6 +29,10 @@ class ChildCommands:
         self._common = ["--model", str(source.directory)]
         self._common += ["--served-model-name", settings.served_model_name or source.name]
         self._common += ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
+        if settings.otlp_traces_endpoint:
+            self._common += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
+        if settings.vllm_metric_names:
+            self._common += ["--vllm-metric-names"]
         if settings.max_model_len is not None:
             self._common += ["--max-model-len", str(settings.max_model_len)]
         if config_path is not None:

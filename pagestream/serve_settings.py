@@ -50,6 +50,8 @@ class ServeSettings:
     )
     drain_seconds: float = setting(30.0, help="time after SIGTERM for running requests to end")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
+    otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
+    vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
 
     def __post_init__(self) -> None:
         # 0 would hide from this program on which port the gateway answers.

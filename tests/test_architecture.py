@@ -28,7 +28,7 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 # A new option is a decision: it is added here, to docs/operations.md, and to the CHANGELOG.
 SERVE_OPTIONS = """
     model served_model_name host port gateways workers redis_url store_max_memory_bytes max_model_len drain_seconds
-    log_format
+    log_format otlp_traces_endpoint vllm_metric_names
 """
 GATEWAY_OPTIONS = """
     model served_model_name redis_url host port reuse_port own_port api_key api_keys_file ui
@@ -37,7 +37,7 @@ GATEWAY_OPTIONS = """
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser force_include_usage
-    exit_with_parent log_format
+    exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
 WORKER_OPTIONS = """
     model served_model_name redis_url worker_id device dtype load_format max_model_len num_threads
@@ -45,6 +45,7 @@ WORKER_OPTIONS = """
     enable_prefix_caching max_num_seqs max_num_batched_tokens
     max_prefill_tokens_with_decodes async_scheduling deterministic cudagraph_mode enforce_eager
     drain_seconds step_timeout_seconds dead_after_seconds exit_with_parent metrics_host metrics_port log_format
+    otlp_traces_endpoint vllm_metric_names
 """
 
 

@@ -48,8 +48,10 @@ async def readyz(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
     await _refresh_gauges(state)
-    encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-    return web.Response(body=encode(state.metrics.registry), headers={"Content-Type": content_type})
+    # The client library's OpenMetrics text has no colons in names, which vLLM's have.
+    accept = "" if state.settings.vllm_metric_names else request.headers.get("Accept", "")
+    encode, content_type = choose_encoder(accept)
+    return web.Response(body=encode(state.metrics.exposed), headers={"Content-Type": content_type})
 
 
 async def show_version(request: web.Request) -> web.Response:

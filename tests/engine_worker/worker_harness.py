@@ -12,6 +12,7 @@ from typing import Any
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
 from engine_worker.metrics import WorkerMetrics
+from engine_worker.request_times import RequestClock
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
@@ -69,6 +70,7 @@ class WorkerHarness:
         num_steps: int = FOREVER_STEPS,
         drain_seconds: float = PATIENCE_SECONDS,
         vocab_size: int = VOCAB_SIZE,
+        clock: RequestClock | None = None,
         **engine: Any,
     ) -> None:
         """To be made in the event loop. `num_steps`: how many pass before the test allows more."""
@@ -84,7 +86,7 @@ class WorkerHarness:
         self._connections = connections
         status = WorkerStatus("w", "0")
         metrics = WorkerMetrics("w", "m", "0", status)
-        self.worker = Worker(self.thread, self._register, self._hear_cancels, metrics, drain_seconds)
+        self.worker = Worker(self.thread, self._register, self._hear_cancels, metrics, drain_seconds, clock)
         self.running: asyncio.Task[None] | None = None
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,12 @@ async def test_an_unexpected_error_tells_nothing(gateway: Gateway, caplog: pytes
     assert response.status == 500 and "secret" not in text
     assert json.loads(text)["error"]["code"] == "internal"
     assert "/srv/secret" in caplog.text
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+async def test_the_metrics_once_more_under_the_names_of_vllm(start_gateway: Callable[..., Any], accept: str) -> None:
+    gateway = await start_gateway(vllm_metric_names=True)
+    async with gateway.session.get("/metrics", headers={"Accept": accept}) as response:
+        text = await response.text()
+    assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} 0.0' in text
+    assert "pagestream_time_to_first_token_seconds_count 0.0" in text
