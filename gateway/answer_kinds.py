@@ -7,6 +7,8 @@ on nothing but body and tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.anthropic_response import AnthropicFormat
+from gateway.anthropic_schema import parse_messages
 from gateway.openai_response import ChatFormat, CompletionFormat, ResponseFormat
 from gateway.openai_schema import CompletionRequest, parse_chat, parse_completion
 
@@ -20,4 +22,5 @@ class AnswerKind:
 
 CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat)
 COMPLETION = AnswerKind("text_completion", parse_completion, CompletionFormat)
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION)}
+MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat)
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE)}

@@ -83,6 +83,33 @@ class TextCompletionBody(msgspec.Struct, kw_only=True):
     usage: UsageBody
 
 
+class TextBlockBody(msgspec.Struct, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicUsageBody(msgspec.Struct, kw_only=True):
+    input_tokens: int  # without those found in the cache
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessageBody(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlockBody]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsageBody
+
+
+class TokenCountBody(msgspec.Struct, kw_only=True):
+    input_tokens: int
+
+
 class ModelBody(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"]

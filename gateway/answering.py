@@ -131,7 +131,13 @@ def _reply(
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
         numbers = EventNumbers(len(completion.prompts) * completion.n, http.headers.get(LAST_EVENT_ID, ""))
-    response_format = kind.make_format(answer_id, state.model_name, usage_in_chunks=include_usage, created=created)
+    response_format = kind.make_format(
+        answer_id,
+        state.model_name,
+        usage_in_chunks=include_usage,
+        created=created,
+        prompt_tokens=sum(map(len, token_ids)),
+    )
     encoder = state.require_model().encoder
     return Reply(
         completion=completion,

@@ -13,7 +13,7 @@ from gateway.keys import STATE
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.request_body import MAX_BODY_BYTES
-from gateway.routes import admin, chat, completions, description, kv, models, page, requests, tokenize
+from gateway.routes import admin, chat, completions, description, kv, messages, models, page, requests, tokenize
 from gateway.server_log import server_logger
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
@@ -55,7 +55,7 @@ def create_app(
         metrics.add_vllm_names(settings.model_name)
     app[STATE] = GatewayState(settings, client, metrics)
     app.on_response_prepare.append(set_headers)
-    groups = [chat, completions, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]
+    groups = [chat, completions, messages, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]
     for group in groups:
         app.add_routes(group.routes())
     # A module without the table fails a test that names its routes, not the start of the gateway.

@@ -30,4 +30,5 @@ class BestOf:
         entries = tuple(entry for update in updates for entry in update.logprobs) if self._show_logprobs else ()
         text = "".join(update.text for update in updates)
         token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
-        return ChoiceUpdate(self._first_choice + rank, text, updates[-1].reason, entries, token_ids)
+        last = updates[-1]
+        return ChoiceUpdate(self._first_choice + rank, text, last.reason, entries, token_ids, stop_string=last.stop_string)

@@ -29,6 +29,7 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     called_tools: bool = False  # in the last update
+    stop_string: str | None = None  # that ended it; only in the last update
 
     @property
     def finish_name(self) -> str:
@@ -111,7 +112,8 @@ class ChoiceProgress:
                 (self._last_token_at - self._first_token_at) / (self.num_tokens - 1)
             )
         self._metrics.request_duration.observe(time.monotonic() - self._arrived_at)
-        return ChoiceUpdate(self._index, text, reason, logprobs, token_ids)
+        stop_string = self._output.stop_string
+        return ChoiceUpdate(self._index, text, reason, logprobs, token_ids, stop_string=stop_string)
 
     def _record_tokens(self, now: float) -> None:
         if self._first_token_at:

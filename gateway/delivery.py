@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import sse
 from gateway.answer_extras import AnswerExtras
 from gateway.errors import GatewayError
 from gateway.event_numbers import EventNumbers
@@ -52,7 +51,8 @@ class _Chunks:
                 chunks.append(self._numbered(update, self._format.first(update.index, self._extras.of_first_chunk())))
             chunks += [self._numbered(update, event) for event in self._events(update, is_first)]
             if update.reason is not None:
-                chunks.append(self._numbered(update, self._format.finish(update.index, update.finish_name)))
+                event = self._format.finish(update.index, update.finish_name, update.stop_string)
+                chunks.append(self._numbered(update, event))
         return b"".join(chunks)
 
     def _events(self, update: ChoiceUpdate, is_first: bool) -> list[bytes]:
@@ -69,12 +69,12 @@ class _Chunks:
     def last(self) -> bytes:
         usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
         if self._numbers is None:
-            return usage + sse.DONE
-        return self._numbers.of_usage(usage) + self._numbers.of_end(sse.DONE)
+            return usage + self._format.done
+        return self._numbers.of_usage(usage) + self._numbers.of_end(self._format.done)
 
     def error(self, error: GatewayError) -> bytes:
-        done = sse.DONE if self._numbers is None else self._numbers.of_end(sse.DONE)
-        return sse.error_event(error.body()) + done
+        event = self._format.error(error)
+        return event if self._numbers is None else self._numbers.of_end(event)
 
     def _numbered(self, update: ChoiceUpdate, event: bytes) -> bytes:
         return event if self._numbers is None else self._numbers.of_choice(update.index, event)
@@ -119,6 +119,7 @@ async def collect_reply(reply: Reply) -> bytes:
             "".join(part.text for part in parts),
             next((part.finish_name for part in reversed(parts) if part.reason is not None), FinishReason.STOP.value),
             None if completion.num_logprobs is None else logprobs,
+            parts[-1].stop_string if parts else None,
             extras.of_choice(index, token_ids, scores),
             "".join(part.reasoning for part in parts),
             whole_calls(call for part in parts for call in part.tool_calls),

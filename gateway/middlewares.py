@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from gateway.anthropic_response import anthropic_error
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
 from gateway.metrics import GatewayMetrics
 from shared.logs import request_id as log_request_id
@@ -17,6 +18,7 @@ logger = logging.getLogger("gateway")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+ANTHROPIC_PREFIX = "/v1/messages"
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -73,20 +75,21 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except GatewayError as error:
-        return error_response(error)
+        return error_response(error, request.path)
     except ConnectionResetError:
         raise
     except web.HTTPException as error:
         if error.status < 400:
             raise  # a redirect
-        return error_response(_of_aiohttp(request, error))
+        return error_response(_of_aiohttp(request, error), request.path)
     except Exception:
         logger.exception("unexpected error")  # its text may hold paths and addresses: for the log only
-        return error_response(InternalError())
+        return error_response(InternalError(), request.path)
 
 
-def error_response(error: GatewayError) -> web.Response:
-    return web.json_response(error.body(), status=error.status, headers=error.headers())
+def error_response(error: GatewayError, path: str = "") -> web.Response:
+    body = anthropic_error(error) if path.startswith(ANTHROPIC_PREFIX) else error.body()
+    return web.json_response(body, status=error.status, headers=error.headers())
 
 
 def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.errors import GatewayError
 from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.parsing.message import ToolCallDelta
-from gateway.sse import event
+from gateway.sse import DONE, error_event, event
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
@@ -50,6 +51,7 @@ class ChoiceResult:
     text: str
     finish_reason: str
     logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
+    stop_string: str | None = None  # that ended it
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
@@ -75,9 +77,16 @@ class ResponseFormat(Protocol):
         self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
     ) -> bytes: ...
 
-    def finish(self, index: int, reason: str) -> bytes: ...
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes: ...
 
     def usage(self, usage: UsageCount) -> bytes: ...
+
+    def error(self, error: GatewayError) -> bytes:
+        """In place of the rest of a stream."""
+
+    @property
+    def done(self) -> bytes:
+        """The last event of a stream without an error."""
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         """`extra`: fields of the whole answer beyond OpenAI's."""
@@ -90,12 +99,20 @@ class _Format:
     body_object: str
     id_prefix: str
     prompt_in_choice: bool
+    done = DONE
     before_text: str  # of a choice, up to the text's value
     after_text: str
 
     def __init__(
-        self, response_id: str, model: str, *, usage_in_chunks: bool = False, created: int | None = None
+        self,
+        response_id: str,
+        model: str,
+        *,
+        usage_in_chunks: bool = False,
+        created: int | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
+        """`prompt_tokens`: for formats that tell them first."""
         created = int(time.time()) if created is None else created
         self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
         head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
@@ -134,6 +151,9 @@ class _Format:
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
 
+    def error(self, error: GatewayError) -> bytes:
+        return error_event(error.body()) + DONE
+
     def _chunk(
         self,
         choices: list[dict[str, Any]],
@@ -171,7 +191,7 @@ class ChatFormat(_Format):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object())
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
         return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
@@ -197,7 +217,7 @@ class CompletionFormat(_Format):
     ) -> bytes:
         raise AssertionError("a text completion is not parsed")
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
         return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:

@@ -27,7 +27,7 @@ MAX_PROMPTS = 32
 MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of prompts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -55,7 +55,7 @@ class GenerationFields(ExtraFields, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] | None = None
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
@@ -182,7 +182,11 @@ class CompletionRequest:
 
 def parse_chat(body: bytes) -> CompletionRequest:
     fields, given = decode_body(body, ChatBody)
-    ignored = check_other_fields(ChatBody, given)
+    return chat_request(fields, check_other_fields(ChatBody, given))
+
+
+def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: bool = False) -> CompletionRequest:
+    """Also of what other APIs say in a chat's words; `include_usage`: in a stream, whatever the options."""
     request = _request(
         fields,
         (
@@ -202,7 +206,8 @@ def parse_chat(body: bytes) -> CompletionRequest:
         assert isinstance(prompt, ChatPrompt)
         prompt = replace(prompt, tools=tools.definitions)
         request = replace(request, tools=tools, grammar=grammar, prompts=(prompt,))
-    return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True)
+    include_usage = include_usage or request.include_usage
+    return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True, include_usage=include_usage)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -223,16 +228,18 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return replace(request, num_logprobs=fields.logprobs)
 
 
-def check_other_fields(kind: type[msgspec.Struct], given: Mapping[str, Any]) -> tuple[str, ...]:
+def check_other_fields(
+    kind: type[msgspec.Struct], given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED
+) -> tuple[str, ...]:
     """Refuse known fields that are not supported; the names of unknown ones come back."""
     ignored = []
     for name, value in given.items():
         if name in kind.__struct_fields__ or name in NO_EFFECT:
             continue
-        if name not in UNSUPPORTED:
+        if name not in unsupported:
             ignored.append(name)
-        elif value is not None and not is_neutral(value, UNSUPPORTED[name]):
-            neutral = " or ".join(json.dumps(allowed) for allowed in (None, *UNSUPPORTED[name]))
+        elif value is not None and not is_neutral(value, unsupported[name]):
+            neutral = " or ".join(json.dumps(allowed) for allowed in (None, *unsupported[name]))
             raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
     return tuple(ignored)
 

@@ -28,6 +28,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include_in_output = include_in_output
         self._held = ""
+        self.found: str | None = None  # the one that was met
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop string was met)."""
@@ -38,6 +39,7 @@ class StopStrings:
         if found is not None:
             start, end = found
             self._held = ""
+            self.found = text[start:end]
             return text[: end if self._include_in_output else start], True
         certain = len(text) - self._open_length(text)
         self._held = text[certain:]
@@ -92,6 +94,11 @@ class OutputText:
     def holds_terminal(self) -> bool:
         """The last token ends sequences, and it is not known yet whether it ended this one."""
         return self._held_terminal is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was met."""
+        return self._stops.found
 
     def shows_terminal(self, reason: FinishReason) -> bool:
         """Whether a token that ended the sequence is text of the output."""

@@ -1,7 +1,7 @@
 """Server-Sent Events as OpenAI streams them: bytes only. Pure.
 
-No `event:` names; one line of JSON an event; `[DONE]` last. An error after the headers is an event of its own, never a
-silent end. Comments keep idle connections alive and are skipped by every client.
+No `event:` names on OpenAI's routes; one line of JSON an event; `[DONE]` last. An error after the headers is an event
+of its own, never a silent end. Comments keep idle connections alive and are skipped by every client.
 """
 
 from typing import Any
@@ -18,6 +18,11 @@ HEADERS = {
 def event(data: bytes) -> bytes:
     """`data` is one line: JSON escapes every line break."""
     return b"data: " + data + b"\n\n"
+
+
+def named_event(name: str, content: dict[str, Any]) -> bytes:
+    """As other APIs than OpenAI's have them."""
+    return b"event: " + name.encode() + b"\n" + event(msgspec.json.encode(content))
 
 
 def error_event(body: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ def test_langchain(served: Served) -> None:
         assert (usage["input_tokens"], usage["output_tokens"]) == (NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS)
     assert saw["completion"].startswith(" 5 6")
     assert saw["error"] == "model_not_found"
+    assert saw["town"]["name"] in ("Paris", "Rome") and isinstance(saw["town"]["is_capital"], bool)
 
 
 def test_litellm(served: Served) -> None:
@@ -43,3 +44,25 @@ def test_openai_of_npm(served: Served) -> None:
     assert saw["completion"].startswith(" 5 6") and saw["models"] == [MODEL]
     assert saw["error"] == ["BadRequestError", 400, "invalid_value", "temperature"]
     assert saw["requestId"]
+
+
+def test_anthropic(served: Served) -> None:
+    saw = served.seen_by("anthropic_client.py")
+    assert saw["text"] == saw["streamed"] == PARIS
+    assert saw["final"] == ["end_turn", NUM_ANSWER_TOKENS]
+    assert saw["usage"] == [NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS] and saw["counted"] == NUM_PROMPT_TOKENS
+    assert saw["names"] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop",
+    ]  # fmt: skip
+    assert saw["stopped"] == ["The capital of France is", "stop_sequence", " Paris"]
+    assert saw["with_system"] in ("end_turn", "max_tokens")
+    assert saw["errors"] == [["NotFoundError", "not_found_error"], ["BadRequestError", "invalid_request_error"]]
+
+
+def test_instructor(served: Served) -> None:
+    """Whatever so small a model would say by itself, the schema is followed."""
+    town = served.seen_by("instructor_client.py")
+    assert set(town) == {"name", "country", "is_capital"}
+    assert town["name"] in ("Paris", "Rome") and town["country"] in ("France", "Italy", "Spain")
+    assert isinstance(town["is_capital"], bool)

@@ -2,10 +2,17 @@
 
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
+
+
+class Town(BaseModel):
+    name: Literal["Paris", "Rome"]
+    is_capital: bool
+
 
 QUESTION = "What is the capital of France?"
 
@@ -17,6 +24,9 @@ def main(url: str, model: str) -> dict[str, Any]:
     chunks = list(chat.stream(QUESTION, stream_usage=True))
     scored = chat.bind(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
     batch = chat.batch([QUESTION, "Say hello."])
+    town = ChatOpenAI(model=model, max_completion_tokens=80, **options).with_structured_output(
+        Town, method="json_schema"
+    )
     completion = OpenAI(model=model, max_tokens=4, **options).invoke("1 2 3 4")
     try:
         ChatOpenAI(model="nothing", **options).invoke(QUESTION)
@@ -33,6 +43,7 @@ def main(url: str, model: str) -> dict[str, Any]:
         "num_top": {len(entry["top_logprobs"]) for entry in scored}.pop(),
         "batch": [message.content for message in batch],
         "completion": completion,
+        "town": town.invoke('Describe Paris in one line, as {"name":"Paris","is_capital":true} would.').model_dump(),
         "error": error,
     }
 

@@ -1,0 +1,51 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, of the same engine."""
+
+from aiohttp import web
+
+from gateway.answer_kinds import MESSAGE
+from gateway.answer_shapes import AnthropicMessageBody, TokenCountBody
+from gateway.answering import answer
+from gateway.anthropic_schema import MessagesBody, PromptFields, parse_count
+from gateway.http_body import read_body
+from gateway.keys import STATE
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
+from gateway.prompt_encoding import encode_prompts
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    return await answer(request, MESSAGE)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    counted = parse_count(await read_body(request, state.settings.body_timeout_seconds))
+    state.check_model_name(counted.model)
+    model = state.require_model()
+    (token_ids,) = await encode_prompts(model, state.limits(model), counted)
+    return web.json_response({"input_tokens": len(token_ids)})
+
+
+def routes() -> list[web.RouteDef]:
+    return [web.post("/v1/messages", create_message), web.post("/v1/messages/count_tokens", count_tokens)]
+
+
+OPERATIONS = (
+    Operation(
+        method="POST",
+        path="/v1/messages",
+        summary="Answer a chat in Anthropic's words; with `stream` as events",
+        body=MessagesBody,
+        answer=AnthropicMessageBody,
+        media=(EVENTS,),
+        errors=INFERENCE_ERRORS,
+        parameters=KEEPING_PARAMETERS,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        summary="How many tokens such a chat has",
+        body=PromptFields,
+        answer=TokenCountBody,
+        errors=INFERENCE_ERRORS,
+    ),
+)

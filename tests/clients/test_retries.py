@@ -1,0 +1,30 @@
+"""A refusal says when to come back, and the clients' own retries do: with a scripted engine behind a real gateway."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.admission import RETRY_AFTER_SECONDS
+from gateway.inference_client import QueueFull
+from gateway.served_model import ServedModel
+from tests.clients.conftest import CLIENTS, run_client
+from tests.gateway.conftest import Gateway, gateway, start_gateway, tiny_model, tiny_model_dir  # noqa: F401  fixtures
+from tests.gateway.fake_inference import says
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+async def test_the_client_waits_and_repeats(gateway: Gateway, tiny_model: ServedModel, package: str) -> None:  # noqa: F811
+    gateway.engine.script = says(tiny_model.encoder.encode_text("Paris"))
+    submit, refusals = gateway.engine.submit, [QueueFull("cap")]
+
+    async def refuses_once(request: Any, **options: Any) -> Any:
+        gateway.engine.submit_error = refusals.pop() if refusals else None
+        return await submit(request, **options)
+
+    gateway.engine.submit = refuses_once  # type: ignore[method-assign]
+    python, url = CLIENTS / "bin" / "python", f"http://127.0.0.1:{gateway.port}"
+    saw = await asyncio.to_thread(run_client, python, "retrying_client.py", url, "tiny", package)
+    assert saw["text"] == "Paris" and refusals == []
+    # Their own first pause is at most a second: the wait is the header's.
+    assert saw["seconds"] >= RETRY_AFTER_SECONDS["queue_full"]
