@@ -31,4 +31,5 @@ class BestOf:
         text = "".join(update.text for update in updates)
         token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
         last = updates[-1]
-        return ChoiceUpdate(self._first_choice + rank, text, last.reason, entries, token_ids, stop_string=last.stop_string)
+        index = self._first_choice + rank
+        return ChoiceUpdate(index, text, last.reason, entries, token_ids, stop_string=last.stop_string)
