@@ -10,6 +10,9 @@ PROGRAMS = {
     "soak": "bench.soak",  # random traffic on one engine, its books checked after each step
     "http-cases": "bench.http_cases",  # servers in turn under the same loads
     "delivery-cost": "bench.delivery_cost",  # CPU time of a token between the engine and the client
+    "gateway-load": "bench.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
+    "overload": "bench.overload",  # five times what fits: how fast the rest is refused
+    "disconnects": "bench.disconnects",  # clients that leave at random: how soon their KV is free
     "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
     "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it
     "pressure-exactness": "bench.pressure_exactness",  # the same tokens with too little KV memory

@@ -51,11 +51,11 @@ def summarise(load: dict[str, Any], results: list[RequestResult]) -> dict[str, A
         "events_per_token": sum(len(result.event_times) for result in good) / output_tokens,
     }
     for name, values in samples(results).items():
-        summary[f"{name}_seconds"] = _distribution(values)
+        summary[f"{name}_seconds"] = distribution(values)
     return summary
 
 
-def _distribution(values: list[float]) -> dict[str, float]:
+def distribution(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     ordered = sorted(values)
