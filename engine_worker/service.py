@@ -165,7 +165,7 @@ class WorkerService:
     async def _offer_heartbeats(self, heartbeats: HeartbeatPublisher) -> None:
         while True:
             await self._refresh_stats()
-            heartbeats.offer(self._status.heartbeat(self._engine.num_steps))
+            heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
             self._status.remind()
             await asyncio.sleep(OFFER_SECONDS)
 

@@ -52,7 +52,8 @@ class WorkerStatus:
         if self._now.phase != WorkerPhase.READY and self._clock() - self._line_seconds >= LINE_INTERVAL_SECONDS:
             self._print()
 
-    def heartbeat(self, num_steps: int) -> WorkerHeartbeat:
+    def heartbeat(self, num_steps: int, *, in_step: bool = False) -> WorkerHeartbeat:
+        """While a step hangs, the figures are those of before it: that there is one is what makes the worker busy."""
         now, stats = self._now, self.stats
         return WorkerHeartbeat(
             worker_id=self.worker_id,
@@ -60,7 +61,7 @@ class WorkerStatus:
             progress=now.progress,
             detail=now.detail,
             step=num_steps,
-            running=stats.num_running if stats else 0,
+            running=max(stats.num_running if stats else 0, int(in_step)),
             waiting=stats.num_waiting if stats else 0,
             max_model_len=self.max_model_len,
             kv_blocks_total=stats.kv_cache.num_blocks if stats else 0,

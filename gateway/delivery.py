@@ -1,12 +1,13 @@
 """An answer on its way to its client: updates of its choices as events of a stream, or collected into one body."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from gateway.answer_extras import AnswerExtras
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InternalError
 from gateway.event_numbers import EventNumbers
 from gateway.event_stream import EventStream
 from gateway.generation import ChoiceUpdate, Generation
@@ -14,6 +15,8 @@ from gateway.openai_response import ChoiceResult, ResponseFormat
 from gateway.openai_schema import CompletionRequest
 from gateway.parsing.message import whole_calls
 from shared.messages import FinishReason
+
+logger = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,11 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
             ending = chunks.last()
         except GatewayError as error:
             ending = chunks.error(error)
+        except ConnectionError:
+            raise  # the client has gone
+        except Exception:  # of this answer's own text, grammar or format: it ends alone, and its client is told
+            logger.exception("an answer failed")
+            ending = chunks.error(InternalError())
         await stream.write(ending)
         await stream.response.write_eof()
     finally:

@@ -12,6 +12,8 @@ from shared.messages import WorkerHeartbeat, WorkerPhase
 SUPERVISOR_ID = "supervisor"  # tells the phases before a worker exists
 # Beats come every second, but behind an engine step: a long prefill on a busy CPU delays them.
 STALE_AFTER_SECONDS = 10.0
+# Work at hand and no step ended: a prefill takes a second or two, a hung device for ever. Its watchdog waits for 30 s.
+STALLED_AFTER_SECONDS = 15.0
 _PHASE_ORDER = tuple(WorkerPhase)
 
 
@@ -21,6 +23,9 @@ class WorkerStatus(Protocol):
 
     @property
     def seconds_since_seen(self) -> float: ...
+
+    @property
+    def seconds_since_progress(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,7 @@ def ready_workers(fleet: Sequence[WorkerStatus]) -> list[WorkerHeartbeat]:
         if status.heartbeat.phase is WorkerPhase.READY
         and status.heartbeat.worker_id != SUPERVISOR_ID
         and status.seconds_since_seen < STALE_AFTER_SECONDS
+        and status.seconds_since_progress < STALLED_AFTER_SECONDS
     ]
 
 
@@ -108,4 +114,5 @@ def _as_object(status: WorkerStatus) -> dict[str, Any]:
         "running": beat.running,
         "waiting": beat.waiting,
         "seconds_since_seen": round(status.seconds_since_seen, 1),
+        "seconds_since_progress": round(status.seconds_since_progress, 1),
     }

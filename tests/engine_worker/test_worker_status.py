@@ -64,3 +64,4 @@ def test_the_heartbeat_tells_phase_step_and_blocks() -> None:
     ready = status.heartbeat(num_steps=17)
     assert (ready.worker_id, ready.phase, ready.step) == ("w0.1", WorkerPhase.READY, 17)
     assert (ready.kv_blocks_total, ready.kv_blocks_free, ready.max_model_len) == (64, 64, 256)
+    assert (ready.running, status.heartbeat(17, in_step=True).running) == (0, 1)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from gateway.fleet import Fleet
+from gateway.readiness import ready_workers
 from gateway.response_stream import ResponseStream, cancelled_event
 from shared.messages import (
     ErrorCode,
@@ -227,6 +228,26 @@ async def test_any_mess_of_frames_gives_the_journal(seed):
     *tokens, end = await everything(stream)
     assert [event.token_ids for event in tokens] == [journal]
     assert end == finish(60)
+
+
+def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
+    now = 0.0
+    fleet = Fleet(lambda: now)
+
+    def progress_after(seconds: float, step: int, running: int) -> float:
+        nonlocal now
+        now += seconds
+        fleet.heard(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
+        (status,) = fleet.snapshot()
+        assert bool(ready_workers([status])) == (status.seconds_since_progress < 15)
+        return status.seconds_since_progress
+
+    assert progress_after(0, step=3, running=1) == 0
+    assert progress_after(9, step=3, running=1) == 9
+    assert progress_after(9, step=4, running=1) == 0
+    assert progress_after(20, step=4, running=1) == 20  # hung: not ready
+    assert progress_after(1, step=4, running=0) == 0
+    assert progress_after(99, step=4, running=0) == 0  # idle
 
 
 def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
