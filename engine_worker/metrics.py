@@ -79,11 +79,11 @@ class WorkerMetrics:
         self._of_requests(names)
 
     def _of_requests(self, names: tuple[str, str]) -> None:
-        times = (("queue", "From the queue to this worker"), ("prefill", "From there to the first new token"),
-                 ("decode", "From there to the end"))  # fmt: skip
+        times = (("queue", "in the queue before this worker"), ("prefill", "from there to its first new token"),
+                 ("decode", "from its first new token to its end"))  # fmt: skip
         self._request_seconds = {
             part: Histogram(
-                f"pagestream_request_{part}_time_seconds", f"{text} of a request", names,
+                f"pagestream_request_{part}_time_seconds", f"A request's time {text}", names,
                 buckets=REQUEST_SECONDS_BUCKETS, registry=self.registry,
             ).labels(*self._labels)
             for part, text in times

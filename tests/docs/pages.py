@@ -1,0 +1,131 @@
+"""The parts of docs/ that follow from the code: python -m tests.docs.pages writes them, a test holds them against it.
+
+docs/metrics.md         between the marks: every metric, and those that vLLM names otherwise
+docs/configuration.md   between the marks: every setting of every program
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from engine_worker.settings import WorkerSettings
+from gateway.metrics import DeliveryCollector, GatewayMetrics
+from gateway.settings import GatewaySettings
+from pagestream.serve_settings import ServeSettings
+from shared.vllm_metric_names import ALIASES
+from tests.gateway.fake_inference import FakeInferenceClient
+from tests.monitoring.loaded_worker import LoadedWorker
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+_BOUND = ("worker", "model")  # every metric of a worker has them
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """File -> name of a mark -> what stands between it and its end."""
+    return {
+        "metrics.md": {"worker": worker_metrics(), "gateway": gateway_metrics(), "vllm": vllm_names()},
+        "configuration.md": {program: settings(program) for program in PROGRAMS},
+    }
+
+
+def worker_metrics() -> str:
+    return _metrics(LoadedWorker().metrics.registry)
+
+
+def gateway_metrics() -> str:
+    registry = GatewayMetrics(CollectorRegistry()).registry
+    registry.register(DeliveryCollector(FakeInferenceClient()))
+    return _metrics(registry)
+
+
+def vllm_names() -> str:
+    return _table(("vLLM", "here"), ((f"`vllm:{alias.theirs}`", _of(alias.ours, alias.only)) for alias in ALIASES))
+
+
+def settings(program: str) -> str:
+    rows = (
+        (f"`{_flag(field)}`", _default(field), _escaped(field.metadata["help"])) for field in fields(PROGRAMS[program])
+    )
+    return _table(("flag", "default", "what"), rows)
+
+
+def _metrics(registry: CollectorRegistry) -> str:
+    ours = sorted(
+        (family for family in registry.collect() if family.name.startswith("pagestream_")), key=lambda f: f.name
+    )
+    return _table(
+        ("metric", "type", "labels", "what"),
+        (
+            (f"`{_exposed_name(family)}`", family.type, _labels(family), _escaped(family.documentation))
+            for family in ours
+        ),
+    )
+
+
+def _exposed_name(family: Metric) -> str:
+    return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+
+
+def _labels(family: Metric) -> str:
+    collected = {label for sample in family.samples for label in sample.labels}
+    declared = _DECLARED.get(family.name.removeprefix("pagestream_"), set())  # without a child there is no sample
+    return ", ".join(f"`{label}`" for label in sorted(collected | declared) if label not in (*_BOUND, "le"))
+
+
+_DECLARED = {
+    metric._name.removeprefix("pagestream_"): set(metric._labelnames)
+    for metric in vars(GatewayMetrics(CollectorRegistry())).values()
+    if hasattr(metric, "_labelnames")
+}
+
+
+def _of(name: str, only: dict[str, tuple[str, ...]]) -> str:
+    chosen = ",".join(f'{label}=~"{"|".join(values)}"' for label, values in only.items())
+    return f"`pagestream_{name}" + (f"{{{chosen}}}`" if chosen else "`").replace("|", "\\|")
+
+
+def _flag(field: Field[Any]) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return "needed"
+    value = field.default
+    shown = (
+        str(value).lower()
+        if isinstance(value, bool)
+        else ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else value
+    )
+    return "–" if shown in (None, "") else f"`{shown}`"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def filled(text: str, parts: dict[str, str]) -> str:
+    for mark, content in parts.items():
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+        assert begin in text and end in text, mark
+        text = re.sub(f"(?s){begin}.*?{end}", lambda _, new=begin + content + end: new, text)
+    return text
+
+
+if __name__ == "__main__":
+    for name, parts in pages().items():
+        path = DOCS / name
+        path.write_text(filled(path.read_text(), parts))
