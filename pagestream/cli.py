@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagestream.new_key import main as new_key
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
@@ -26,6 +26,7 @@ _COMMANDS = """commands:
   estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   dlq             requests that kept killing their workers: list, show, retry, drop
+  top [URL]       the KV blocks of a running server, live in this terminal
   doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
 
@@ -40,21 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    commands = ["serve", *MODULES, "new-key", "dlq", "doctor", "config"]
+    commands = ["serve", *MODULES, "new-key", "dlq", "top", "doctor", "config"]
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
     if args.command in MODULES:
         return _become(MODULES[args.command], args.arguments)
-    if args.command == "serve":
-        return _serve(args.arguments)
-    if args.command == "new-key":
-        return new_key(args.arguments)
-    if args.command == "dlq":
-        return _dlq(args.arguments)
-    if args.command == "doctor":
-        return _doctor(args.arguments)
-    return _config(args.arguments)
+    commands_here: dict[str, Callable[[list[str]], int]] = {
+        "serve": _serve, "new-key": new_key, "dlq": _dlq, "top": _top, "doctor": _doctor, "config": _config,
+    }  # fmt: skip
+    return commands_here[args.command](args.arguments)
 
 
 def _become(module: str, arguments: Sequence[str]) -> int:
@@ -92,6 +88,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     from pagestream.doctor import main as examine  # noqa: PLC0415  for the same reason
 
     return examine(arguments)
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from pagestream.top import main as show_blocks  # noqa: PLC0415  for the same reason
+
+    return show_blocks(arguments)
 
 
 def _dlq(arguments: Sequence[str]) -> int:
