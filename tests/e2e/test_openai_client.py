@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 from tests.conftest import Valkey
@@ -206,6 +207,43 @@ async def test_async_streams_side_by_side(stack: Stack) -> None:
 
         answers = await asyncio.gather(*(ask() for _ in range(4)))
     assert len(set(answers)) == 1 and "Paris" in answers[0]
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+
+
+def test_a_json_schema_at_temperature_1(stack: Stack) -> None:
+    asked: Any = [{"role": "user", "content": "Invent a person."}]
+    with stack.client() as client:
+        answer = client.chat.completions.parse(model=MODEL, messages=asked, response_format=Person, seed=1, n=3)
+    people = [choice.message.parsed for choice in answer.choices]
+    assert all(isinstance(person, Person) for person in people) and len({repr(person) for person in people}) > 1
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add_person"}}])
+def test_a_forced_call_streamed_and_whole(stack: Stack, choice: Any) -> None:
+    function = {"name": "add_person", "description": "Adds a person", "parameters": Person.model_json_schema()}
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Add Ada, who is 36."}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    with stack.client() as client:
+        (whole,) = client.chat.completions.create(**asked).choices
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "add_person"
+    Person.model_validate_json(call.function.arguments)
+    (again,) = streamed.message.tool_calls or []
+    assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
 
 
 def test_seeded_choices_come_again(stack: Stack) -> None:

@@ -1,6 +1,7 @@
 """kill -9 of a worker in the middle of eight greedy streams: every client gets the text of the undisturbed run."""
 
 import asyncio
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected,
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(240)]
 
 NUM_TOKENS = 64
+WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -56,11 +58,14 @@ async def test_the_supervisor_restarts_the_only_worker(demo_model_dir: Path, tmp
 
 
 async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
-    undisturbed = await api.complete_all(PROMPTS, NUM_TOKENS, ignore_eos=True)
+    asked = [(prompt, WORDS if number < 2 else {"ignore_eos": True}) for number, prompt in enumerate(PROMPTS)]
+    undisturbed = await asyncio.gather(
+        *(api.complete(Answer(), prompt, NUM_TOKENS, **options) for prompt, options in asked)
+    )
     answers = [Answer() for _ in PROMPTS]
     streams = [
-        asyncio.create_task(api.complete(answer, prompt, NUM_TOKENS, ignore_eos=True))
-        for answer, prompt in zip(answers, PROMPTS, strict=True)
+        asyncio.create_task(api.complete(answer, prompt, NUM_TOKENS, **options))
+        for answer, (prompt, options) in zip(answers, asked, strict=True)
     ]
     while min(len(answer.pieces) for answer in answers) < NUM_TOKENS // 8:
         await asyncio.sleep(0.01)
@@ -71,6 +76,7 @@ async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
         assert answer.text == expected.text
         assert answer.finish_reasons == ["length"]
         assert answer.completion_tokens == NUM_TOKENS
+    assert all(re.fullmatch("([A-Z][a-z]* ?)+", answer.text) for answer in answers[:2])
     longest = max(gap for answer in answers for gap in answer.gaps_seconds())
     print(f"longest silence of a stream: {longest:.1f} s")
 

@@ -1,0 +1,39 @@
+"""200 schemas of Kubernetes, one of JSONSchemaBench's sources: a random model at temperature 1 keeps to each one."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from bench.schema_corpus import kubernetes
+from bench.structured import answer, followable, spread
+from tests.engine_worker.execution.reference import make_engine, make_runner, write_model
+from tests.tiny_model import IM_END, VOCAB_SIZE, write_tiny_model
+
+NUM_SCHEMAS = 200
+
+
+@pytest.mark.timeout(300)
+def test_every_answer_is_of_its_schema(tmp_path: Path) -> None:
+    directory = write_model(
+        write_tiny_model(tmp_path / "tiny"), vocab_size=VOCAB_SIZE, max_position_embeddings=4096, num_hidden_layers=1
+    )
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    runner = make_runner(directory, num_blocks=2000, block_size=32)
+    taken, _ = followable(kubernetes())
+    schemas = spread(taken, NUM_SCHEMAS)
+    assert len(schemas) == NUM_SCHEMAS
+    # A random model would hardly ever end a string, a list or an object by itself.
+    ends = {tokenizer.token_to_id(char): bias for char, bias in (('"', 12.0), ("]", 8.0), ("}", -5.0))}
+    answers = answer(
+        make_engine(runner, max_num_seqs=32, max_num_batched_tokens=256),
+        tokenizer,
+        schemas,
+        lambda schema: "the end",
+        max_tokens=2000,
+        stop_token_ids=(IM_END,),
+        logit_bias=ends,
+    )
+    assert (answers.invalid, answers.failed) == ([], [])
+    assert (answers.valid, answers.cut) == (NUM_SCHEMAS, 0)
+    assert answers.tokens > 60 * NUM_SCHEMAS  # few of them are {}
