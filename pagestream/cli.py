@@ -16,12 +16,21 @@ from pagestream.serve_settings import DEMO, ServeSettings, split_flags
 from shared.settings import SettingsError, build_parser, load_settings
 from shared.version import VERSION
 
-MODULES = {"gateway": "gateway", "worker": "engine_worker", "bench": "bench", "estimate": "engine_worker.estimate"}
+MODULES = {
+    "gateway": "gateway",
+    "worker": "engine_worker",
+    "chat": "pagestream.chat",
+    "run-batch": "pagestream.run_batch",
+    "bench": "bench",
+    "estimate": "engine_worker.estimate",
+}
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
   gateway         the HTTP gateway alone
   worker          one engine worker alone
+  chat            talk to a running server in the terminal
+  run-batch       a file of requests through a running server, behind all others
   bench           measure an OpenAI-compatible server, or the engine alone
   estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file

@@ -1,0 +1,116 @@
+"""`pagestream run-batch`: a file of requests through a running server, behind everybody else's requests.
+
+    pagestream run-batch -i requests.jsonl -o results.jsonl [--url http://127.0.0.1:8000] [--concurrency 64]
+
+Every line gets exactly one result, also if server, workers or this program are stopped on the way: run it again with
+the same files. Requests go to the class `batch`, and each carries a name of its own (Idempotency-Key), so that one
+whose answer was lost on the way is read from the store and not computed again.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pagestream.batch_file import BatchFileError, BatchLine, Results, read_lines
+from pagestream.file_lock import file_lock
+
+MAX_ATTEMPTS = 20  # with pauses of up to MAX_PAUSE_SECONDS: a server may be away for ten minutes
+MAX_PAUSE_SECONDS = 30.0
+_REPEATED = frozenset((408, 429, 500, 502, 503, 504))
+
+
+class Batch:
+    def __init__(self, session: aiohttp.ClientSession, results: Results, concurrency: int) -> None:
+        self.num_failed = 0
+        self._session = session
+        self._results = results
+        self._concurrency = concurrency
+
+    async def run(self, lines: Sequence[BatchLine]) -> None:
+        waiting = iter(lines)
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(self._concurrency):
+                workers.create_task(self._work(waiting))
+
+    async def _work(self, waiting: Any) -> None:
+        for line in waiting:
+            await self._answer(line)
+
+    async def _answer(self, line: BatchLine) -> None:
+        problem = ""
+        for attempt in range(MAX_ATTEMPTS):
+            pause_seconds = min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt)
+            try:
+                async with self._session.post(line.url, data=line.body, headers={"Idempotency-Key": line.key}) as reply:
+                    text = await reply.text()
+                    if reply.status not in _REPEATED or reply.headers.get("x-should-retry") == "false":
+                        self._write(line, reply, text)
+                        return
+                    problem = f"the server answered {reply.status}"
+                    pause_seconds = float(reply.headers.get("Retry-After", pause_seconds))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(pause_seconds)
+        self.num_failed += 1
+        self._results.add_failure(line.custom_id, "no_answer", f"{MAX_ATTEMPTS} attempts; at last {problem}")
+
+    def _write(self, line: BatchLine, reply: aiohttp.ClientResponse, text: str) -> None:
+        self.num_failed += reply.status != 200
+        try:
+            body = json.loads(text)
+        except ValueError:
+            body = text  # of something between the server and here
+        self._results.add(line.custom_id, reply.headers.get("x-request-id", ""), reply.status, body)
+
+
+async def run(input_path: Path, output_path: Path, url: str, api_key: str, concurrency: int) -> int:
+    """How many lines have no good answer. Raises BatchFileError."""
+    lines = read_lines(input_path)
+    headers = {"Content-Type": "application/json", "x-priority": "batch"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    async with file_lock(output_path.with_name(output_path.name + ".lock")):
+        results = Results(output_path)
+        try:
+            left = [line for line in lines if line.custom_id not in results.custom_ids]
+            sys.stderr.write(f"{len(lines)} requests, {len(lines) - len(left)} of them answered already\n")
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+            async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
+                batch = Batch(session, results, concurrency)
+                await batch.run(left)
+        finally:
+            results.close()
+    sys.stderr.write(f"{len(left)} answered, {batch.num_failed} of them with an error: {output_path}\n")
+    return batch.num_failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pagestream run-batch", description="Requests of a file, behind all others.")
+    parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines in OpenAI's batch format")
+    parser.add_argument("-o", "--output-file", type=Path, required=True, help="results; what it has is not asked again")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests open at one time")
+    args = parser.parse_args(argv)
+    if args.concurrency < 1:
+        parser.error("--concurrency: expected 1 or more")
+    api_key = os.environ.get("PAGESTREAM_API_KEY", "")
+    try:
+        failed = asyncio.run(run(args.input_file, args.output_file, args.url, api_key, args.concurrency))
+    except BatchFileError as error:
+        sys.stderr.write(f"pagestream run-batch: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; run it again to go on\n")
+        return 130
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
