@@ -139,20 +139,23 @@ def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "expression",
+    "counter",
     [
-        'rate(pagestream_kv_swap_blocks_total{direction="out"}[10s]) > 0',
-        'rate(pagestream_kv_swap_blocks_total{direction="in"}[10s]) > 0',
-        'rate(pagestream_preemptions_total{mode="swap"}[10s]) > 0',
-        "rate(pagestream_kv_copy_on_write_blocks_total[10s]) > 0",
-        'rate(pagestream_requests_finished_total{reason="error"}[10s]) > 0',
-        'rate(pagestream_requests_finished_total{reason="cancelled"}[10s]) > 0',
-        'rate(pagestream_http_request_duration_seconds_count{code="400"}[10s]) > 0',
-        "rate(pagestream_gateway_client_disconnects_total[10s]) > 0",
+        'pagestream_kv_swap_blocks_total{direction="out"}',
+        'pagestream_kv_swap_blocks_total{direction="in"}',
+        'pagestream_preemptions_total{mode="swap"}',
+        "pagestream_kv_copy_on_write_blocks_total",
+        'pagestream_requests_finished_total{reason="error"}',
+        'pagestream_requests_finished_total{reason="cancelled"}',
+        'pagestream_http_request_duration_seconds_count{code="400"}',
+        "pagestream_gateway_client_disconnects_total",
     ],
 )
-def test_the_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]], expression: str) -> None:
-    assert query(expression)
+def test_the_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]], counter: str) -> None:
+    deadline = time.monotonic() + 30  # the clients take turns; a busy machine lets them wait
+    while not query(f"{counter} > 0"):
+        assert time.monotonic() < deadline
+        time.sleep(0.25)  # between two scrapes
 
 
 @pytest.mark.e2e
