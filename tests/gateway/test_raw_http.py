@@ -186,6 +186,13 @@ async def test_no_way_of_writing_an_url_gets_round_the_key(start_gateway: Callab
     assert {key: status for key, status in got.items() if status not in (400, 401)} == {}
 
 
+async def test_a_key_of_no_text_is_no_key(start_gateway: Callable[..., Any]) -> None:
+    gateway: Gateway = await start_gateway(api_key="ps-0123456789abcdef")
+    long = b"Authorization: Bearer " + b"k" * 4000
+    for header in (b"Authorization: Bearer \xff\xfe", b"x-api-key: \xed\xa0\x80", long):
+        assert await status_of(gateway.port, post(LENGTH, header)) == 401
+
+
 async def test_a_hundred_requests_at_once_on_one_connection(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)

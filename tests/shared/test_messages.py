@@ -190,7 +190,7 @@ HOSTILE_BATCHES = {
     "usage missing": batch_of(["f", "a", "stop"]),
     "usage with integer keys": batch_of(["f", "a", "stop", {1: 1}]),
     "pickle": b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x02id\x85R.",
-    "too long": b"\xc0" * (MAX_FRAME_BYTES + 1),
+    "too long": encode(EventBatch(PROTOCOL_VERSION, "w" * MAX_FRAME_BYTES, 7, [])),
     # of an unknown field nothing is kept: 64 bytes of memory for each of these bytes would be a gigabyte
     "16 million empty lists in an unknown field": b"\x81\xa1x\xdd\x00\xff\xff\x00" + b"\x90" * 0xFFFF00,
     "4 million maps for events": b"\x94\x02\xa1w\x01\xdd\x00\x3f\xff\x00" + b"\x81\xa1a\xc0" * 0x3FFF00,
