@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import torch
 from tokenizers import Tokenizer
 
@@ -97,6 +96,8 @@ def answer(
 
 
 def _judge(answers: Answers, name: str, schemas: dict[str, Any], text: str) -> None:
+    import jsonschema  # noqa: PLC0415 - not where masks alone are measured
+
     kind = jsonschema.validators.validator_for(schemas[name], default=jsonschema.Draft202012Validator)
     try:
         kind(schemas[name]).validate(json.loads(text))
@@ -183,15 +184,17 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--suite", type=Path, help="source distribution of the package jsonschema")
+    parser.add_argument("--no-kubernetes", action="store_true", help="the suite alone: its package is large")
     parser.add_argument("--schemas", type=int, default=200)
     parser.add_argument("--parts", type=int, default=1, help="answer only every so manieth of them,")
     parser.add_argument("--part", type=int, default=0, help="beginning with this one")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--masks-only", action="store_true", help="needs no weights: config.json and tokenizer.json")
     options = parser.parse_args()
-    everything = kubernetes() | (test_suite(options.suite) if options.suite else {})
+    everything = ({} if options.no_kubernetes else kubernetes()) | (test_suite(options.suite) if options.suite else {})
     taken, refused = followable(everything)
     chosen = spread(taken, options.schemas)
     result: dict[str, Any] = {"commit": commit(), "device": options.device, "torch": torch.__version__}
@@ -211,10 +214,11 @@ def main() -> int:
         started = time.perf_counter()
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         part = dict(list(chosen.items())[options.part :: options.parts])
-        answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=MAX_TOKENS)
+        answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens)
         result["answers"] = {
             "schemas": len(part),
             "valid": answers.valid,
+            "max_tokens": options.max_tokens,
             "cut_by_max_tokens": answers.cut,
             "invalid": answers.invalid,
             "failed": answers.failed,
