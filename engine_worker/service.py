@@ -29,9 +29,11 @@ from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
 from engine_worker.watchdog import StepWatchdog
 from engine_worker.worker import Worker
+from shared.fleet_clock import FleetClock
 from shared.messages import WorkerPhase
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
 from shared.tasks import run_until_first_ends
 from shared.tracing import TracingUnavailable, open_tracing
 
@@ -65,6 +67,7 @@ class WorkerService:
         self._base_id = base_id
         self._keys = RedisKeys(settings.model_name)
         self._connections = connect(settings.redis_url)
+        self._fleet_clock = FleetClock(RedisScripts(self._connections.commands, self._keys))
         self._engine = EngineThread()
         self._status = WorkerStatus(base_id, version)
         self._metrics = WorkerMetrics(
@@ -91,6 +94,7 @@ class WorkerService:
                 await run_until_first_ends(
                     self._load_and_serve(load),
                     heartbeats.run(),
+                    self._fleet_clock.run(),
                     self._offer_heartbeats(heartbeats),
                     Reaper(
                         self._connections, self._keys, missed_ticks_until_dead=self._settings.dead_after_seconds
@@ -151,6 +155,7 @@ class WorkerService:
             self._keys,
             self._base_id,
             previous,
+            fleet_clock=self._fleet_clock,
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
         )
         self._status.worker_id = incarnation.worker_id

@@ -67,6 +67,7 @@ async def serve(settings: GatewaySettings) -> int:
         RedisKeys(settings.model_name),
         secrets.token_hex(8),
         max_queued_requests=settings.max_num_queued_reqs,
+        max_queued_tokens=settings.max_num_queued_tokens,
     )
     app = create_app(settings, client, metrics, access, tracing)
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)

@@ -10,6 +10,7 @@ RETRY_AFTER_SECONDS = {
     "draining": 1,  # another gateway, or this one restarted, answers at once
     "gateway_full": 2,
     "queue_full": 2,
+    "queue_timeout": 5,  # it has waited already
     "starting": 2,
     "no_worker": 5,  # a restart with cached weights takes about this long on two cores
     "store_unavailable": 2,

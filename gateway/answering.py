@@ -14,6 +14,7 @@ from aiohttp import web
 from gateway.access import ACCOUNT, begin
 from gateway.answer_extras import AnswerExtras
 from gateway.answer_kinds import AnswerKind
+from gateway.deadlines import timeouts_of, with_deadlines
 from gateway.delivery import Reply, collect_reply, stream_reply
 from gateway.event_numbers import END, EventNumbers
 from gateway.event_numbers import HEADER as LAST_EVENT_ID
@@ -21,7 +22,7 @@ from gateway.event_stream import EventStream
 from gateway.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.generation import Generation
 from gateway.http_body import read_body
-from gateway.inference_client import NameTaken
+from gateway.inference_client import NameTaken, StoreUnavailable
 from gateway.keeping import Wish, new_keeps, wish_of
 from gateway.kept_answers import KeptAnswer, find_answer, find_named
 from gateway.keys import STATE
@@ -29,6 +30,7 @@ from gateway.middlewares import route_name
 from gateway.openai_schema import CompletionRequest
 from gateway.planning import plan_requests
 from gateway.prompt_encoding import encode_prompts
+from gateway.state import GatewayState, unavailable
 from gateway.tracing import traceparent_of
 
 
@@ -64,6 +66,7 @@ async def _answer_anew(
 ) -> web.StreamResponse:
     state, account = http.app[STATE], http[ACCOUNT]
     await state.grammar_checks.check(completion.grammar)
+    timeouts = timeouts_of(completion.fields, state.default_timeouts, state.settings.max_timeout_seconds)
     model = state.admit()
     limits = state.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
@@ -71,12 +74,21 @@ async def _answer_anew(
     planned = plan_requests(
         completion, token_ids, limits, account.tenant, account.priority_class(asked), traceparent_of(http)
     )
+    if timeouts:
+        planned = with_deadlines(planned, timeouts, await _fleet_seconds(state))
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
     detach_seconds = wish.detach_seconds if wish else None
     generation = Generation(state, model, completion, planned, arrived_at)
     reply = _reply(http, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
     return await _give(http, reply, partial(generation.submit, account.owner_key_hash, keeps))
+
+
+async def _fleet_seconds(state: GatewayState) -> float:
+    try:
+        return await state.client.fleet_seconds()
+    except StoreUnavailable as error:
+        raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
 
 async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:

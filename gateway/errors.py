@@ -20,8 +20,9 @@
     │                                           | max_concurrent_exceeded
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
-    └── Unavailable                     503     starting | no_worker | draining | queue_full | gateway_full
-                                                | store_unavailable | store_full
+    ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
+    │                                           | gateway_full | store_unavailable | store_full
+    └── DeadlineExceeded                504     deadline_exceeded
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
 anything a client has not sent itself.
@@ -190,3 +191,11 @@ class Unavailable(GatewayError):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
+
+
+class DeadlineExceeded(GatewayError):
+    """The request's own time was over; what it would have cost another time nobody knows."""
+
+    status = 504
+    default_code = "deadline_exceeded"
+    should_retry = False

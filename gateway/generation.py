@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from gateway.best_of import BestOf
 from gateway.choice_progress import ChoiceProgress, ChoiceUpdate
-from gateway.errors import GatewayError, GenerationFailed, InvalidRequest
+from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
 from gateway.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
 from gateway.message_parsing import message_parsers, parsed, reads_special_mark
 from gateway.metrics import GatewayMetrics
@@ -291,6 +291,10 @@ def _output_text(
 
 
 def _error_of(event: ErrorEvent) -> GatewayError:
+    if event.code is ErrorCode.QUEUE_TIMEOUT:
+        return unavailable("queue_timeout", "No worker began with this request in the time that it had.")
+    if event.code is ErrorCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("The answer was not complete in the time that the request had.")
     if event.code is ErrorCode.REQUEST_FAILED:
         return GenerationFailed("The engine could not complete this request.")
     return InvalidRequest(f"The engine refused this request: {event.message}", code=event.code.value)

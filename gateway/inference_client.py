@@ -28,6 +28,7 @@ from redis.exceptions import RedisError
 
 from gateway.fleet import Fleet, WorkerStatus
 from gateway.kv_watch import KVWatch
+from gateway.overdue import OverdueRequests
 from gateway.queue_stats import QueueStats, read_queue_stats
 from gateway.response_stream import ResponseStream, cancelled_event
 from gateway.store_calls import InferenceError, QueueFull, StoreCalls, StoreUnavailable
@@ -35,6 +36,7 @@ from gateway.store_memory import StoreMemory
 from gateway.stored_request import FIELDS, StoredRequest, stored_answer, stored_request
 from gateway.stream_table import StreamTable
 from gateway.withdrawals import Withdrawals
+from shared.fleet_clock import FleetClock
 from shared.messages import (
     ErrorCode,
     ErrorEvent,
@@ -83,10 +85,12 @@ class InferenceClient:
         gateway_id: str,
         *,
         max_queued_requests: int = 1024,
+        max_queued_tokens: int | None = None,
         quiet_seconds: float = QUIET_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One client per served model; `max_queued_requests` is the cap of each priority class.
+        """One client per served model; `max_queued_requests` is the cap of each priority class, and
+        `max_queued_tokens` that of the prompts that this gateway alone has waiting.
 
         The connections stay the caller's: close them after this client.
         """
@@ -95,6 +99,7 @@ class InferenceClient:
         self._keys = keys
         self._gateway_id = gateway_id
         self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
         self._quiet_seconds = quiet_seconds
         self._clock = clock
         self._fleet = Fleet(clock)
@@ -102,6 +107,8 @@ class InferenceClient:
         self.kv = KVWatch(connections, keys)
         self._streams = StreamTable()
         self._withdrawals = Withdrawals(self._scripts)
+        self._fleet_clock = FleetClock(self._scripts, clock)
+        self._overdue = OverdueRequests(self._scripts, self._fleet_clock)
         channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
         self._subscription = Subscription(connections.subscriber, channels, clock=clock)
         self._recover_now = asyncio.Event()
@@ -115,6 +122,7 @@ class InferenceClient:
         """Start the owner tasks; returns at once, also while the store is away."""
         self._calls.own(self._listen())
         self._calls.own(self._recover())
+        self._calls.own(self._fleet_clock.run())
         self._calls.own(self.store_memory.watch(self._redis))
 
     async def close(self) -> None:
@@ -130,6 +138,7 @@ class InferenceClient:
         self, request: GenerationRequest, *, owner_key_hash: str = "", keep: Keep | None = None
     ) -> ResponseStream:
         """Store the request. Raises QueueFull, StoreUnavailable or NameTaken; safe to cancel (it is withdrawn then)."""
+        self._check_room(request)
         stream = self._open(request, keep)  # before ACCEPT: a worker may be faster than our reply
         status = await self._opened(stream, self._accept(stream, owner_key_hash))
         if status is AcceptStatus.BUSY:
@@ -166,6 +175,8 @@ class InferenceClient:
     async def cancel(self, request: GenerationRequest) -> None:
         """End a request, whoever holds it. Never raises for the store: repeated until it answers."""
         self._withdrawals.add_request(request)
+        for stream in self._streams.of(request.request_id):
+            self._end_locally(stream, cancelled_event(stream), withdraw=False)
         await asyncio.shield(self._calls.own(self._withdrawals.send()))
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
@@ -177,6 +188,12 @@ class InferenceClient:
     async def named(self, digest: str) -> tuple[str, str] | None:
         """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
         return await self._calls.ask(self._read_name(digest))
+
+    async def fleet_seconds(self) -> float:
+        """Now, on the clock of deadlines. Raises StoreUnavailable."""
+        if not self._fleet_clock.is_set:
+            await self._calls.ask(self._fleet_clock.tick())
+        return self._fleet_clock.now()
 
     @property
     def fleet(self) -> list[WorkerStatus]:
@@ -192,6 +209,13 @@ class InferenceClient:
         started = self._clock()
         await self._calls.ask(self._write())
         return self._clock() - started
+
+    def _check_room(self, request: GenerationRequest) -> None:
+        if self._max_queued_tokens is None:
+            return
+        waiting = self._streams.num_waiting_tokens
+        if waiting and waiting + len(request.prompt_token_ids) > self._max_queued_tokens:
+            raise QueueFull(f"prompts of {waiting} tokens wait")
 
     def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
         stream = ResponseStream(request, keep)
@@ -320,6 +344,8 @@ class InferenceClient:
             self._recover_now.clear()
             try:
                 await self._withdrawals.send()
+                for stream, event in await self._overdue.end(self._streams):
+                    self._end_locally(stream, event, withdraw=False)
                 await self._catch_up()
             except (RedisError, OSError) as error:
                 logger.warning("cannot read journals: %s", error)

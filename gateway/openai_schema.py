@@ -69,6 +69,8 @@ class GenerationFields(ExtraFields, kw_only=True):
     length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
+    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
 
 
 class ContentPart(msgspec.Struct):

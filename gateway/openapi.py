@@ -15,6 +15,7 @@ import msgspec
 from gateway.answer_shapes import ErrorBody
 from gateway.errors import (
     BodyTooLarge,
+    DeadlineExceeded,
     Forbidden,
     GatewayError,
     GenerationFailed,
@@ -43,6 +44,7 @@ INFERENCE_ERRORS: tuple[type[GatewayError], ...] = (
     RateLimited,
     GenerationFailed,
     Unavailable,
+    DeadlineExceeded,
 )
 
 _REFERENCE = "#/components/schemas/{name}"

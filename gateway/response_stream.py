@@ -74,6 +74,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.request = request
         self.keep = keep  # of a request that others can attach to
         self.is_accepted = False
+        self.has_begun = False  # a worker is known to have it; kept by the client
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.last_heard = 0.0  # monotonic seconds; kept by the client
         self.num_repeated_tokens = 0

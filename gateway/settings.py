@@ -35,6 +35,12 @@ class GatewaySettings:
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
     write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
     body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")
+    max_num_queued_tokens: int | None = setting(
+        None, parse=parse_count, help="tokens of prompts that wait here before 503 queue_full; default: no limit"
+    )
+    default_timeout_seconds: float = setting(0.0, parse=float, help="time for a whole answer; 0: as long as it takes")
+    default_queue_timeout_seconds: float = setting(0.0, parse=float, help="time until a worker begins; 0: any")
+    max_timeout_seconds: float = setting(3600.0, parse=float, help="the most of both that a request may ask for")
     default_detach_seconds: float = setting(
         60.0, parse=float, help="a request with an Idempotency-Key outlives its client's connection by so long"
     )
@@ -60,6 +66,7 @@ class GatewaySettings:
         for flag, count in (
             ("--max-model-len", self.max_model_len),
             ("--max-num-queued-reqs", self.max_num_queued_reqs),
+            ("--max-num-queued-tokens", self.max_num_queued_tokens),
             ("--max-num-streams", self.max_num_streams),
         ):
             _require(count is None or count >= 1, flag, "at least 1", count)
@@ -73,6 +80,9 @@ class GatewaySettings:
             ("--drain-seconds", self.drain_seconds),
             ("--default-detach-seconds", self.default_detach_seconds),
             ("--max-detach-seconds", self.max_detach_seconds),
+            ("--default-timeout-seconds", self.default_timeout_seconds),
+            ("--default-queue-timeout-seconds", self.default_queue_timeout_seconds),
+            ("--max-timeout-seconds", self.max_timeout_seconds),
         ):
             _require(seconds >= 0, flag, "0 or more", seconds)
 

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gateway.admission import RETRY_AFTER_SECONDS, Limits, Load, Rejected, admit
+from gateway.deadlines import Timeouts
 from gateway.errors import ModelNotFound, Unavailable
 from gateway.event_stream import StreamWatch
 from gateway.grammar_checks import GrammarChecks
@@ -55,6 +56,10 @@ class GatewayState:
     @property
     def model_name(self) -> str:
         return self.settings.model_name
+
+    @property
+    def default_timeouts(self) -> Timeouts:
+        return Timeouts(self.settings.default_timeout_seconds, self.settings.default_queue_timeout_seconds)
 
     @property
     def model(self) -> ServedModel | None:

@@ -19,6 +19,11 @@ class StreamTable:
     def __contains__(self, stream: ResponseStream) -> bool:
         return any(open_stream is stream for open_stream in self.of(stream.request_id))
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of prompts of which nothing has come yet."""
+        return sum(len(stream.request.prompt_token_ids) for stream in self if not stream.num_tokens)
+
     def of(self, request_id: str) -> tuple[ResponseStream, ...]:
         return self._by_request_id.get(request_id, ())
 

@@ -46,6 +46,8 @@ class FinishReason(StrEnum):
 class ErrorCode(StrEnum):
     REQUEST_FAILED = "request_failed"  # this request broke the worker or its own computation
     INVALID_REQUEST = "invalid_request"  # the worker refused what the gateway let through
+    QUEUE_TIMEOUT = "queue_timeout"  # nobody began with it in time
+    DEADLINE_EXCEEDED = "deadline_exceeded"  # its time is over
     CAPACITY_EXCEEDED = "capacity_exceeded"  # the sequence can never fit into the KV cache of this worker
 
 
@@ -121,6 +123,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tenant: str = ""
     cache_salt: str = ""  # KV is shared only between requests of one tenant with the same salt
     traceparent: str = ""
+    deadline: float | None = None  # when it must have ended, and when it must have begun: seconds of the fleet's clock
+    queue_deadline: float | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,10 @@ class RedisKeys:
         return self._name("dlq")
 
     @property
+    def clock(self) -> str:
+        return self._name("clock")
+
+    @property
     def write_probe(self) -> str:
         return self._name("probe")
 

@@ -5,6 +5,7 @@
     register worker    make an incarnation known               take     worker    read entries, highest class first
     claim    worker    bodies and journals of read entries
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
+    tick     anyone    the fleet's clock
     reap     anyone    end an incarnation, requeue its requests
 
 What each does is told at the top of its .lua file in the folder of the same name. This module only names keys, orders
@@ -21,7 +22,7 @@ from redis.asyncio import Redis
 
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
-SCRIPT_NAMES = ("accept", "attach", "register", "take", "claim", "emit", "finish", "cancel", "reap")
+SCRIPT_NAMES = ("accept", "attach", "register", "take", "claim", "emit", "finish", "cancel", "reap", "tick")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
 KEEP_NAME_SECONDS = 86_400  # a client's own name for a request (Idempotency-Key)
@@ -198,13 +199,14 @@ class RedisScripts:
 
     async def cancel(
         self, request_id: str, priority_class: str, *, holder: str = "", gone_gateway_id: str = "",
-        event: bytes = b"", blob: bytes = b"",
+        event: bytes = b"", blob: bytes = b"", only_unstarted: bool = False,
     ) -> bool:  # fmt: skip
         """For one holder, for all of a gateway that is gone, or for all there are. `event`: the end that a kept
-        request gets, and `blob` its message to the gateways of holders."""
+        request gets, and `blob` its message to the gateways of holders. `only_unstarted`: not if a worker has it, or
+        had it and left tokens."""
         keys = [*self._pair(request_id), self.keys.queue(priority_class)]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
-        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS, gone_gateway_id]
+        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS, gone_gateway_id, int(only_unstarted)]
         return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
@@ -215,6 +217,10 @@ class RedisScripts:
         for entry in entries:
             arguments += [entry.entry_id, entry.request_id, entry.error_event, entry.error_blob]
         return ReapReply(*(await self._call("reap", keys, arguments)))
+
+    async def tick(self, seconds: float) -> float:
+        """The fleet's clock, in seconds, which is at least the caller's count now."""
+        return float(await self._call("tick", [self.keys.clock], [round(seconds * 1000)])) / 1000
 
     async def _fenced_call(self, name: str, worker_id: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         reply = await self._call(name, [self.keys.fence(worker_id), *keys], arguments)

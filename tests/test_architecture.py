@@ -35,6 +35,7 @@ GATEWAY_OPTIONS = """
     allowed_hosts allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
+    max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser force_include_usage
     exit_with_parent log_format otlp_traces_endpoint vllm_metric_names

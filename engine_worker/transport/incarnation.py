@@ -27,6 +27,7 @@ from engine_worker.transport.token_publisher import (
     SELF_FENCE_SECONDS,
     TokenPublisher,
 )
+from shared.fleet_clock import FleetClock
 from shared.redis_client import RedisConnections, is_transient
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -49,6 +50,7 @@ async def register(
     previous: Incarnation | None = None,
     *,
     self_fence_seconds: float = SELF_FENCE_SECONDS,
+    fleet_clock: FleetClock | None = None,
 ) -> Incarnation:
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
 
@@ -74,6 +76,6 @@ async def register(
     return Incarnation(
         worker_id=worker_id,
         claims=claims,
-        requests=RequestStream(connections, scripts, worker_id, claims),
+        requests=RequestStream(connections, scripts, worker_id, claims, fleet_clock=fleet_clock),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds),
     )

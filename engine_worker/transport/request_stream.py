@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import ClaimedRequest, Claims
+from shared.fleet_clock import FleetClock
 from shared.messages import (
     PROTOCOL_VERSION,
     ErrorCode,
@@ -49,6 +50,11 @@ class _Verdict:
     endings: list[Ending] = field(default_factory=list)
     errors: dict[str, list[ErrorEvent]] = field(default_factory=dict)
 
+    def refuse(self, entry: QueueEntry, reply: ClaimReply, code: ErrorCode, message: str) -> None:
+        event = ErrorEvent(entry.request_id, code, message)
+        self.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id, encode(event)))
+        self.errors.setdefault(reply.gateway_id, []).append(event)
+
 
 class RequestStream:
     def __init__(
@@ -58,12 +64,15 @@ class RequestStream:
         worker_id: str,
         claims: Claims,
         clock: Callable[[], float] = time.monotonic,
+        fleet_clock: FleetClock | None = None,
     ) -> None:
+        """`fleet_clock`: that of deadlines; without one they are left to the gateways."""
         self._blocking: Redis = connections.blocking
         self._scripts = scripts
         self._worker_id = worker_id
         self._claims = claims
         self._clock = clock
+        self._fleet_clock = fleet_clock
         self._backlog: list[QueueEntry] = []  # read, not claimed
         self._reread_at = clock() + REREAD_SECONDS
         self.num_read_failures = 0
@@ -157,12 +166,28 @@ class RequestStream:
         if self._claims.get(entry.request_id) is not None:
             return  # a second entry of a running request: stays pending until that one has ended
         try:
-            verdict.claimed.append(_claimed(entry, reply))
+            claimed = _claimed(entry, reply)
         except FormatError as error:
             logger.error("request %s is unreadable: %s", entry.request_id, error)
-            event = ErrorEvent(entry.request_id, ErrorCode.REQUEST_FAILED, "the stored request is unreadable")
-            verdict.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id, encode(event)))
-            verdict.errors.setdefault(reply.gateway_id, []).append(event)
+            verdict.refuse(entry, reply, ErrorCode.REQUEST_FAILED, "the stored request is unreadable")
+            return
+        if overdue := self._overdue(claimed):
+            verdict.refuse(entry, reply, overdue, "its time was over before a worker began")
+        else:
+            verdict.claimed.append(claimed)
+
+    def _overdue(self, claimed: ClaimedRequest) -> ErrorCode | None:
+        """Asked before anything is computed."""
+        request = claimed.request
+        if self._fleet_clock is None or not self._fleet_clock.is_set:
+            return None
+        now = self._fleet_clock.now()
+        if request.deadline is not None and now >= request.deadline:
+            return ErrorCode.DEADLINE_EXCEEDED
+        was_begun = any(choice.token_ids for choice in claimed.stored)
+        if request.queue_deadline is not None and now >= request.queue_deadline and not was_begun:
+            return ErrorCode.QUEUE_TIMEOUT
+        return None
 
     async def _finish(self, verdict: _Verdict) -> None:
         if not verdict.endings:

@@ -4,14 +4,18 @@
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
 -- KEYS  r, j, q
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
---       channels, seconds to keep r and j, gone gateway or ''
+--       channels, seconds to keep r and j, gone gateway or '', 1 = not if it
+--       was begun
 -- reply 1, or 0 when there was nothing to end
 local r, j, q = KEYS[1], KEYS[2], KEYS[3]
-local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone = unpack(ARGV)
+local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone, unstarted = unpack(ARGV)
 
 local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record', 'gateway')
 local state, worker, entry, record, newest = unpack(request)
 if not state or state == 'done' or (gone ~= '' and newest ~= gone) then
+  return 0
+end
+if unstarted == '1' and (state ~= 'queued' or redis.call('STRLEN', j) > 0) then
   return 0
 end
 if record then

@@ -18,6 +18,7 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.worker import Worker
+from shared.fleet_clock import FleetClock
 from shared.messages import (
     FinishEvent,
     GenerationRequest,
@@ -84,6 +85,7 @@ class WorkerHarness:
         self.incarnations: list[str] = []
         self.hinted: list[str] = []
         self._connections = connections
+        self.fleet_clock = FleetClock(self.scripts)
         status = WorkerStatus("w", "0")
         metrics = WorkerMetrics("w", "m", "0", status)
         self.worker = Worker(self.thread, self._register, self._hear_cancels, metrics, drain_seconds, clock)
@@ -133,7 +135,8 @@ class WorkerHarness:
         return sum(reply["pending"] for reply in pending)
 
     async def _register(self, previous: Incarnation | None) -> Incarnation:
-        incarnation = await register(self._connections, self.keys, "w", previous)
+        await self.fleet_clock.tick()
+        incarnation = await register(self._connections, self.keys, "w", previous, fleet_clock=self.fleet_clock)
         self.incarnations.append(incarnation.worker_id)
         return incarnation
 

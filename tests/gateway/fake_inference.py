@@ -138,6 +138,9 @@ class FakeInferenceClient:
 
     async def named(self, digest: str) -> None: ...
 
+    async def fleet_seconds(self) -> float:
+        return 0.0
+
     async def next_stream(self) -> FakeStream:
         return await self._new_streams.get()
 

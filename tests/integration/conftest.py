@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +26,7 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from tests.engine_worker.worker_harness import PATIENCE_SECONDS, WorkerHarness
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VOCAB_SIZE = 49_152  # the demo model's
 
 
@@ -116,7 +117,13 @@ class World:
     @asynccontextmanager
     async def another_gateway(self, model: Path, **settings: Any) -> AsyncIterator[Gateway]:
         gateway_id = f"g{len(self.gateways)}"
-        client = InferenceClient(self.connections, self.keys, gateway_id, quiet_seconds=0.3)
+        client = InferenceClient(
+            self.connections,
+            self.keys,
+            gateway_id,
+            max_queued_tokens=settings.get("max_num_queued_tokens"),
+            quiet_seconds=0.3,
+        )
         options = GatewaySettings(model=model, served_model_name=self.keys.model_name, port=0, **settings)
         app = create_app(options, client, GatewayMetrics(CollectorRegistry()))
         runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)
@@ -147,20 +154,42 @@ def load_once() -> Callable[..., ServedModel]:
     return cache(load_served_model)
 
 
+async def nothing_is_left(world: World) -> None:
+    """No request is queued, claimed, or in the engine."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await world.worker.num_unacknowledged() or world.worker.worker.num_held:
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
-async def world(
+async def make_world(
     connections: RedisConnections,
     keys: RedisKeys,
     demo_model_dir: Path,
     load_once: Callable[..., ServedModel],
     monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[World]:
-    """The worker waits for world.worker.gate.allow()."""
+) -> AsyncIterator[Callable[..., Awaitable[World]]]:
     monkeypatch.setattr("gateway.state.load_served_model", load_once)
     async with AsyncExitStack() as stack:
-        worker = WorkerHarness(connections, keys, num_steps=0, vocab_size=VOCAB_SIZE)
-        world = World([], worker, connections, keys)
-        for _ in range(2):
-            await stack.enter_async_context(world.another_gateway(demo_model_dir))
-        await stack.enter_async_context(worker.serving())
-        yield world
+
+        async def make(**engine: Any) -> World:
+            worker = WorkerHarness(connections, keys, num_steps=0, vocab_size=VOCAB_SIZE, **engine)
+            world = World([], worker, connections, keys)
+            for _ in range(2):
+                await stack.enter_async_context(world.another_gateway(demo_model_dir))
+            await stack.enter_async_context(worker.serving())
+            return world
+
+        yield make
+
+
+@pytest.fixture
+async def world(make_world: Callable[..., Awaitable[World]]) -> World:
+    """The worker waits for world.worker.gate.allow()."""
+    return await make_world()
+
+
+@pytest.fixture
+async def one_seat(make_world: Callable[..., Awaitable[World]]) -> World:
+    """Its worker runs one request at a time."""
+    return await make_world(max_num_seqs=1)

@@ -7,11 +7,10 @@ import pytest
 
 from gateway.api_keys import digest_of
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
-from tests.integration.conftest import Event, World
+from tests.integration.conftest import CHAT, COMPLETIONS, Event, World, nothing_is_left
 
 pytestmark = pytest.mark.redis
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"prompt": "Hi", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "detach_seconds": 60}
 
@@ -297,10 +296,3 @@ def write_keys(directory: Any, keys: dict[str, str]) -> Any:
 async def holders(world: World, request_id: str) -> list[bytes]:
     fields = await world.connections.commands.hkeys(world.keys.request(request_id))
     return [name for name in fields if name.startswith(b"h:")]
-
-
-async def nothing_is_left(world: World) -> None:
-    """No request is queued, claimed, or in the engine."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while await world.worker.num_unacknowledged() or world.worker.worker.num_held:
-            await asyncio.sleep(0.01)
