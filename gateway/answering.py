@@ -81,7 +81,7 @@ async def _answer_anew(
     detach_seconds = wish.detach_seconds if wish else None
     generation = Generation(state, model, completion, planned, arrived_at)
     reply = _reply(http, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
-    return await _give(http, reply, partial(generation.submit, account.owner_key_hash, keeps))
+    return await _give(http, reply, partial(generation.submit, keeps))
 
 
 async def _fleet_seconds(state: GatewayState) -> float:

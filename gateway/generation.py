@@ -90,12 +90,12 @@ class Generation:
         """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
         return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
 
-    async def submit(self, owner_key_hash: str = "", keeps: Sequence[Keep] = ()) -> None:
+    async def submit(self, keeps: Sequence[Keep] = ()) -> None:
         """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; what was accepted before
         it is withdrawn by leave()."""
         try:
             for request, keep in zip_longest(self._requests, keeps):
-                request.stream = await self._client.submit(request.request, owner_key_hash=owner_key_hash, keep=keep)
+                request.stream = await self._client.submit(request.request, keep=keep)
         except QueueFull as error:
             self._state.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error

@@ -30,10 +30,11 @@ from gateway.fleet import Fleet, WorkerStatus
 from gateway.kv_watch import KVWatch
 from gateway.overdue import OverdueRequests
 from gateway.queue_stats import QueueStats, read_queue_stats
+from gateway.request_archive import RequestArchive
 from gateway.response_stream import ResponseStream, cancelled_event
 from gateway.store_calls import InferenceError, QueueFull, StoreCalls, StoreUnavailable
 from gateway.store_memory import StoreMemory
-from gateway.stored_request import FIELDS, StoredRequest, stored_answer, stored_request
+from gateway.stored_request import stored_answer
 from gateway.stream_table import StreamTable
 from gateway.withdrawals import Withdrawals
 from shared.fleet_clock import FleetClock
@@ -113,6 +114,7 @@ class InferenceClient:
         self._subscription = Subscription(connections.subscriber, channels, clock=clock)
         self._recover_now = asyncio.Event()
         self._calls = StoreCalls()
+        self.archive = RequestArchive(connections.commands, keys, self._calls)
         self.num_bad_messages = 0
         self.num_journal_reads = 0
         self.num_restored_requests = 0
@@ -134,13 +136,11 @@ class InferenceClient:
         await self.kv.aclose()
         await self._subscription.aclose()
 
-    async def submit(
-        self, request: GenerationRequest, *, owner_key_hash: str = "", keep: Keep | None = None
-    ) -> ResponseStream:
+    async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> ResponseStream:
         """Store the request. Raises QueueFull, StoreUnavailable or NameTaken; safe to cancel (it is withdrawn then)."""
         self._check_room(request)
         stream = self._open(request, keep)  # before ACCEPT: a worker may be faster than our reply
-        status = await self._opened(stream, self._accept(stream, owner_key_hash))
+        status = await self._opened(stream, self._accept(stream))
         if status is AcceptStatus.BUSY:
             self._streams.discard(stream)
             raise QueueFull(f"{self._max_queued_requests} requests of class {request.priority_class} are queued")
@@ -155,9 +155,9 @@ class InferenceClient:
         self._recover_now.set()
         return stream
 
-    async def generate(self, request: GenerationRequest, *, owner_key_hash: str = "") -> AsyncIterator[StreamEvent]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[StreamEvent]:
         """submit + iterate, and cancel when the reader leaves early (close the generator then)."""
-        stream = await self.submit(request, owner_key_hash=owner_key_hash)
+        stream = await self.submit(request)
         try:
             async for event in stream:
                 yield event
@@ -178,16 +178,6 @@ class InferenceClient:
         for stream in self._streams.of(request.request_id):
             self._end_locally(stream, cancelled_event(stream), withdraw=False)
         await asyncio.shield(self._calls.own(self._withdrawals.send()))
-
-    async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
-        """What the store has of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
-        ids = list(request_ids)
-        replies = await self._calls.ask(self._read(ids, FIELDS))
-        return [stored_request(fields, journal) for fields, journal in replies]
-
-    async def named(self, digest: str) -> tuple[str, str] | None:
-        """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
-        return await self._calls.ask(self._read_name(digest))
 
     async def fleet_seconds(self) -> float:
         """Now, on the clock of deadlines. Raises StoreUnavailable."""
@@ -249,7 +239,7 @@ class InferenceClient:
     async def _write(self) -> None:
         await self._redis.set(self._keys.write_probe, b"1")
 
-    async def _accept(self, stream: ResponseStream, owner_key_hash: str) -> AcceptStatus:
+    async def _accept(self, stream: ResponseStream) -> AcceptStatus:
         request, body = stream.request, encode(stream.request)
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
@@ -258,7 +248,6 @@ class InferenceClient:
                     body,
                     gateway_id=self._gateway_id,
                     priority_class=request.priority_class,
-                    owner_key_hash=owner_key_hash,
                     max_queued=self._max_queued_requests,
                     keep=stream.keep,
                 )
@@ -277,20 +266,6 @@ class InferenceClient:
     def _withdraw(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
         self._withdrawals.add(stream, terminal)
         self._recover_now.set()
-
-    async def _read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
-        """Fields of the hash, and the journal; either may be the server's error. The hash is read first: if it tells
-        the end, the journal read after it is whole."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for request_id in request_ids:
-                pipeline.hmget(self._keys.request(request_id), list(fields))
-                pipeline.get(self._keys.journal(request_id))
-            replies = await pipeline.execute(raise_on_error=False)
-        return list(zip(replies[::2], replies[1::2], strict=True))
-
-    async def _read_name(self, digest: str) -> tuple[str, str] | None:
-        named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
-        return (named[0].decode(), named[1].decode()) if all(named) else None
 
     # -- the listening task
 
@@ -366,7 +341,7 @@ class InferenceClient:
 
     async def _read_journals(self, streams: list[ResponseStream]) -> None:
         self.num_journal_reads += len(streams)
-        replies = await self._read([stream.request_id for stream in streams], ["state", "terminal"])
+        replies = await self.archive.read([stream.request_id for stream in streams], ["state", "terminal"])
         for stream, (stored, journal) in zip(streams, replies, strict=True):
             stream.last_heard = self._clock()
             if isinstance(stored, list) and stored[0] is None:

@@ -43,6 +43,7 @@ _decoder = msgspec.msgpack.Decoder(AnswerRecord)
 
 @dataclass(frozen=True, slots=True)
 class Wish:
+    owner_key_hash: str
     detach_seconds: float
     name: str = ""  # a digest: whose name it is, and the name
     fingerprint: str = ""
@@ -61,13 +62,14 @@ def wish_of(
         )
     name = headers.get(NAME_HEADER)
     if name is None:
-        return None if detach_seconds is None else Wish(detach_seconds)
+        return None if detach_seconds is None else Wish(owner_key_hash, detach_seconds)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"{NAME_HEADER}: expected 1 to 255 visible ASCII characters.", param=NAME_HEADER)
     if detach_seconds is None:
         detach_seconds = min(default_detach_seconds, max_detach_seconds)
     canonical = json.dumps(json.loads(body), sort_keys=True).encode()
-    return Wish(detach_seconds, _digest(owner_key_hash.encode(), name.encode()), _digest(kind.encode(), canonical))
+    name_digest = _digest(owner_key_hash.encode(), name.encode())
+    return Wish(owner_key_hash, detach_seconds, name_digest, _digest(kind.encode(), canonical))
 
 
 def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: bytes, created: int) -> list[Keep]:
@@ -76,16 +78,17 @@ def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: by
     record = AnswerRecord(
         kind=kind, body=body, created=created, detach_seconds=wish.detach_seconds, others=others
     )
-    holder, grace = secrets.token_hex(8), grace_seconds(wish.detach_seconds)
-    first = Keep(
-        msgspec.msgpack.encode(record), holder, grace, wish.name, wish.fingerprint, wish.stale_id
+    first, *parts = attached_keeps(
+        msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned)
     )
-    return [first, *(Keep(PART, holder, grace) for _ in others)]
+    return [replace(first, name=wish.name, fingerprint=wish.fingerprint, stale_id=wish.stale_id), *parts]
 
 
-def attached_keeps(first_record: bytes, detach_seconds: float, num_requests: int) -> list[Keep]:
+def attached_keeps(
+    first_record: bytes, owner_key_hash: str, detach_seconds: float, num_requests: int
+) -> list[Keep]:
     """One a request, of a new holder."""
-    first = Keep(first_record, secrets.token_hex(8), grace_seconds(detach_seconds))
+    first = Keep(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds))
     return [first, *(replace(first, record=PART) for _ in range(num_requests - 1))]
 
 

@@ -50,7 +50,9 @@ class KeptAnswer:
 
     def keeps(self) -> list[Keep]:
         """Of a new holder."""
-        return attached_keeps(self.encoded_record, self.record.detach_seconds, len(self.parts))
+        return attached_keeps(
+            self.encoded_record, self.parts[0].owner_key_hash, self.record.detach_seconds, len(self.parts)
+        )
 
     def generation(self, state: GatewayState) -> Generation:
         """To be attached to. Raises Unavailable while the tokenizer is not there."""
@@ -86,7 +88,7 @@ async def find_named(state: GatewayState, wish: Wish, owner_key_hash: str) -> tu
     Raises IdempotencyKeyReused, and as find_answer() does.
     """
     try:
-        named = await state.client.named(wish.name)
+        named = await state.client.archive.named(wish.name)
     except StoreUnavailable as error:
         raise _unreadable_store() from error
     if named is None:
@@ -104,7 +106,7 @@ async def find_named(state: GatewayState, wish: Wish, owner_key_hash: str) -> tu
 
 async def _stored(state: GatewayState, request_ids: list[str]) -> list[StoredRequest | None]:
     try:
-        return await state.client.stored(request_ids)
+        return await state.client.archive.stored(request_ids)
     except StoreUnavailable as error:
         raise _unreadable_store() from error
     except FormatError as error:

@@ -61,6 +61,7 @@ class Keep:
 
     record: bytes  # whatever a gateway needs to answer it again; not empty
     holder: str  # who holds it first: a random name
+    owner_key_hash: str = ""  # who may attach to it
     grace_seconds: int = GRACE_SECONDS  # how long it outlives the gateways of all its holders
     name: str = ""  # the client's name for it, as RedisKeys.client_name has it
     fingerprint: str = ""  # of what the client asked under that name
@@ -136,7 +137,6 @@ class RedisScripts:
         *,
         gateway_id: str,
         priority_class: str,
-        owner_key_hash: str = "",
         max_queued: int = -1,
         journal: bytes = b"",
         keep: Keep | None = None,
@@ -145,7 +145,7 @@ class RedisScripts:
         keep = keep or Keep(b"", "")
         name = self.keys.client_name(keep.name) if keep.name else self.keys.request(request_id)
         keys = [*self._pair(request_id), self.keys.queue(priority_class), name]
-        arguments = [request_id, gateway_id, owner_key_hash, priority_class, max_queued, body, journal]
+        arguments = [request_id, gateway_id, keep.owner_key_hash, priority_class, max_queued, body, journal]
         arguments += [keep.record, keep.holder, keep.grace_seconds, keep.fingerprint, keep.stale_id, KEEP_NAME_SECONDS]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != request_id:

@@ -105,6 +105,7 @@ class FakeInferenceClient:
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
         self.kv = FakeKVWatch()
+        self.archive = self
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()
 
@@ -112,9 +113,7 @@ class FakeInferenceClient:
 
     async def close(self) -> None: ...
 
-    async def submit(
-        self, request: GenerationRequest, *, owner_key_hash: str = "", keep: Keep | None = None
-    ) -> FakeStream:
+    async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> FakeStream:
         if self.submit_error is not None:
             raise self.submit_error
         self.requests.append(request)
