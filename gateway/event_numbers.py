@@ -21,21 +21,28 @@ class EventNumbers:
         self._sent = [0] * (num_choices + 1)  # the last is that of the usage
         self._seen = _counts(last_event_id, len(self._sent))
 
-    def of_choice(self, index: int, event: bytes) -> bytes:
-        """The next event of a choice with its id; nothing if the client has it or there is none."""
-        if not event:
-            return b""
-        self._sent[index] += 1
-        if self._sent[index] <= self._seen[index]:
-            return b""
-        counts = map(max, self._sent, self._seen)
-        return b"id: %s\n%s" % ("-".join(map(str, counts)).encode(), event)
+    def of_choice(self, index: int, events: bytes) -> bytes:
+        """The next events of a choice, each with its id; without those that the client has."""
+        numbered = []
+        for event in _split(events):
+            self._sent[index] += 1
+            if self._sent[index] > self._seen[index]:
+                counts = map(max, self._sent, self._seen)
+                numbered.append(b"id: %s\n%s" % ("-".join(map(str, counts)).encode(), event))
+        return b"".join(numbered)
 
-    def of_usage(self, event: bytes) -> bytes:
-        return self.of_choice(-1, event)
+    def of_usage(self, events: bytes) -> bytes:
+        return self.of_choice(-1, events)
 
-    def of_end(self, event: bytes) -> bytes:
-        return b"id: %s\n%s" % (END.encode(), event)
+    def of_end(self, events: bytes) -> bytes:
+        """The last one has the id: who did not get that is told all of them again."""
+        *others, last = _split(events)
+        return b"".join(others) + b"id: %s\n%s" % (END.encode(), last)
+
+
+def _split(events: bytes) -> list[bytes]:
+    """JSON holds no line break, so an empty line ends an event."""
+    return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
 
 
 def _counts(last_event_id: str, length: int) -> list[int]:
