@@ -32,7 +32,7 @@ def test_what_one_choice_still_repeats_is_known_to_the_ids_of_another() -> None:
     assert [numbers.of_choice(1, event(number)) for number in range(4)] == [b"", b"", b"", b"id: 2-4-0\n" + event(3)]
 
 
-@pytest.mark.parametrize("last_event_id", ["1", "1-2-3", "-", "1-", "a-1", "1--2", "-1-0", "1-1234567890", "١-1", "end"])
+@pytest.mark.parametrize("last_event_id", ["1", "1-2-3", "-", "1-", "a-1", "1--2", "1-1234567890", "١-1", "end"])
 def test_an_id_of_no_event_is_refused(last_event_id: str) -> None:
     with pytest.raises(InvalidRequest, match="Last-Event-ID"):
         EventNumbers(1, last_event_id)
