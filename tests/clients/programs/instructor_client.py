@@ -28,8 +28,10 @@ def main(url: str, model: str) -> dict[str, Any]:
         "response_model": Town,
         "max_retries": 1,
     }
-    patched = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-    return patched.chat.completions.create(**asked).model_dump()
+    found = {}
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):  # the second names its tool in tool_choice
+        found[mode.value] = instructor.from_openai(client, mode=mode).chat.completions.create(**asked).model_dump()
+    return found
 
 
 print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,42 @@
+"""SmolLM2, sampled: streamed and whole answers of one seed have the same text, log-probabilities and usage."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.clients.conftest import Served
+from tests.e2e.fleet import MODEL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_streamed_and_whole_are_the_same(served: Served, n: int) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me of a river."}],
+        "seed": 7,
+        "n": n,
+        "temperature": 1.1,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "extra_body": {"cache_salt": "same"},
+    }
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        client.chat.completions.create(**asked)  # from here on the prompt is found in the cache
+        whole = client.chat.completions.create(**asked)
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        *chunks, last = list(stream)
+    assert last.usage == whole.usage
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert parts[-1].finish_reason == choice.finish_reason
+        told = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [entry.token for entry in told] == [entry.token for entry in choice.logprobs.content]
+        # The same batch of the same requests; but a step may begin with one choice or two: the last bit of a float.
+        exact = [entry.logprob for entry in choice.logprobs.content]
+        assert [entry.logprob for entry in told] == pytest.approx(exact, abs=1e-4)
