@@ -58,6 +58,7 @@ def served(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         # Two clients ask twice and compare: float32, where a batch's size does not change a token.
         options = ["--metrics-port", "0", "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]
+        options += ["--max-num-seqs", "16", "--num-threads", "1"]  # two that wait for each other crawl when a third process wants a core
         fleet.start("worker", "-m", "engine_worker", *common, *options)
         url = f"http://127.0.0.1:{fleet.port}"
 
