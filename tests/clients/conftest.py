@@ -56,9 +56,10 @@ def served(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest
     with running_fleet(tmp_path_factory.mktemp("clients") / "logs") as fleet:
         common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
-        # Two clients ask twice and compare: float32, where a batch's size does not change a token.
+        # Two clients ask twice and compare: float32, where a batch's size changes no token.
         options = ["--metrics-port", "0", "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]
-        options += ["--max-num-seqs", "16", "--num-threads", "1"]  # two that wait for each other crawl when a third process wants a core
+        # One thread: two that wait for each other crawl when a third process wants a core.
+        options += ["--max-num-seqs", "16", "--num-threads", "1"]
         fleet.start("worker", "-m", "engine_worker", *common, *options)
         url = f"http://127.0.0.1:{fleet.port}"
 
