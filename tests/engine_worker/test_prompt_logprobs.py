@@ -5,8 +5,18 @@ from typing import Any
 
 import pytest
 
+from engine_worker.engine import _prompt_events
+from engine_worker.scheduling.batch import StepResult
 from shared.messages import ErrorEvent, GenerationRequest, PromptLogprobs, StoredChoice, StreamEvent, TokenEvent
-from tests.builders import FakeModelRunner, Transcript, expected_output, fake_logprobs, make_engine, make_request
+from tests.builders import (
+    FakeModelRunner,
+    Transcript,
+    expected_output,
+    fake_logprobs,
+    make_engine,
+    make_request,
+    make_sequence,
+)
 
 
 def run(engine: Any) -> list[StreamEvent]:
@@ -111,3 +121,18 @@ def test_a_beam_search_refuses() -> None:
     engine.add_request(make_request(5, "a", use_beam_search=True, beam_width=2, prompt_logprobs=1))
     (event,) = run(engine)
     assert isinstance(event, ErrorEvent) and "prompt_logprobs" in event.message
+
+
+def test_what_was_computed_twice_is_told_once() -> None:
+    """A sequence that was preempted while a step with it ran: that step's scores, and those of its new beginning."""
+    sequence = make_sequence(9, prompt_logprobs=0)
+    first, again = ([fake_logprobs(token_id) for token_id in sequence.prompt_token_ids[1:stop]] for stop in (4, 7))
+    told = [
+        _prompt_events(StepResult([], prompt_logprobs=[(sequence, PromptLogprobs(1, scores))]))
+        for scores in (first, again, first)
+    ]
+    assert [[event.prompt_logprobs for event in events if isinstance(event, TokenEvent)] for events in told] == [
+        [PromptLogprobs(1, first)],
+        [PromptLogprobs(4, again[3:])],
+        [],
+    ]

@@ -7,8 +7,9 @@ import torch
 
 from engine_worker.execution import prompt_scores
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import GenerationRequest, TokenEvent, TokenLogprobs, scores_by_index
-from tests.builders import make_request
+from tests.builders import make_request, make_sequence
 from tests.engine_worker.execution.reference import Reference, make_engine, make_runner, write_model
 
 
@@ -70,3 +71,21 @@ def test_the_answer_is_the_same_with_scores_and_without(runner: ModelRunner) -> 
         return [token for event in events if isinstance(event, TokenEvent) for token in event.token_ids]
 
     assert answer() == answer(prompt_logprobs=2)
+
+
+def test_a_step_leaves_out_what_is_scored_already() -> None:
+    sequence = make_sequence([10, 11, 12, 13, 14, 15], prompt_logprobs=0)
+    sequence.num_scored_tokens = 4
+    before = make_sequence([20, 21, 22])
+    rows = [ScheduledSequence(before, 0, 3, True), ScheduledSequence(sequence, 0, 6, True)]
+    scores = prompt_scores.PromptScores(rows, torch.device("cpu"))
+    asked: list[int] = []
+
+    def logits_of(wanted: torch.Tensor) -> torch.Tensor:
+        asked.extend(wanted.tolist())
+        return torch.zeros(len(wanted), 32)
+
+    scores.launch(logits_of)
+    ((scored, told),) = scores.collect()
+    assert scored is sequence and (told.start, len(told.tokens)) == (4, 2)
+    assert asked == [3 + 3, 3 + 4]  # behind the three rows of the other: the positions before tokens 4 and 5
