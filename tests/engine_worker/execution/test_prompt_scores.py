@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine_worker.execution import prompt_scores
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import GenerationRequest, TokenEvent, TokenLogprobs, scores_by_index
@@ -18,9 +19,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def runner(model_dir: Path) -> ModelRunner:
-    return make_runner(model_dir, num_blocks=64, block_size=8)
+ON_A_GPU = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+)
+
+
+@pytest.fixture(params=["cpu", ON_A_GPU])
+def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    if request.param == "cpu":
+        return make_runner(model_dir, num_blocks=64, block_size=8)
+    settings = ExecutionSettings(
+        model=model_dir, device="cuda", dtype="float32", kv_cache_memory_bytes=2**24, max_model_len=256
+    )
+    return load_model_runner(settings, lambda phase, progress, detail: None)
 
 
 def scores(runner: ModelRunner, requests: list[GenerationRequest]) -> dict[str, dict[int, TokenLogprobs]]:
