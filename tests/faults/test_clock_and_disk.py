@@ -54,8 +54,9 @@ async def test_the_wall_clock_jumps_by_an_hour(
     with store.client() as client:
         before_seconds, _ = client.time()
         clock.jump_to(jump_seconds)
-        after_seconds, _ = client.time()
-    assert abs(after_seconds - before_seconds - jump_seconds) < 60, "the clock of the store did not jump"
+        async with asyncio.timeout(10):  # the store reads its clock when its event loop turns, not at each command
+            while abs(client.time()[0] - before_seconds - jump_seconds) > 60:
+                await asyncio.sleep(0.02)
     await world.all_complete(readers)
     later = world.read(2, max_tokens=20)
     await world.all_complete(later)
