@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from tests.conftest import Valkey
+from tests.conftest import running_server
 from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
@@ -66,12 +66,13 @@ def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> None:
 
 
 @pytest.fixture(scope="session")
-def stack_processes(tmp_path_factory: pytest.TempPathFactory, valkey_server: Valkey) -> Iterator[Stack]:
+def stack_processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """On a store of its own: it outlives this folder's tests, and its worker would take others' requests."""
     directory = tmp_path_factory.mktemp("browser")
     model = str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN))
     metrics_port = free_port()
-    common = ["--model", model, "--served-model-name", MODEL, "--redis-url", valkey_server.url]
-    with running_fleet(directory / "logs") as fleet:
+    with running_server(request.config, ["--port", "0"]) as valkey, running_fleet(directory / "logs") as fleet:
+        common = ["--model", model, "--served-model-name", MODEL, "--redis-url", valkey.url]
         stack = Stack(fleet, metrics_port, directory / "pace")
         stack.pace(QUICK_STEP_SECONDS)
         script = ["--script-pace-file", str(directory / "pace"), "--script-vocab-size", str(VOCAB_SIZE)]

@@ -42,7 +42,7 @@ def patched(*patches: tuple[str, str, str]) -> Mapping[str, str]:
 MUTANTS = {
     "no step check in EMIT": (
         Faults(lua=patched(("emit", "stored == step\n", "false\n"), ("emit", "stored ~= step - 1", "false"))),
-        "not the journal|not in the journal|unreadable|got index|stalled",
+        "not the journal|not in the journal|unreadable|got index|not done|stalled",
     ),
     "no fence check": (
         Faults(lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish")))),
