@@ -7,7 +7,6 @@ requests and blocks that are left in the end. Ends with 1 if any are.
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import redis
 
-from bench.load_report import provenance
+from bench.load_report import provenance, tell
 from bench.own_fleet import MODEL, OwnFleet, own_fleet
 from bench.raw_stream import RawStream, open_stream
 from bench.statistics import distribution
@@ -32,9 +31,7 @@ SETTLE_SECONDS = 5.0
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     result = {**provenance(["disconnects", *argv]), **asyncio.run(_measure(options))}
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, options.json)
     return 1 if result["left_running"] or result["left_waiting"] or result["blocks_not_free"] else 0
 
 

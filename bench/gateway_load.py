@@ -8,7 +8,6 @@ second half. `--streams 4000 --tokens-per-second 1` shows the memory of many str
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import redis
 from tokenizers import Tokenizer
 
-from bench.load_report import provenance
+from bench.load_report import provenance, tell
 from bench.own_fleet import MODEL, OwnFleet, own_fleet
 from bench.raw_stream import RawStream, read_stream
 from bench.scripted_worker import TIME_BASE, TIME_MODULUS
@@ -33,9 +32,7 @@ SAMPLE_SECONDS = 0.5
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     result = {**provenance(["gateway-load", *argv]), **asyncio.run(_measure(options))}
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, options.json)
     return 1 if result["mismatches"] else 0
 
 

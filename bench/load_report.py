@@ -27,6 +27,14 @@ def provenance(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def tell(result: dict[str, Any], path: Path | None) -> None:
+    """Print every figure, and write it to `path` if there is one."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")
+
+
 def table(runs: list[dict[str, Any]]) -> str:
     """One line for each run; latencies in milliseconds, p50/p99."""
     header = ["load", "requests", "failed", "out tok/s", *(f"{_SHORT[name]} ms" for name in LATENCIES)]

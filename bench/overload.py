@@ -7,14 +7,13 @@ that was accepted is answered whole, and when. Ends with 1 if one was not.
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench.load_report import provenance
+from bench.load_report import provenance, tell
 from bench.own_fleet import MODEL, own_fleet
 from bench.raw_stream import RawStream, read_stream
 from bench.statistics import distribution
@@ -27,9 +26,7 @@ QUEUED = 32  # one second of work
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     result = {**provenance(["overload", *argv]), **asyncio.run(_measure(options))}
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, options.json)
     return 1 if result["accepted_and_not_whole"] else 0
 
 

@@ -52,10 +52,6 @@ class PromptEncoder:
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    @property
-    def num_token_ids(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
-
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` has fewer tokens. Costs nothing, so a hopeless text is refused before it is encoded."""
         return -(-len(text) // self._longest_token_chars)

@@ -36,9 +36,6 @@ class PhaseConsole:
         self._open_line = False
         self._running: dict[str, _Running] = {}
 
-    def reporter(self, who: str) -> PhaseReport:
-        return lambda phase, progress, detail: self.update(who, phase, progress, detail)
-
     def update(self, who: str, phase: str, progress: float, detail: str = "") -> None:
         running = self._running.get(who)
         now = self._clock()
