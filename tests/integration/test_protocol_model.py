@@ -46,11 +46,11 @@ MUTANTS = {
     ),
     "no fence check": (
         Faults(lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish")))),
-        "journal|unreadable|given up|another end|stalled",
+        "journal|unreadable|given up|another end|not done|stalled",
     ),
     "REAP leaves the fence": (
         Faults(lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
-        "journal|unreadable|given up|another end|stalled|left in the store",
+        "journal|unreadable|given up|another end|not done|stalled|left in the store",
     ),
     "publish without journal": (
         Faults(lua=patched(("emit", "type(redis.pcall('APPEND', j, ARGV[2 + i])) == 'number'", "true"))),
