@@ -4,16 +4,17 @@ A kept answer can be given again, from its beginning or from the event at which 
 """
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import web
 
 from gateway.access import ACCOUNT, begin
 from gateway.answer_extras import AnswerExtras
 from gateway.answer_kinds import AnswerKind
+from gateway.asker import Asker
 from gateway.deadlines import timeouts_of, with_deadlines
 from gateway.delivery import Reply, collect_reply, stream_reply
 from gateway.event_numbers import END, EventNumbers
@@ -33,55 +34,82 @@ from gateway.prompt_encoding import encode_prompts
 from gateway.state import GatewayState, unavailable
 from gateway.tracing import traceparent_of
 
+_Given = TypeVar("_Given")
+Begin: TypeAlias = Callable[[], Coroutine[Any, Any, None]]  # submits the reply's generation, or attaches to it
+Give: TypeAlias = Callable[[Reply, Begin], Awaitable[_Given]]
+GiveAgain: TypeAlias = Callable[[KeptAnswer], Awaitable[_Given]]
+
 
 async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
     arrived_at = time.monotonic()
-    state, account = http.app[STATE], http[ACCOUNT]
-    body = await read_body(http, state.settings.body_timeout_seconds)
+    body = await read_body(http, http.app[STATE].settings.body_timeout_seconds)
+    return await answered(
+        asker_of(http), kind, body, arrived_at, give=partial(_give, http), give_again=partial(_answer_again, http)
+    )
+
+
+async def answered(
+    asker: Asker, kind: AnswerKind, body: bytes, arrived_at: float, *, give: Give[_Given], give_again: GiveAgain[_Given]
+) -> _Given:
+    """What `give` makes of a new answer, or `give_again` of the kept one that the asker's name stands for."""
+    state, account = asker.state, asker.account
     completion = kind.parse(body)
     state.check_model_name(completion.model)
     wish = wish_of(
-        http.headers, completion, kind.name, body, account.owner_key_hash,
-        default_detach_seconds=state.settings.default_detach_seconds,
+        asker.headers, completion, kind.name, body, account.owner_key_hash,
+        default_detach_seconds=asker.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
     )  # fmt: skip
     if wish is not None and wish.name:
         found, stale_id = await find_named(state, wish, account.owner_key_hash)
         if found is not None:
-            return await _answer_again(http, found)
+            return await give_again(found)
         wish = replace(wish, stale_id=stale_id)
     try:
-        return await _answer_anew(http, kind, body, completion, wish, arrived_at)
+        return await give(*await _new_reply(asker, kind, body, completion, wish, arrived_at))
     except NameTaken as taken:  # by a request that came at the same time
-        return await _answer_again(http, await find_answer(state, taken.request_id, account.owner_key_hash))
+        return await give_again(await find_answer(state, taken.request_id, account.owner_key_hash))
 
 
-async def _answer_anew(
-    http: web.Request,
+def asker_of(http: web.Request) -> Asker:
+    state = http.app[STATE]
+    return Asker(
+        state,
+        http[ACCOUNT],
+        http.headers,
+        state.default_timeouts,
+        state.settings.default_detach_seconds,
+        traceparent_of(http),
+    )
+
+
+async def _new_reply(
+    asker: Asker,
     kind: AnswerKind,
     body: bytes,
     completion: CompletionRequest,
     wish: Wish | None,
     arrived_at: float,
-) -> web.StreamResponse:
-    state, account = http.app[STATE], http[ACCOUNT]
+) -> tuple[Reply, Begin]:
+    state, account = asker.state, asker.account
     await state.grammar_checks.check(completion.grammar)
-    timeouts = timeouts_of(completion.fields, state.default_timeouts, state.settings.max_timeout_seconds)
+    timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
     model = state.admit()
     limits = state.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
-    asked = asked_class(completion.fields.priority, http.headers.get(PRIORITY_HEADER))
+    asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
     planned = plan_requests(
-        completion, token_ids, limits, account.tenant, account.priority_class(asked), traceparent_of(http)
+        completion, token_ids, limits, account.tenant, account.priority_class(asked), asker.traceparent
     )
     if timeouts:
         planned = with_deadlines(planned, timeouts, await _fleet_seconds(state))
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
     detach_seconds = wish.detach_seconds if wish else None
-    generation = Generation(state, model, completion, planned, arrived_at)
-    reply = _reply(http, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
-    return await _give(http, reply, partial(generation.submit, keeps))
+    metrics = state.metrics if asker.is_recorded else state.unrecorded
+    generation = Generation(state, model, completion, planned, arrived_at, metrics)
+    reply = _reply(asker, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
+    return reply, partial(generation.submit, keeps)
 
 
 async def _fleet_seconds(state: GatewayState) -> float:
@@ -105,30 +133,30 @@ async def stream_again(http: web.Request, kept: KeptAnswer) -> web.StreamRespons
 
 async def collect_again(http: web.Request, kept: KeptAnswer) -> bytes:
     """The body of a kept answer that has ended. Raises the error that it ended with."""
-    reply = _reply_again(http, kept, kept.completion)
+    reply, begin_generation = reply_again(asker_of(http), kept, kept.completion)
     try:
-        await reply.generation.attach(kept.keeps())
+        await begin_generation()
         return await collect_reply(reply)
     finally:
         reply.generation.leave(kept.record.detach_seconds)
 
 
+def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -> tuple[Reply, Begin]:
+    token_ids = [request.prompt_token_ids for request in kept.requests]
+    generation = kept.generation(asker.state)
+    created, detach_seconds = kept.record.created, kept.record.detach_seconds
+    reply = _reply(asker, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
+    return reply, partial(generation.attach, kept.keeps())
+
+
 async def _give_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> web.StreamResponse:
     if completion.stream and http.headers.get(LAST_EVENT_ID) == END:
         return web.Response(status=204)  # which tells an EventSource to stay away
-    reply = _reply_again(http, kept, completion)
-    return await _give(http, reply, partial(reply.generation.attach, kept.keeps()))
-
-
-def _reply_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> Reply:
-    token_ids = [request.prompt_token_ids for request in kept.requests]
-    generation = kept.generation(http.app[STATE])
-    created, detach_seconds = kept.record.created, kept.record.detach_seconds
-    return _reply(http, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
+    return await _give(http, *reply_again(asker_of(http), kept, completion))
 
 
 def _reply(
-    http: web.Request,
+    asker: Asker,
     kind: AnswerKind,
     completion: CompletionRequest,
     generation: Generation,
@@ -137,12 +165,12 @@ def _reply(
     created: int,
     detach_seconds: float | None,
 ) -> Reply:
-    state = http.app[STATE]
+    state = asker.state
     include_usage = completion.stream and (completion.include_usage or state.settings.force_include_usage)
     headers, numbers = _ignored_header(completion.ignored), None
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
-        numbers = EventNumbers(len(completion.prompts) * completion.n, http.headers.get(LAST_EVENT_ID, ""))
+        numbers = EventNumbers(len(completion.prompts) * completion.n, asker.headers.get(LAST_EVENT_ID, ""))
     response_format = kind.make_format(
         answer_id,
         state.model_name,
@@ -163,9 +191,7 @@ def _reply(
     )
 
 
-async def _give(
-    http: web.Request, reply: Reply, begin_generation: Callable[[], Coroutine[Any, Any, None]]
-) -> web.StreamResponse:
+async def _give(http: web.Request, reply: Reply, begin_generation: Begin) -> web.StreamResponse:
     """Submission or attachment is done within the account and the count of open requests."""
     state, account, generation = http.app[STATE], http[ACCOUNT], reply.generation
     begin(account)
