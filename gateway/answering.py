@@ -17,6 +17,7 @@ from gateway.answer_kinds import AnswerKind
 from gateway.asker import Asker
 from gateway.deadlines import timeouts_of, with_deadlines
 from gateway.delivery import Reply, collect_reply, stream_reply
+from gateway.errors import GatewayError, Unavailable
 from gateway.event_numbers import END, EventNumbers
 from gateway.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.event_stream import EventStream
@@ -120,7 +121,9 @@ async def _fleet_seconds(state: GatewayState) -> float:
 
 
 async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
-    """As its body asked: streamed, or collected."""
+    """As its body asked: streamed, or collected, or as it stands."""
+    if kept.completion.background and not kept.completion.stream:
+        return web.Response(body=await show_again(http, kept), content_type="application/json")
     return await _give_again(http, kept, kept.completion)
 
 
@@ -131,14 +134,27 @@ async def stream_again(http: web.Request, kept: KeptAnswer) -> web.StreamRespons
     return await _give_again(http, kept, replace(completion, stream=True, include_usage=include_usage))
 
 
-async def collect_again(http: web.Request, kept: KeptAnswer) -> bytes:
+async def collect_again(asker: Asker, kept: KeptAnswer) -> bytes:
     """The body of a kept answer that has ended. Raises the error that it ended with."""
-    reply, begin_generation = reply_again(asker_of(http), kept, kept.completion)
+    reply, begin_generation = reply_again(asker, kept, kept.completion)
     try:
         await begin_generation()
         return await collect_reply(reply)
     finally:
         reply.generation.leave(kept.record.detach_seconds)
+
+
+async def show_again(http: web.Request, kept: KeptAnswer) -> bytes:
+    """The body of a kept answer as it stands, whether or not it has ended well."""
+    asker = asker_of(http)
+    if kept.state in ("finished", "failed"):
+        try:
+            return await collect_again(asker, kept)
+        except Unavailable:
+            raise
+        except GatewayError as error:
+            return reply_again(asker, kept, kept.completion)[0].response_format.unfinished("failed", error)
+    return reply_again(asker, kept, kept.completion)[0].response_format.unfinished(kept.state)
 
 
 def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -> tuple[Reply, Begin]:
@@ -152,7 +168,9 @@ def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -
 async def _give_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> web.StreamResponse:
     if completion.stream and http.headers.get(LAST_EVENT_ID) == END:
         return web.Response(status=204)  # which tells an EventSource to stay away
-    return await _give(http, *reply_again(asker_of(http), kept, completion))
+    # The place of a request in the background is held until it ends: who reads it takes no second one.
+    is_charged = not completion.background
+    return await _give(http, *reply_again(asker_of(http), kept, completion), is_charged=is_charged)
 
 
 def _reply(
@@ -177,6 +195,7 @@ def _reply(
         usage_in_chunks=include_usage,
         created=created,
         prompt_tokens=sum(map(len, token_ids)),
+        repeated=completion.repeated,
     )
     encoder = state.require_model().encoder
     return Reply(
@@ -191,20 +210,34 @@ def _reply(
     )
 
 
-async def _give(http: web.Request, reply: Reply, begin_generation: Begin) -> web.StreamResponse:
+async def _give(
+    http: web.Request, reply: Reply, begin_generation: Begin, *, is_charged: bool = True
+) -> web.StreamResponse:
     """Submission or attachment is done within the account and the count of open requests."""
     state, account, generation = http.app[STATE], http[ACCOUNT], reply.generation
-    begin(account)
+
+    def settle() -> None:
+        if is_charged:
+            account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+
+    if is_charged:
+        begin(account)
     with state.counted(route_name(http)):
         try:
             await begin_generation()
             if reply.completion.stream:
                 return await stream_reply(EventStream(http, reply.headers, state.watch), reply)
-            body = await collect_reply(reply)
+            if reply.completion.background:
+                body = reply.response_format.unfinished("queued")
+            else:
+                body = await collect_reply(reply)
             return web.Response(body=body, content_type="application/json", headers=reply.headers)
         finally:
-            generation.leave(reply.detach_seconds)
-            account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+            if reply.completion.background:
+                generation.leave(reply.detach_seconds, settle)
+            else:
+                generation.leave(reply.detach_seconds)
+                settle()
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:

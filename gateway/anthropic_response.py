@@ -36,11 +36,15 @@ class AnthropicFormat:
         usage_in_chunks: bool = False,
         created: int | None = None,
         prompt_tokens: int = 0,
+        repeated: Mapping[str, Any] = NOTHING,
     ) -> None:
         """As the other formats; nothing here says when an answer was made, and a stream always has its usage."""
         self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def begin(self) -> bytes:
+        return b""
 
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
         usage = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
@@ -79,6 +83,9 @@ class AnthropicFormat:
         content = [{"type": "text", "text": choice.text}]
         stop = _stop(choice.finish_reason, choice.stop_string)
         return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        raise AssertionError("never in the background")
 
 
 def anthropic_error(error: GatewayError) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class _Chunks:
         self._continuous_usage = reply.completion.continuous_usage
         self._begun: set[int] = set()
 
+    def begin(self) -> bytes:
+        event = self._format.begin()
+        return event if self._numbers is None else self._numbers.of_choice(0, event)
+
     def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
         chunks = []
         for update in updates:
@@ -89,6 +93,8 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
     await stream.open()
     try:
         ending = b""
+        if beginning := chunks.begin():
+            await stream.write(beginning)
         try:
             async for updates in chunks.generation.updates():
                 data = chunks.of(updates)
@@ -131,6 +137,7 @@ async def collect_reply(reply: Reply) -> bytes:
             extras.of_choice(index, token_ids, scores),
             "".join(part.reasoning for part in parts),
             whole_calls(call for part in parts for call in part.tool_calls),
+            parts,
         )
         results.append(result)
     return reply.response_format.body(results, reply.generation.usage, extras.of_answer(scores))

@@ -10,7 +10,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import zip_longest
 
 from gateway.best_of import BestOf
@@ -150,23 +150,26 @@ class Generation:
     def _with_prompt(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
         return updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
 
-    def leave(self, grace_seconds: float | None = None) -> None:
+    def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
         """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
-        stop strings are watched for, and others can attach to it."""
+        stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
         is_whole = all(request.stream is not None for request in self._requests)
         if grace_seconds is not None and is_whole and not all(request.is_over for request in self._requests):
-            self._state.linger(self._linger(grace_seconds))
+            self._state.linger(self._linger(grace_seconds, then))
         else:
             self._abandon()
+            then()
 
-    async def _linger(self, grace_seconds: float) -> None:
+    async def _linger(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(grace_seconds):
                 async for _ in self.updates():
                     pass
+            self._abandon()
         except (TimeoutError, GatewayError):
-            pass
-        self._abandon()  # not when this gateway ends: then the store's own grace begins
+            self._abandon()  # not when this gateway ends: then the store's own grace begins
+        finally:
+            then()
 
     def _abandon(self) -> None:
         for pump in self._pumps:

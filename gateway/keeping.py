@@ -55,7 +55,7 @@ def wish_of(
     *, default_detach_seconds: float, max_detach_seconds: float,
 ) -> Wish | None:  # fmt: skip
     """None: an answer for this connection alone. Raises InvalidRequest."""
-    detach_seconds = request.fields.detach_seconds
+    detach_seconds = max_detach_seconds if request.background else request.fields.detach_seconds
     if detach_seconds is not None and detach_seconds > max_detach_seconds:
         raise InvalidRequest(
             f"detach_seconds: expected at most {max_detach_seconds:g}; got {detach_seconds:g}.", param="detach_seconds"

@@ -20,7 +20,7 @@ from gateway.stored_request import StoredRequest
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.redis_scripts import Keep
 
-_ID = re.compile(r"(?:[a-z_]+-)?([0-9a-f]{32})")  # as in the answer, `chatcmpl-…`, or without the prefix
+_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.choice_progress import ChoiceUpdate
 from gateway.errors import GatewayError
 from gateway.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.parsing.message import ToolCallDelta
@@ -55,12 +56,16 @@ class ChoiceResult:
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
+    updates: Sequence[ChoiceUpdate] = ()  # all of the above as it came
 
 
 class ResponseFormat(Protocol):
     @property
     def prompt_in_choice(self) -> bool:
         """Whether what is told of a prompt stands in each choice, not beside them."""
+
+    def begin(self) -> bytes:
+        """What a stream begins with, before there is any token."""
 
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes: ...
 
@@ -91,6 +96,9 @@ class ResponseFormat(Protocol):
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         """`extra`: fields of the whole answer beyond OpenAI's."""
 
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        """The body while there is no answer, or never will be one. Asked of requests in the background alone."""
+
 
 class _Format:
     """`usage_in_chunks`: chunks carry `usage`, which is null but in the last. `created`: Unix seconds; default: now."""
@@ -111,8 +119,9 @@ class _Format:
         usage_in_chunks: bool = False,
         created: int | None = None,
         prompt_tokens: int = 0,
+        repeated: Mapping[str, Any] = NOTHING,
     ) -> None:
-        """`prompt_tokens`: for formats that tell them first."""
+        """`prompt_tokens`, `repeated`: for formats that tell them first, or say again what was asked."""
         created = int(time.time()) if created is None else created
         self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
         head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
@@ -125,6 +134,9 @@ class _Format:
     @staticmethod
     def logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         raise NotImplementedError
+
+    def begin(self) -> bytes:
+        return b""
 
     def text(
         self,
@@ -153,6 +165,9 @@ class _Format:
 
     def error(self, error: GatewayError) -> bytes:
         return error_event(error.body()) + DONE
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        raise AssertionError("never in the background")
 
     def _chunk(
         self,

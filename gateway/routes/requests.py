@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.access import ACCOUNT
 from gateway.answer_shapes import ErrorDetail
-from gateway.answering import collect_again, stream_again
+from gateway.answering import asker_of, collect_again, stream_again
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.event_numbers import HEADER
 from gateway.kept_answers import KeptAnswer, find_answer
@@ -59,7 +59,7 @@ async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
     error: dict[str, Any] | None = None
     if answer.state not in ("queued", "running"):
         try:
-            result = await collect_again(http, answer)
+            result = await collect_again(asker_of(http), answer)
         except GatewayError as failure:
             error = failure.body()["error"]
     shown = RequestBody(
