@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore
 from shared.messages import GenerationRequest, SamplingParams, TokenEvent

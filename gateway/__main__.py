@@ -13,14 +13,14 @@ import sys
 
 from aiohttp import web
 
-from gateway.access import Access, check_address
-from gateway.api_keys import ApiKeysError
 from gateway.app import RUNNER_OPTIONS, create_app
-from gateway.inference_client import InferenceClient
+from gateway.auth.access import Access, check_address
+from gateway.auth.api_keys import ApiKeysError
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
+from gateway.store.inference_client import InferenceClient
 from shared.logs import configure_logging
 from shared.processes import ParentGone, exit_with_parent
 from shared.redis_client import connect

@@ -7,16 +7,16 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access import Access, authenticate
-from gateway.inference_client import InferenceClient
+from gateway.auth.access import Access, authenticate
+from gateway.http.server_log import server_logger
 from gateway.keys import STATE
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
-from gateway.request_body import MAX_BODY_BYTES
+from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import admin, chat, completions, description, kv, messages, models, page, requests, tokenize
-from gateway.server_log import server_logger
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
+from gateway.store.inference_client import InferenceClient
 from gateway.tracing import trace
 from shared.tracing import Tracing
 

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.anthropic_response import anthropic_error
+from gateway.answers.anthropic_response import anthropic_error
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
+from gateway.http.route_name import route_name
 from gateway.metrics import GatewayMetrics
 from shared.logs import request_id as log_request_id
 
@@ -101,8 +102,3 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:
     if error.status == UnknownUrl.status:
         return UnknownUrl(f"Unknown request URL: {request.method} {request.path[:200]}.")
     return InvalidRequest(error.reason)
-
-
-def route_name(request: web.Request) -> str:
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"

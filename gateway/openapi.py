@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.answer_shapes import ErrorBody
+from gateway.answers.keeping import NAME_HEADER
 from gateway.errors import (
     BodyTooLarge,
     DeadlineExceeded,
@@ -29,8 +30,7 @@ from gateway.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from gateway.event_numbers import HEADER as LAST_EVENT_ID
-from gateway.keeping import NAME_HEADER
+from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from shared.version import VERSION
 
 OPENAPI_VERSION = "3.1.0"

@@ -13,16 +13,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gateway.admission import RETRY_AFTER_SECONDS, Limits, Load, Rejected, admit
-from gateway.deadlines import Timeouts
 from gateway.errors import ModelNotFound, Unavailable
-from gateway.event_stream import StreamWatch
-from gateway.grammar_checks import GrammarChecks
-from gateway.inference_client import InferenceClient
+from gateway.http.event_stream import StreamWatch
 from gateway.metrics import GatewayMetrics
-from gateway.planning import ModelLimits
 from gateway.readiness import Readiness, assess, ready_workers
-from gateway.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
+from gateway.requests.deadlines import Timeouts
+from gateway.requests.grammar_checks import GrammarChecks
+from gateway.requests.planning import ModelLimits
 from gateway.settings import GatewaySettings
+from gateway.store.inference_client import InferenceClient
+from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
 from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as gateway/api_keys.py allows
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as gateway/auth/api_keys.py allows
 
 
 def main(argv: Sequence[str]) -> int:

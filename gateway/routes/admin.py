@@ -11,10 +11,10 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
-from gateway.inference_client import StoreUnavailable
 from gateway.keys import STATE
 from gateway.openapi import TEXT, Operation
 from gateway.state import GatewayState
+from gateway.store.inference_client import StoreUnavailable
 
 OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"

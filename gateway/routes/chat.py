@@ -2,11 +2,11 @@
 
 from aiohttp import web
 
-from gateway.answer_kinds import CHAT
 from gateway.answer_shapes import ChatCompletionBody
-from gateway.answering import answer
-from gateway.openai_schema import ChatBody
+from gateway.answers.answer_kinds import CHAT
+from gateway.answers.answering import answer
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
+from gateway.requests.openai_schema import ChatBody
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -2,11 +2,11 @@
 
 from aiohttp import web
 
-from gateway.answer_kinds import COMPLETION
 from gateway.answer_shapes import TextCompletionBody
-from gateway.answering import answer
-from gateway.openai_schema import CompletionBody
+from gateway.answers.answer_kinds import COMPLETION
+from gateway.answers.answering import answer
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
+from gateway.requests.openai_schema import CompletionBody
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:

@@ -3,8 +3,8 @@
 import msgspec
 from aiohttp import web
 
-from gateway import sse
-from gateway.event_stream import EventStream
+from gateway.http import sse
+from gateway.http.event_stream import EventStream
 from gateway.keys import STATE
 from gateway.openapi import EVENTS, Operation
 

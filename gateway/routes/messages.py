@@ -2,14 +2,14 @@
 
 from aiohttp import web
 
-from gateway.answer_kinds import MESSAGE
 from gateway.answer_shapes import AnthropicMessageBody, TokenCountBody
-from gateway.answering import answer
-from gateway.anthropic_schema import MessagesBody, PromptFields, parse_count
-from gateway.http_body import read_body
+from gateway.answers.answer_kinds import MESSAGE
+from gateway.answers.answering import answer
+from gateway.http.http_body import read_body
 from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
-from gateway.prompt_encoding import encode_prompts
+from gateway.requests.anthropic_schema import MessagesBody, PromptFields, parse_count
+from gateway.requests.prompt_encoding import encode_prompts
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:

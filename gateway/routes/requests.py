@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.access import ACCOUNT
 from gateway.answer_shapes import ErrorDetail
-from gateway.answering import asker_of, collect_again, stream_again
+from gateway.answers.answering import asker_of, collect_again, stream_again
+from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
-from gateway.event_numbers import HEADER
-from gateway.kept_answers import KeptAnswer, find_answer
+from gateway.http.event_numbers import HEADER
 from gateway.keys import STATE
 from gateway.openapi import EVENTS, Operation, Parameter
 

@@ -7,12 +7,12 @@ from aiohttp import web
 
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
-from gateway.http_body import read_body
+from gateway.http.http_body import read_body
 from gateway.keys import STATE
-from gateway.openai_schema import Messages, Prompt, chat_prompt
 from gateway.openapi import Operation
-from gateway.prompt_encoding import encode_prompt
-from gateway.request_body import decode_body
+from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
+from gateway.requests.prompt_encoding import encode_prompt
+from gateway.requests.request_body import decode_body
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.admission import RETRY_AFTER_SECONDS
-from gateway.inference_client import QueueFull
-from gateway.served_model import ServedModel
+from gateway.store.inference_client import QueueFull
+from gateway.text.served_model import ServedModel
 from tests.clients.conftest import CLIENTS, run_client
 from tests.gateway.conftest import Gateway, gateway, start_gateway, tiny_model, tiny_model_dir  # noqa: F401  fixtures
 from tests.gateway.fake_inference import says

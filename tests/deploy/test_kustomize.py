@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from engine_worker.settings import WorkerSettings
-from gateway.access import OPEN_ROUTES
+from gateway.auth.access import OPEN_ROUTES
 from gateway.settings import GatewaySettings
 from shared.redis_keys import GROUP, RedisKeys
 

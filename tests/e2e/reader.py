@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from shared.messages import FinishEvent, GenerationRequest, TokenEvent
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS

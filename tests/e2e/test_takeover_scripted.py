@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from shared.messages import FinishEvent, TokenEvent
 from shared.reaping import reap_workers_with_prefix
 from shared.redis_client import RedisConnections

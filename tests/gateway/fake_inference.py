@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from gateway.inference_client import Keep, QueueStats, WorkerStatus
-from gateway.store_memory import StoreMemory
+from gateway.store.inference_client import Keep, QueueStats, WorkerStatus
+from gateway.store.store_memory import StoreMemory
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
     FinishEvent,

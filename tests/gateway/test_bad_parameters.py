@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.served_model import ServedModel
+from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import MAX_MODEL_LEN, VOCAB_SIZE, Gateway
 from tests.gateway.fake_inference import finish

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.byte_level import ByteLevelDetokenizer
-from gateway.output_text import StopStrings
-from gateway.served_model import ServedModel
+from gateway.text.byte_level import ByteLevelDetokenizer
+from gateway.text.output_text import StopStrings
+from gateway.text.served_model import ServedModel
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.served_model import ServedModel
+from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.inference_client import QueueFull
-from gateway.served_model import ServedModel
+from gateway.store.inference_client import QueueFull
+from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish, says

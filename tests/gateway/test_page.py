@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.kv_watch import KVWatch
+from gateway.store.kv_watch import KVWatch
 from shared.kv_snapshot import WATCH_SECONDS, KVRequest, KVSnapshot
 from shared.messages import encode
 from shared.redis_client import RedisConnections

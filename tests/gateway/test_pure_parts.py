@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
-from gateway.openai_response import ChatFormat, UsageCount, json_text
-from gateway.openai_schema import parse_chat, parse_completion
-from gateway.planning import ModelLimits, plan_requests
+from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
+from gateway.requests.openai_schema import parse_chat, parse_completion
+from gateway.requests.planning import ModelLimits, plan_requests
 from gateway.settings import GatewaySettings
 from shared.choice_seeds import choice_seed
 from shared.settings import SettingsError, load_settings

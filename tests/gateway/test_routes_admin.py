@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.inference_client import StoreUnavailable
-from gateway.served_model import ServedModel
+from gateway.store.inference_client import StoreUnavailable
+from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says

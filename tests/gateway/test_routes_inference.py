@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.inference_client import QueueFull, StoreUnavailable
-from gateway.served_model import ServedModel
+from gateway.store.inference_client import QueueFull, StoreUnavailable
+from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent, WorkerPhase
 from tests.gateway.conftest import IM_END, MAX_MODEL_LEN, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, heartbeat, says

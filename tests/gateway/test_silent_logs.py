@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gateway.served_model import ServedModel
+from gateway.text.served_model import ServedModel
 from shared.logs import JsonFormatter
 from shared.messages import ErrorCode, ErrorEvent, TokenEvent
+from tests.gateway.auth.test_access import KEY, bearer, entry
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish
-from tests.gateway.test_access import KEY, bearer, entry
 
 PROMPT, ANSWER, WRONG_KEY = "canaryprompt", "canaryanswer", "canary-wrong-key-0123"
 CANARIES = ("canary", KEY, "Y2FuYXJ5")  # the last is base64

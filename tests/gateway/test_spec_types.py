@@ -9,9 +9,9 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.served_model import ServedModel
+from gateway.text.served_model import ServedModel
 from tests.gateway.conftest import Gateway
-from tests.gateway.test_logprobs import says_scored
+from tests.gateway.text.test_logprobs import says_scored
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
 TEXT: dict[str, Any] = {"prompt": ["a", "b"], "logprobs": 2, "n": 1}

@@ -9,14 +9,14 @@ import pytest
 from aiohttp import ClientResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.chat_template import ChatTemplate
+from gateway.answers.message_parsing import reads_special_mark
 from gateway.errors import InvalidRequest
-from gateway.message_parsing import reads_special_mark
-from gateway.openai_schema import CompletionRequest, parse_chat
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
-from gateway.served_model import ServedModel
+from gateway.requests.openai_schema import CompletionRequest, parse_chat
 from gateway.settings import GatewaySettings
-from gateway.tokenization import PromptEncoder
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.served_model import ServedModel
+from gateway.text.tokenization import PromptEncoder
 from shared.grammars import check_grammar
 from shared.messages import FinishReason, GrammarKind
 from tests.gateway.conftest import Gateway

@@ -15,12 +15,12 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
-from gateway.inference_client import InferenceClient
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
-from gateway.served_model import ServedModel, load_served_model
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
+from gateway.store.inference_client import InferenceClient
+from gateway.text.served_model import ServedModel, load_served_model
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys

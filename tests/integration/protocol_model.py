@@ -20,7 +20,7 @@ from engine_worker.transport.claims import Claims
 from engine_worker.transport.reaper import Reaper
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import TokenPublisher
-from gateway.inference_client import InferenceClient, ResponseStream, StoreUnavailable
+from gateway.store.inference_client import InferenceClient, ResponseStream, StoreUnavailable
 from shared.messages import (
     ErrorEvent,
     FinishEvent,

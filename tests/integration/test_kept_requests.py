@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api_keys import digest_of
+from gateway.auth.api_keys import digest_of
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
 from tests.integration.conftest import CHAT, COMPLETIONS, Event, World, nothing_is_left
 

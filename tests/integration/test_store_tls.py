@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ConnectionError, RedisError
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from shared.messages import (
     PROTOCOL_VERSION,
     EventBatch,

@@ -12,7 +12,7 @@ import pytest
 import redis.exceptions
 from redis.asyncio import Redis
 
-from gateway.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient
 from shared.dead_letters import DeadLetters
 from shared.messages import ErrorEvent, FinishEvent
 from shared.reaping import reap_worker, reap_workers_with_prefix

@@ -1,0 +1,26 @@
+"""The kinds of answers, by name: how a body of each is read and how its answer is written. Pure.
+
+A kept answer is rebuilt from the body that was stored, by any gateway and at any time: reading and writing must depend
+on nothing but body and tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.answers.anthropic_response import AnthropicFormat
+from gateway.answers.openai_response import ChatFormat, CompletionFormat, ResponseFormat
+from gateway.requests.anthropic_schema import parse_messages
+from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    name: str  # stored: it outlives a release
+    parse: Callable[[bytes], CompletionRequest]
+    make_format: Callable[..., ResponseFormat]
+
+
+CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat)
+COMPLETION = AnswerKind("text_completion", parse_completion, CompletionFormat)
+MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat)
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE)}

@@ -1,0 +1,246 @@
+"""The life of an inference request, shared by all kinds: admit, encode, submit, then stream or collect.
+
+A kept answer can be given again, from its beginning or from the event at which a stream was cut.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from aiohttp import web
+
+from gateway.answers.answer_extras import AnswerExtras
+from gateway.answers.answer_kinds import AnswerKind
+from gateway.answers.asker import Asker
+from gateway.answers.delivery import Reply, collect_reply, stream_reply
+from gateway.answers.generation import Generation
+from gateway.answers.keeping import Wish, new_keeps, wish_of
+from gateway.answers.kept_answers import KeptAnswer, find_answer, find_named
+from gateway.auth.access import ACCOUNT, begin
+from gateway.errors import GatewayError, Unavailable
+from gateway.http.event_numbers import END, EventNumbers
+from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
+from gateway.http.event_stream import EventStream
+from gateway.http.http_body import read_body
+from gateway.http.route_name import route_name
+from gateway.keys import STATE
+from gateway.requests.deadlines import timeouts_of, with_deadlines
+from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import plan_requests
+from gateway.requests.prompt_encoding import encode_prompts
+from gateway.state import GatewayState, unavailable
+from gateway.store.inference_client import NameTaken, StoreUnavailable
+from gateway.tracing import traceparent_of
+
+_Given = TypeVar("_Given")
+Begin: TypeAlias = Callable[[], Coroutine[Any, Any, None]]  # submits the reply's generation, or attaches to it
+Give: TypeAlias = Callable[[Reply, Begin], Awaitable[_Given]]
+GiveAgain: TypeAlias = Callable[[KeptAnswer], Awaitable[_Given]]
+
+
+async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
+    arrived_at = time.monotonic()
+    body = await read_body(http, http.app[STATE].settings.body_timeout_seconds)
+    return await answered(
+        asker_of(http), kind, body, arrived_at, give=partial(_give, http), give_again=partial(_answer_again, http)
+    )
+
+
+async def answered(
+    asker: Asker, kind: AnswerKind, body: bytes, arrived_at: float, *, give: Give[_Given], give_again: GiveAgain[_Given]
+) -> _Given:
+    """What `give` makes of a new answer, or `give_again` of the kept one that the asker's name stands for."""
+    state, account = asker.state, asker.account
+    completion = kind.parse(body)
+    state.check_model_name(completion.model)
+    wish = wish_of(
+        asker.headers, completion, kind.name, body, account.owner_key_hash,
+        default_detach_seconds=asker.default_detach_seconds,
+        max_detach_seconds=state.settings.max_detach_seconds,
+    )  # fmt: skip
+    if wish is not None and wish.name:
+        found, stale_id = await find_named(state, wish, account.owner_key_hash)
+        if found is not None:
+            return await give_again(found)
+        wish = replace(wish, stale_id=stale_id)
+    try:
+        return await give(*await _new_reply(asker, kind, body, completion, wish, arrived_at))
+    except NameTaken as taken:  # by a request that came at the same time
+        return await give_again(await find_answer(state, taken.request_id, account.owner_key_hash))
+
+
+def asker_of(http: web.Request) -> Asker:
+    state = http.app[STATE]
+    return Asker(
+        state,
+        http[ACCOUNT],
+        http.headers,
+        state.default_timeouts,
+        state.settings.default_detach_seconds,
+        traceparent_of(http),
+    )
+
+
+async def _new_reply(
+    asker: Asker,
+    kind: AnswerKind,
+    body: bytes,
+    completion: CompletionRequest,
+    wish: Wish | None,
+    arrived_at: float,
+) -> tuple[Reply, Begin]:
+    state, account = asker.state, asker.account
+    await state.grammar_checks.check(completion.grammar)
+    timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
+    model = state.admit()
+    limits = state.limits(model)
+    token_ids = await encode_prompts(model, limits, completion)
+    asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
+    planned = plan_requests(
+        completion, token_ids, limits, account.tenant, account.priority_class(asked), asker.traceparent
+    )
+    if timeouts:
+        planned = with_deadlines(planned, timeouts, await _fleet_seconds(state))
+    created, answer_id = int(time.time()), planned[0].request.request_id
+    keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
+    detach_seconds = wish.detach_seconds if wish else None
+    metrics = state.metrics if asker.is_recorded else state.unrecorded
+    generation = Generation(state, model, completion, planned, arrived_at, metrics)
+    reply = _reply(asker, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
+    return reply, partial(generation.submit, keeps)
+
+
+async def _fleet_seconds(state: GatewayState) -> float:
+    try:
+        return await state.client.fleet_seconds()
+    except StoreUnavailable as error:
+        raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+
+
+async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+    """As its body asked: streamed, or collected, or as it stands."""
+    if kept.completion.background and not kept.completion.stream:
+        return web.Response(body=await show_again(http, kept), content_type="application/json")
+    return await _give_again(http, kept, kept.completion)
+
+
+async def stream_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+    """As events, whatever its body asked; a collected answer has its usage, so its stream has it too."""
+    completion = kept.completion
+    include_usage = completion.include_usage or not completion.stream
+    return await _give_again(http, kept, replace(completion, stream=True, include_usage=include_usage))
+
+
+async def collect_again(asker: Asker, kept: KeptAnswer) -> bytes:
+    """The body of a kept answer that has ended. Raises the error that it ended with."""
+    reply, begin_generation = reply_again(asker, kept, kept.completion)
+    try:
+        await begin_generation()
+        return await collect_reply(reply)
+    finally:
+        reply.generation.leave(kept.record.detach_seconds)
+
+
+async def show_again(http: web.Request, kept: KeptAnswer) -> bytes:
+    """The body of a kept answer as it stands, whether or not it has ended well."""
+    asker = asker_of(http)
+    if kept.state in ("finished", "failed"):
+        try:
+            return await collect_again(asker, kept)
+        except Unavailable:
+            raise
+        except GatewayError as error:
+            return reply_again(asker, kept, kept.completion)[0].response_format.unfinished("failed", error)
+    return reply_again(asker, kept, kept.completion)[0].response_format.unfinished(kept.state)
+
+
+def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -> tuple[Reply, Begin]:
+    token_ids = [request.prompt_token_ids for request in kept.requests]
+    generation = kept.generation(asker.state)
+    created, detach_seconds = kept.record.created, kept.record.detach_seconds
+    reply = _reply(asker, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
+    return reply, partial(generation.attach, kept.keeps())
+
+
+async def _give_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> web.StreamResponse:
+    if completion.stream and http.headers.get(LAST_EVENT_ID) == END:
+        return web.Response(status=204)  # which tells an EventSource to stay away
+    # The place of a request in the background is held until it ends: who reads it takes no second one.
+    is_charged = not completion.background
+    return await _give(http, *reply_again(asker_of(http), kept, completion), is_charged=is_charged)
+
+
+def _reply(
+    asker: Asker,
+    kind: AnswerKind,
+    completion: CompletionRequest,
+    generation: Generation,
+    token_ids: Sequence[list[int]],
+    answer_id: str,
+    created: int,
+    detach_seconds: float | None,
+) -> Reply:
+    state = asker.state
+    include_usage = completion.stream and (completion.include_usage or state.settings.force_include_usage)
+    headers, numbers = _ignored_header(completion.ignored), None
+    if detach_seconds is not None:
+        headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
+        numbers = EventNumbers(len(completion.prompts) * completion.n, asker.headers.get(LAST_EVENT_ID, ""))
+    response_format = kind.make_format(
+        answer_id,
+        state.model_name,
+        usage_in_chunks=include_usage,
+        created=created,
+        prompt_tokens=sum(map(len, token_ids)),
+        repeated=completion.repeated,
+    )
+    encoder = state.require_model().encoder
+    return Reply(
+        completion=completion,
+        generation=generation,
+        response_format=response_format,
+        extras=AnswerExtras(completion, encoder, token_ids, prompt_in_choice=response_format.prompt_in_choice),
+        include_usage=include_usage,
+        headers=headers,
+        numbers=numbers,
+        detach_seconds=detach_seconds,
+    )
+
+
+async def _give(
+    http: web.Request, reply: Reply, begin_generation: Begin, *, is_charged: bool = True
+) -> web.StreamResponse:
+    """Submission or attachment is done within the account and the count of open requests."""
+    state, account, generation = http.app[STATE], http[ACCOUNT], reply.generation
+
+    def settle() -> None:
+        if is_charged:
+            account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+
+    if is_charged:
+        begin(account)
+    with state.counted(route_name(http)):
+        try:
+            await begin_generation()
+            if reply.completion.stream:
+                return await stream_reply(EventStream(http, reply.headers, state.watch), reply)
+            if reply.completion.background:
+                body = reply.response_format.unfinished("queued")
+            else:
+                body = await collect_reply(reply)
+            return web.Response(body=body, content_type="application/json", headers=reply.headers)
+        finally:
+            if reply.completion.background:
+                generation.leave(reply.detach_seconds, settle)
+            else:
+                generation.leave(reply.detach_seconds)
+                settle()
+
+
+def _ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Names come from the client: only plain ones may enter a header, and not without end."""
+    plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64]
+    return {"x-pagestream-ignored": ", ".join(plain[:16])} if plain else {}

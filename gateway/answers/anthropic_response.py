@@ -1,0 +1,111 @@
+"""Texts and counts -> Anthropic's events and bodies, as bytes ready to be sent. Pure.
+
+The order of a stream's events: message_start, content_block_start, content_block_delta ..., content_block_stop,
+message_delta (stop_reason, usage), message_stop. An error is the stream's last event. There is one choice.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, json_text
+from gateway.errors import GatewayError
+from gateway.http.sse import named_event
+from gateway.parsing.message import ToolCallDelta
+from gateway.text.logprobs import LogprobEntry
+from shared.messages import FinishReason
+
+_encode = msgspec.json.encode
+_ERROR_TYPES = {"server_error": "api_error"}  # the others are of one name
+_DELTA_HEAD = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
+)
+
+
+class AnthropicFormat:
+    prompt_in_choice = False
+    done = named_event("message_stop", {"type": "message_stop"})
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        *,
+        usage_in_chunks: bool = False,
+        created: int | None = None,
+        prompt_tokens: int = 0,
+        repeated: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        """As the other formats; nothing here says when an answer was made, and a stream always has its usage."""
+        self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
+        self._prompt_tokens = prompt_tokens
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        usage = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
+        message = {**self._head, "content": [], **self._stop, "usage": usage}
+        block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        start = named_event("message_start", {"type": "message_start", "message": message})
+        return start + named_event("content_block_start", block)
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return _DELTA_HEAD + json_text(text) + b"}}\n\n" if text else b""
+
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        raise AssertionError("a message is not parsed")
+
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+        self._stop = _stop(reason, stop_string)
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
+
+    def usage(self, usage: UsageCount) -> bytes:
+        return named_event("message_delta", {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)})
+
+    def error(self, error: GatewayError) -> bytes:
+        return named_event("error", anthropic_error(error))
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        (choice,) = choices
+        content = [{"type": "text", "text": choice.text}]
+        stop = _stop(choice.finish_reason, choice.stop_string)
+        return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        raise AssertionError("never in the background")
+
+
+def anthropic_error(error: GatewayError) -> dict[str, Any]:
+    """With OpenAI's `param` and `code`, which Anthropic's clients pass over."""
+    kind = "request_too_large" if error.status == 413 else _ERROR_TYPES.get(error.error_type, error.error_type)
+    detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return {"type": "error", "error": detail}
+
+
+def _stop(reason: str, stop_string: str | None) -> dict[str, Any]:
+    if stop_string is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
+    return {"stop_reason": "max_tokens" if reason == FinishReason.LENGTH.value else "end_turn", "stop_sequence": None}
+
+
+def _usage(usage: UsageCount) -> dict[str, Any]:
+    """Anthropic counts what was found in a cache apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }

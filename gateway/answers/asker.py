@@ -1,0 +1,19 @@
+"""Who asks for an answer, and what is said beside the body: by an HTTP request, or for a line of a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.auth.rate_limits import Account
+from gateway.requests.deadlines import Timeouts
+from gateway.state import GatewayState
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    state: GatewayState
+    account: Account
+    headers: Mapping[str, str]
+    default_timeouts: Timeouts
+    default_detach_seconds: float  # of a kept answer
+    traceparent: str = ""
+    is_recorded: bool = True  # in the metrics of what clients wait for

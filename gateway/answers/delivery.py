@@ -1,0 +1,143 @@
+"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway.answers.answer_extras import AnswerExtras
+from gateway.answers.generation import ChoiceUpdate, Generation
+from gateway.answers.openai_response import ChoiceResult, ResponseFormat
+from gateway.errors import GatewayError, InternalError
+from gateway.http.event_numbers import EventNumbers
+from gateway.http.event_stream import EventStream
+from gateway.parsing.message import whole_calls
+from gateway.requests.openai_schema import CompletionRequest
+from shared.messages import FinishReason
+
+logger = logging.getLogger("gateway")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What is answered, and how."""
+
+    completion: CompletionRequest
+    generation: Generation
+    response_format: ResponseFormat
+    extras: AnswerExtras
+    include_usage: bool
+    headers: dict[str, str]
+    numbers: EventNumbers | None = None  # of a kept answer's stream
+    detach_seconds: float | None = None  # of a kept answer
+
+
+class _Chunks:
+    """Updates of choices -> the bytes of one write."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.generation = reply.generation
+        self._reply = reply
+        self._format = reply.response_format
+        self._numbers = reply.numbers
+        self._extras = reply.extras
+        self._continuous_usage = reply.completion.continuous_usage
+        self._begun: set[int] = set()
+
+    def begin(self) -> bytes:
+        event = self._format.begin()
+        return event if self._numbers is None else self._numbers.of_choice(0, event)
+
+    def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
+        chunks = []
+        for update in updates:
+            is_first = update.index not in self._begun
+            if is_first:
+                self._begun.add(update.index)
+                chunks.append(self._numbered(update, self._format.first(update.index, self._extras.of_first_chunk())))
+            chunks += [self._numbered(update, event) for event in self._events(update, is_first)]
+            if update.reason is not None:
+                event = self._format.finish(update.index, update.finish_name, update.stop_string)
+                chunks.append(self._numbered(update, event))
+        return b"".join(chunks)
+
+    def _events(self, update: ChoiceUpdate, is_first: bool) -> list[bytes]:
+        """What one token says: thoughts and calls, and then content; at least something, until the end."""
+        usage = self.generation.usage if self._continuous_usage else None
+        events = []
+        if update.reasoning or update.tool_calls:
+            events.append(self._format.delta(update.index, update.reasoning, update.tool_calls, usage))
+        if update.text or update.logprobs or (update.reason is None and (self._extras or not events)):
+            extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
+            events.append(self._format.text(update.index, update.text, usage, update.logprobs, extra))
+        return events
+
+    def last(self) -> bytes:
+        usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
+        if self._numbers is None:
+            return usage + self._format.done
+        return self._numbers.of_usage(usage) + self._numbers.of_end(self._format.done)
+
+    def error(self, error: GatewayError) -> bytes:
+        event = self._format.error(error)
+        return event if self._numbers is None else self._numbers.of_end(event)
+
+    def _numbered(self, update: ChoiceUpdate, event: bytes) -> bytes:
+        return event if self._numbers is None else self._numbers.of_choice(update.index, event)
+
+
+async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
+    """200 leaves here, as the store has the request. An error from now on is an event of the stream."""
+    chunks = _Chunks(reply)
+    await stream.open()
+    try:
+        ending = b""
+        if beginning := chunks.begin():
+            await stream.write(beginning)
+        try:
+            async for updates in chunks.generation.updates():
+                data = chunks.of(updates)
+                if data:
+                    await stream.write(data)
+            ending = chunks.last()
+        except GatewayError as error:
+            ending = chunks.error(error)
+        except ConnectionError:
+            raise  # the client has gone
+        except Exception:  # of this answer's own text, grammar or format: it ends alone, and its client is told
+            logger.exception("an answer failed")
+            ending = chunks.error(InternalError())
+        await stream.write(ending)
+        await stream.response.write_eof()
+    finally:
+        stream.close()
+    return stream.response
+
+
+async def collect_reply(reply: Reply) -> bytes:
+    completion, extras = reply.completion, reply.extras
+    collected: dict[int, list[ChoiceUpdate]] = {
+        index: [] for index in range(len(completion.prompts) * completion.n)
+    }
+    async for updates in reply.generation.updates():
+        for update in updates:
+            collected[update.index].append(update)
+    scores = reply.generation.prompt_scores
+    results = []
+    for index, parts in collected.items():
+        token_ids = [token_id for part in parts for token_id in part.token_ids]
+        logprobs = [entry for part in parts for entry in part.logprobs]
+        result = ChoiceResult(
+            index,
+            "".join(part.text for part in parts),
+            next((part.finish_name for part in reversed(parts) if part.reason is not None), FinishReason.STOP.value),
+            None if completion.num_logprobs is None else logprobs,
+            parts[-1].stop_string if parts else None,
+            extras.of_choice(index, token_ids, scores),
+            "".join(part.reasoning for part in parts),
+            whole_calls(call for part in parts for call in part.tool_calls),
+            parts,
+        )
+        results.append(result)
+    return reply.response_format.body(results, reply.generation.usage, extras.of_answer(scores))

@@ -1,0 +1,303 @@
+"""The choices of one HTTP request, from submission to their last text: events of the engine in, text updates out.
+
+    generation = Generation(state, model, request, planned, arrived_at)
+    await generation.submit()                       # accepted, all or none
+    async for updates in generation.updates(): ...  # ChoiceUpdates that came together
+    generation.leave()                              # always, at the end: withdraws what has not finished
+
+A kept answer is attached to instead of submitted, any number of times, and goes on for a while when it is left.
+Each prompt is one request of the engine, with all its choices. Knows nothing of HTTP or JSON.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from itertools import zip_longest
+
+from gateway.answers.best_of import BestOf
+from gateway.answers.choice_progress import ChoiceProgress, ChoiceUpdate
+from gateway.answers.message_parsing import message_parsers, parsed, reads_special_mark
+from gateway.answers.openai_response import UsageCount
+from gateway.answers.prompt_echo import Scores, prompt_echo
+from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
+from gateway.metrics import GatewayMetrics
+from gateway.parsing.message import MessageParser
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import PlannedRequest
+from gateway.state import GatewayState, unavailable
+from gateway.store.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
+from gateway.text.output_text import OutputText, StopStrings
+from gateway.text.served_model import ServedModel
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
+
+__all__ = ["ChoiceUpdate", "Generation"]
+
+# Behind a client that reads slowly, what more comes is joined in the streams, at 4 bytes a token.
+_MAX_MERGED_EVENTS = 64
+
+
+class Generation:
+    def __init__(
+        self,
+        state: GatewayState,
+        model: ServedModel,
+        request: CompletionRequest,
+        planned: Sequence[PlannedRequest],
+        arrived_at: float,
+        metrics: GatewayMetrics | None = None,
+    ) -> None:
+        metrics = metrics or state.metrics
+        keeps_marks = reads_special_mark(state.settings, model.encoder, request)
+        self._state = state
+        self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
+        self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
+        self._client: InferenceClient = state.client
+        self._requests = [
+            _RequestProgress(
+                plan.request,
+                [
+                    ChoiceProgress(
+                        index,
+                        _output_text(model, request, plan.request, keeps_marks),
+                        model.encoder.token_bytes,
+                        metrics,
+                        arrived_at,
+                        scores_every_token=request.echo,
+                    )
+                    for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
+                ],
+                _best_of(request, plan),
+                message_parsers(state.settings, model.encoder, request, plan),
+            )
+            for plan in planned
+        ]
+        self._pumps: list[asyncio.Task[None]] = []
+        self._merged: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue(_MAX_MERGED_EVENTS)
+        prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
+        self._prompt_tokens = sum(prompts.values())
+        for num_tokens in prompts.values():
+            metrics.prompt_tokens.observe(num_tokens)
+
+    @property
+    def usage(self) -> UsageCount:
+        return UsageCount(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sum(request.num_tokens for request in self._requests if self._counts_tokens),
+            cached_tokens=sum(request.cached_tokens for request in self._requests),
+        )
+
+    @property
+    def prompt_scores(self) -> list[Scores]:
+        """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
+        return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
+
+    async def submit(self, keeps: Sequence[Keep] = ()) -> None:
+        """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; what was accepted before
+        it is withdrawn by leave()."""
+        try:
+            for request, keep in zip_longest(self._requests, keeps):
+                request.stream = await self._client.submit(request.request, keep=keep)
+        except QueueFull as error:
+            self._state.metrics.rejected.labels("queue_full").inc()
+            raise unavailable("queue_full", "The queue is full; try again later.") from error
+        except StoreUnavailable as error:
+            self._state.metrics.rejected.labels("store_unavailable").inc()
+            raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+
+    async def attach(self, keeps: Sequence[Keep]) -> None:
+        """Raises Unavailable."""
+        try:
+            for request, keep in zip(self._requests, keeps, strict=True):
+                request.stream = await self._client.attach(request.request, keep)
+        except StoreUnavailable as error:
+            raise unavailable("store_unavailable", "The request store cannot be read now.") from error
+
+    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
+        """Ends when each choice has had its last update. Raises GatewayError when one fails."""
+        streams = [request.stream for request in self._requests if request.stream is not None]
+        if len(streams) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
+            async for updates in self._updates_of_one(self._requests[0], streams[0]):
+                yield updates
+            return
+        num_open = sum(not request.is_over for request in self._requests)
+        async for events in self._merged_events():
+            updates = []
+            for position, event in events:
+                request = self._requests[position]
+                if request.is_over:
+                    continue
+                updates += request.take(event)
+                if request.is_over:
+                    num_open -= 1
+                    if not request.has_ended:
+                        self._release(request, FinishReason.STOP)
+            if updates:
+                yield self._with_prompt(updates)
+            if num_open == 0:
+                return
+
+    async def _updates_of_one(
+        self, request: "_RequestProgress", stream: ResponseStream
+    ) -> AsyncIterator[list[ChoiceUpdate]]:
+        async for event in stream:
+            updates = request.take(event)
+            if request.is_over and not request.has_ended:
+                self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
+            if updates:
+                yield self._with_prompt(updates)
+            if request.is_over:
+                return
+
+    def _with_prompt(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
+        return updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
+
+    def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
+        """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
+        stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
+        is_whole = all(request.stream is not None for request in self._requests)
+        if grace_seconds is not None and is_whole and not all(request.is_over for request in self._requests):
+            self._state.linger(self._linger(grace_seconds, then))
+        else:
+            self._abandon()
+            then()
+
+    async def _linger(self, grace_seconds: float, then: Callable[[], None]) -> None:
+        try:
+            async with asyncio.timeout(grace_seconds):
+                async for _ in self.updates():
+                    pass
+            self._abandon()
+        except (TimeoutError, GatewayError):
+            self._abandon()  # not when this gateway ends: then the store's own grace begins
+        finally:
+            then()
+
+    def _abandon(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        for request in self._requests:
+            if request.stream is not None and not request.is_over:
+                request.record_end("cancelled")
+                self._release(request, FinishReason.CANCELLED)
+
+    def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
+        if request.stream is not None:
+            self._state.in_background(self._client.release(request.stream, reason))
+
+    async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
+        if not self._pumps:
+            streams = [request.stream for request in self._requests if request.stream is not None]
+            self._pumps = [
+                asyncio.create_task(_pump(position, stream, self._merged)) for position, stream in enumerate(streams)
+            ]
+        while True:
+            events = [await self._merged.get()]
+            while not self._merged.empty():
+                events.append(self._merged.get_nowait())
+            yield events
+
+
+class _RequestProgress:
+    """One request of the engine, with its choices by index."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        choices: Sequence[ChoiceProgress],
+        best_of: BestOf | None,
+        parsers: Mapping[int, MessageParser],
+    ) -> None:
+        """With `best_of` the choices are samples, which are ranked when all have ended. `parsers`: by choice."""
+        self.request = request
+        self.stream: ResponseStream | None = None  # once it is accepted
+        self.has_ended = False  # the engine has nothing more of it
+        self.cached_tokens = 0
+        self._choices = choices
+        self._best_of = best_of
+        self._parsers = parsers
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def is_over(self) -> bool:
+        """Ended by the engine, or nothing more of it is wanted since a stop string was met."""
+        if self.has_ended:
+            return True
+        for choice in self._choices:  # asked once a token: all() would take half a microsecond
+            if not choice.finished:
+                return False
+        return any(choice.stopped_early for choice in self._choices)
+
+    def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
+        updates = self._take(event)
+        if self._best_of is not None:
+            self._best_of.hold(updates)
+            scores = [choice.cumulative_logprob for choice in self._choices]
+            updates = self._best_of.answers(scores) if self.is_over else []
+        return [parsed(update, self._parsers[update.index]) for update in updates] if self._parsers else updates
+
+    def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
+        if isinstance(event, TokenEvent):
+            choice = self._choices[event.choice]
+            return [] if choice.finished else choice.take(event.token_ids, event.finish_reason, event.logprobs)
+        self.has_ended = True
+        if isinstance(event, ErrorEvent):
+            self.record_end("error")
+            raise _error_of(event)
+        return self._end(event)
+
+    def record_end(self, reason: str) -> None:
+        """Of all choices that have none yet."""
+        for choice in self._choices:
+            if not choice.finished:
+                choice.record_end(reason)
+
+    def _end(self, event: FinishEvent) -> list[ChoiceUpdate]:
+        self.cached_tokens = event.usage.cached_tokens
+        if event.reason is FinishReason.CANCELLED:
+            self.record_end("error")
+            raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")
+        return [update for choice in self._choices if not choice.finished for update in choice.take((), event.reason)]
+
+
+def _best_of(request: CompletionRequest, plan: PlannedRequest) -> BestOf | None:
+    if not request.choices.is_best_of:
+        return None
+    return BestOf(plan.first_choice, request.n, show_logprobs=request.num_logprobs is not None)
+
+
+async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:
+    async for event in stream:
+        await queue.put((position, event))
+
+
+def _output_text(
+    model: ServedModel, request: CompletionRequest, generation: GenerationRequest, keeps_marks: bool
+) -> OutputText:
+    fields = request.fields
+    include_stop = bool(fields.include_stop_str_in_output)
+    sampling = generation.sampling
+    skip_special_tokens = fields.skip_special_tokens is not False and not keeps_marks
+    eos_token_ids = frozenset[int]() if sampling.ignore_eos else model.eos_token_ids
+    return OutputText(
+        model.encoder.detokenizer(generation.prompt_token_ids, skip_special_tokens=skip_special_tokens),
+        StopStrings(request.stops, include_in_output=include_stop),
+        terminal_token_ids=eos_token_ids.union(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        include_stop_token=include_stop,
+    )
+
+
+def _error_of(event: ErrorEvent) -> GatewayError:
+    if event.code is ErrorCode.QUEUE_TIMEOUT:
+        return unavailable("queue_timeout", "No worker began with this request in the time that it had.")
+    if event.code is ErrorCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("The answer was not complete in the time that the request had.")
+    if event.code is ErrorCode.REQUEST_FAILED:
+        return GenerationFailed("The engine could not complete this request.")
+    return InvalidRequest(f"The engine refused this request: {event.message}", code=event.code.value)

@@ -1,0 +1,113 @@
+"""Which answers are kept, by what their clients ask for, and what is stored of them. Pure but for random names.
+
+    detach_seconds     in the body: the request outlives its client's connection by so long
+    Idempotency-Key    in the headers: a repeat gets the same answer; detach_seconds is the gateway's default then
+
+A kept answer has event ids, can be resumed at any gateway, and can be read for ten minutes after its end.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import PlannedRequest
+from shared.messages import GenerationRequest
+from shared.redis_scripts import Keep
+
+NAME_HEADER = "Idempotency-Key"
+MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is
+PART = b"part"  # the record of every prompt's request but the first, which has the record of all
+
+_NAME = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What any gateway needs to give the answer again, beside the first prompt's request."""
+
+    kind: str
+    body: bytes
+    created: int
+    detach_seconds: float
+    others: list[GenerationRequest] = []  # those of the second prompt and on
+
+
+_decoder = msgspec.msgpack.Decoder(AnswerRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    owner_key_hash: str
+    detach_seconds: float
+    name: str = ""  # a digest: whose name it is, and the name
+    fingerprint: str = ""
+    stale_id: str = ""
+
+
+def wish_of(
+    headers: Mapping[str, str], request: CompletionRequest, kind: str, body: bytes, owner_key_hash: str,
+    *, default_detach_seconds: float, max_detach_seconds: float,
+) -> Wish | None:  # fmt: skip
+    """None: an answer for this connection alone. Raises InvalidRequest."""
+    detach_seconds = max_detach_seconds if request.background else request.fields.detach_seconds
+    if detach_seconds is not None and detach_seconds > max_detach_seconds:
+        raise InvalidRequest(
+            f"detach_seconds: expected at most {max_detach_seconds:g}; got {detach_seconds:g}.", param="detach_seconds"
+        )
+    name = headers.get(NAME_HEADER)
+    if name is None:
+        return None if detach_seconds is None else Wish(owner_key_hash, detach_seconds)
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{NAME_HEADER}: expected 1 to 255 visible ASCII characters.", param=NAME_HEADER)
+    if detach_seconds is None:
+        detach_seconds = min(default_detach_seconds, max_detach_seconds)
+    canonical = json.dumps(json.loads(body), sort_keys=True).encode()
+    name_digest = _digest(owner_key_hash.encode(), name.encode())
+    return Wish(owner_key_hash, detach_seconds, name_digest, _digest(kind.encode(), canonical))
+
+
+def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: bytes, created: int) -> list[Keep]:
+    """One a planned request, for its ACCEPT."""
+    others = [plan.request for plan in planned[1:]]
+    record = AnswerRecord(
+        kind=kind, body=body, created=created, detach_seconds=wish.detach_seconds, others=others
+    )
+    first, *parts = attached_keeps(
+        msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned)
+    )
+    return [replace(first, name=wish.name, fingerprint=wish.fingerprint, stale_id=wish.stale_id), *parts]
+
+
+def attached_keeps(
+    first_record: bytes, owner_key_hash: str, detach_seconds: float, num_requests: int
+) -> list[Keep]:
+    """One a request, of a new holder."""
+    first = Keep(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds))
+    return [first, *(replace(first, record=PART) for _ in range(num_requests - 1))]
+
+
+def decode_record(data: bytes) -> AnswerRecord | None:
+    """None for a request that is not the first of a kept answer, or was kept by a later release."""
+    if not data or data == PART:
+        return None
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError:  # ValidationError is one
+        return None
+
+
+def grace_seconds(detach_seconds: float) -> int:
+    return max(MIN_GRACE_SECONDS, round(detach_seconds))
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Kept answers in the store: found by id or by their client's own name, and read from their first token again.
+
+Whoever asks with another key than the one that made the request is told that there is none.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.answers.answer_kinds import KINDS, AnswerKind
+from gateway.answers.generation import Generation
+from gateway.answers.keeping import AnswerRecord, Wish, attached_keeps, decode_record
+from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import PlannedRequest
+from gateway.state import GatewayState, unavailable
+from gateway.store.inference_client import StoreUnavailable
+from gateway.store.stored_request import StoredRequest
+from shared.messages import ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
+from shared.redis_scripts import Keep
+
+_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    answer_id: str  # the id of its first request
+    record: AnswerRecord
+    encoded_record: bytes
+    kind: AnswerKind
+    completion: CompletionRequest  # the body, parsed again
+    parts: Sequence[StoredRequest]  # one a prompt
+
+    @property
+    def state(self) -> str:
+        """queued | running | finished | failed | cancelled"""
+        ends = [part.terminal for part in self.parts]
+        if any(isinstance(end, ErrorEvent) for end in ends):
+            return "failed"
+        if any(isinstance(end, FinishEvent) and end.reason is FinishReason.CANCELLED for end in ends):
+            return "cancelled"
+        if all(ends):
+            return "finished"
+        return "queued" if all(part.state == "queued" and not part.num_tokens for part in self.parts) else "running"
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [part.request for part in self.parts]
+
+    def keeps(self) -> list[Keep]:
+        """Of a new holder."""
+        return attached_keeps(
+            self.encoded_record, self.parts[0].owner_key_hash, self.record.detach_seconds, len(self.parts)
+        )
+
+    def generation(self, state: GatewayState) -> Generation:
+        """To be attached to. Raises Unavailable while the tokenizer is not there."""
+        n = self.completion.n
+        planned = [PlannedRequest(index, index * n, request) for index, request in enumerate(self.requests)]
+        model = state.require_model()
+        return Generation(state, model, self.completion, planned, time.monotonic(), metrics=state.unrecorded)
+
+
+async def find_answer(state: GatewayState, answer_id: str, owner_key_hash: str) -> KeptAnswer:
+    """Raises RequestNotFound, Unavailable, or GenerationFailed for what cannot be read."""
+    matched = _ID.fullmatch(answer_id)
+    first = (await _stored(state, [matched[1]]))[0] if matched else None
+    record = decode_record(first.record) if first and first.owner_key_hash == owner_key_hash else None
+    if first is None or record is None or record.kind not in KINDS:
+        raise RequestNotFound(
+            "There is no such request of this key, or it was not kept: ask for that with detach_seconds.", param="id"
+        )
+    others = await _stored(state, [other.request_id for other in record.others]) if record.others else []
+    parts = [
+        other or StoredRequest(request, "queued", owner_key_hash, b"", [], None)  # about to be accepted, or lost
+        for request, other in zip(record.others, others, strict=True)
+    ]
+    kind = KINDS[record.kind]
+    return KeptAnswer(
+        first.request.request_id, record, first.record, kind, kind.parse(record.body), [first, *parts]
+    )
+
+
+async def find_named(state: GatewayState, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
+    """What the wish's name stands for: an answer, or none and the id of one that is gone.
+
+    Raises IdempotencyKeyReused, and as find_answer() does.
+    """
+    try:
+        named = await state.client.archive.named(wish.name)
+    except StoreUnavailable as error:
+        raise _unreadable_store() from error
+    if named is None:
+        return None, ""
+    answer_id, fingerprint = named
+    if fingerprint != wish.fingerprint:
+        raise IdempotencyKeyReused(
+            "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
+        )
+    try:
+        return await find_answer(state, answer_id, owner_key_hash), answer_id
+    except RequestNotFound:
+        return None, answer_id
+
+
+async def _stored(state: GatewayState, request_ids: list[str]) -> list[StoredRequest | None]:
+    try:
+        return await state.client.archive.stored(request_ids)
+    except StoreUnavailable as error:
+        raise _unreadable_store() from error
+    except FormatError as error:
+        raise GenerationFailed("The stored answer is unreadable.") from error
+
+
+def _unreadable_store() -> Unavailable:
+    return unavailable("store_unavailable", "The request store cannot be read now.")

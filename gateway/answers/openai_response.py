@@ -1,0 +1,282 @@
+"""Texts and counts -> OpenAI's chunks and bodies, as bytes ready to be sent. Pure.
+
+Everything in a chunk but the text is known when a stream begins, so a chunk is a ready prefix + the text as JSON + a
+ready suffix: 0.5 us a token, where encoding the whole object costs five times that.
+
+The order of a stream's chunks (each method gives whole Server-Sent Events):
+    first(i)      chat: the role, once a choice          completions: nothing
+    text(i, ...)  finish_reason null
+    delta(i, ...) thoughts and tool calls, of chat
+    finish(i, r)  once a choice, without text
+    usage(u)      choices [], if include_usage; all other chunks say usage null then
+    DONE
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.errors import GatewayError
+from gateway.http.sse import DONE, error_event, event
+from gateway.parsing.message import ToolCallDelta
+from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+_encode = msgspec.json.encode
+_SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
+
+
+@dataclass(slots=True)
+class UsageCount:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_object(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: Sequence[LogprobEntry] | None = None  # None: not asked for
+    stop_string: str | None = None  # that ended it
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields of the choice beyond OpenAI's
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()  # whole ones
+    updates: Sequence[ChoiceUpdate] = ()  # all of the above as it came
+
+
+class ResponseFormat(Protocol):
+    @property
+    def prompt_in_choice(self) -> bool:
+        """Whether what is told of a prompt stands in each choice, not beside them."""
+
+    def begin(self) -> bytes:
+        """What a stream begins with, before there is any token."""
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes: ...
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes: ...
+
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes: ...
+
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes: ...
+
+    def usage(self, usage: UsageCount) -> bytes: ...
+
+    def error(self, error: GatewayError) -> bytes:
+        """In place of the rest of a stream."""
+
+    @property
+    def done(self) -> bytes:
+        """The last event of a stream without an error."""
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        """`extra`: fields of the whole answer beyond OpenAI's."""
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        """The body while there is no answer, or never will be one. Asked of requests in the background alone."""
+
+
+class _Format:
+    """`usage_in_chunks`: chunks carry `usage`, which is null but in the last. `created`: Unix seconds; default: now."""
+
+    chunk_object: str
+    body_object: str
+    id_prefix: str
+    prompt_in_choice: bool
+    done = DONE
+    before_text: str  # of a choice, up to the text's value
+    after_text: str
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        *,
+        usage_in_chunks: bool = False,
+        created: int | None = None,
+        prompt_tokens: int = 0,
+        repeated: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        """`prompt_tokens`, `repeated`: for formats that tell them first, or say again what was asked."""
+        created = int(time.time()) if created is None else created
+        self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
+        head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
+        self._usage_in_chunks = usage_in_chunks
+        self._chunk_head = f"data: {head}".encode()
+        self._text_prefixes: dict[int, bytes] = {}
+        self._no_usage = b',"usage":null' if usage_in_chunks else b""
+        self._text_suffix = self.after_text.encode() + b"]" + self._no_usage + b"}\n\n"
+
+    @staticmethod
+    def logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def begin(self) -> bytes:
+        return b""
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        prefix = self._text_prefixes.get(index)
+        if prefix is None:
+            prefix = self._chunk_head + f',"choices":[{{"index":{index},{self.before_text}'.encode()
+            self._text_prefixes[index] = prefix
+        if usage is None and not logprobs and not extra:
+            return prefix + json_text(text) + self._text_suffix
+        after = self.after_text.encode()
+        if logprobs:
+            after = after.replace(b"null", one_line(_encode(self.logprobs(logprobs))), 1)
+        if extra:
+            after = after[:-1] + b"," + one_line(_encode(extra))[1:]
+        counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
+        return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
+
+    def usage(self, usage: UsageCount) -> bytes:
+        return self._chunk([], usage.as_object())
+
+    def error(self, error: GatewayError) -> bytes:
+        return error_event(error.body()) + DONE
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        raise AssertionError("never in the background")
+
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        extra: Mapping[str, Any] = NOTHING,
+    ) -> bytes:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices, **extra}
+        if self._usage_in_chunks or usage is not None:
+            chunk["usage"] = usage
+        return event(_encode(chunk))
+
+    def _body(self, choices: list[dict[str, Any]], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        body = {**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()}
+        return _encode({**body, **extra})
+
+
+class ChatFormat(_Format):
+    chunk_object = "chat.completion.chunk"
+    body_object = "chat.completion"
+    id_prefix = "chatcmpl-"
+    prompt_in_choice = False
+    before_text = '"delta":{"content":'
+    after_text = '},"logprobs":null,"finish_reason":null}'
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], extra=extra)
+
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        delta: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        if tool_calls:
+            delta |= {"tool_calls": [_tool_call_delta(call) for call in tool_calls]}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice], None if usage is None else usage.as_object())
+
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+        return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}])
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
+        return self._body(chosen, usage, extra)
+
+    logprobs = staticmethod(chat_logprobs)
+
+
+class CompletionFormat(_Format):
+    chunk_object = "text_completion"
+    body_object = "text_completion"
+    id_prefix = "cmpl-"
+    prompt_in_choice = True
+    before_text = '"text":'
+    after_text = ',"logprobs":null,"finish_reason":null}'
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        return b""
+
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        raise AssertionError("a text completion is not parsed")
+
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
+
+    logprobs = staticmethod(completion_logprobs)
+
+
+def _message(choice: ChoiceResult) -> dict[str, Any]:
+    """No content beside calls is null, as OpenAI has it."""
+    message = {"role": "assistant", "content": choice.text or (None if choice.tool_calls else ""), "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        calls = ({"id": call.id, "type": "function", "function": _function(call)} for call in choice.tool_calls)
+        return {**message, "tool_calls": list(calls)}
+    return message
+
+
+def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
+
+
+def _function(call: ToolCallDelta) -> dict[str, str | None]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _choice(
+    choice: ChoiceResult, shape: Callable[[Sequence[LogprobEntry]], dict[str, Any]], **content: Any
+) -> dict[str, Any]:
+    logprobs = None if choice.logprobs is None else shape(choice.logprobs)
+    shown = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    return {**shown, **choice.extra}
+
+
+def json_text(text: str) -> bytes:
+    encoded = _encode(text)
+    return encoded if text.isascii() else one_line(encoded)
+
+
+def one_line(encoded: bytes) -> bytes:
+    """One line for every reader: str.splitlines, which some clients use, also splits at these three characters."""
+    for character, escape in _SPLITTERS:
+        encoded = encoded.replace(character.encode(), escape)
+    return encoded

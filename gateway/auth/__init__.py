@@ -1,0 +1,1 @@
+"""Who may use the gateway, from where, and how much of it."""

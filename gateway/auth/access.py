@@ -1,0 +1,166 @@
+"""Access to the gateway's routes: which key a request shows, and whose account it is charged to.
+
+Without keys everybody may do everything but other sites' pages (browser_guard.py), and the gateway listens on loopback
+only (see check_address). With keys every route but OPEN_ROUTES asks for one, unknown URLs too. The file of keys is read
+again when it changes; one that cannot be read then leaves the keys as they were.
+"""
+
+import asyncio
+import base64
+import ipaddress
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
+from gateway.auth.browser_guard import check_host, check_site, is_of_this_site
+from gateway.auth.rate_limits import Account
+from gateway.errors import RateLimited, Unauthenticated
+
+logger = logging.getLogger("gateway")
+
+OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
+RELOAD_SECONDS = 2.0
+ACCOUNT = web.RequestKey("account", Account)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Access:
+    def __init__(
+        self,
+        api_key: str = "",
+        keys_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        allowed_hosts: Iterable[str] = (),
+    ) -> None:
+        """`allowed_hosts`: further names that requests may call this server by while there are no keys.
+
+        Raises ApiKeysError.
+        """
+        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
+        self._fixed = [single_key(api_key)] if api_key else []
+        self._keys_file = keys_file
+        self._clock = clock
+        self._anonymous = Account(None, clock)
+        self._accounts: dict[str, Account] = {}  # by digest
+        self._seen = self._state_of_file()
+        self._ring = self._read()
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._fixed) or self._keys_file is not None
+
+    def admit(self, method: str, headers: Mapping[str, str]) -> Account:
+        """Whose account a request is charged to. Raises Unauthenticated or Forbidden."""
+        if self.needs_key:  # which no other site's page has
+            return self.account(headers)
+        check_host(headers, self._allowed_hosts)
+        check_site(method, headers)
+        return self._anonymous
+
+    def account(self, headers: Mapping[str, str]) -> Account:
+        """Of the key that is shown. Raises Unauthenticated."""
+        key = self._ring.find(_presented(headers))
+        if key is None:
+            raise Unauthenticated("A valid API key is needed: Authorization: Bearer KEY.")
+        account = self._accounts.get(key.sha256)
+        if account is None or account.key != key:  # a key whose limits have changed begins anew
+            account = self._accounts[key.sha256] = Account(key, self._clock)
+        return account
+
+    async def watch(self) -> None:
+        """Reads the file again whenever it changes."""
+        while self._keys_file is not None:
+            await asyncio.sleep(RELOAD_SECONDS)
+            self.reload_if_changed()
+
+    def reload_if_changed(self) -> None:
+        state = self._state_of_file()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._ring = self._read()
+        except ApiKeysError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            valid = {key.sha256 for key in self._ring.keys}
+            self._accounts = {digest: account for digest, account in self._accounts.items() if digest in valid}
+            logger.info("read %d API keys", len(self._ring.keys))
+
+    def _read(self) -> KeyRing:
+        keys: list[ApiKey] = list(self._fixed)
+        if self._keys_file is not None:
+            keys += read_keys(self._keys_file)
+        return KeyRing(keys)
+
+    def _state_of_file(self) -> tuple[int, int, int] | None:
+        if self._keys_file is None:
+            return None
+        try:
+            status = self._keys_file.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def authenticate(access: Access) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is None or resource.canonical not in OPEN_ROUTES:
+            request[ACCOUNT] = access.admit(request.method, request.headers)
+        return await handler(request)
+
+    return middleware
+
+
+def begin(account: Account) -> None:
+    """Count an inference request against its key. Raises RateLimited."""
+    if exceeded := account.begin():
+        raise RateLimited(
+            exceeded.message, code=f"{exceeded.limit}_exceeded", retry_after_seconds=exceeded.retry_after_seconds
+        )
+
+
+def check_address(host: str, access: Access, *, allow_unauthenticated: bool) -> None:
+    """Raises ApiKeysError where whoever reaches this machine could use the model."""
+    if access.needs_key or allow_unauthenticated or _is_loopback(host):
+        return
+    raise ApiKeysError(
+        f"--host {host} is open to others and no API key is set. Set PAGESTREAM_API_KEY or --api-keys-file, listen on "
+        "127.0.0.1, or allow everybody in with --allow-unauthenticated."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _basic_password(encoded: str) -> str:
+    try:
+        return base64.b64decode(encoded, validate=True).decode("utf-8", "surrogateescape").partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def _presented(headers: Mapping[str, str]) -> bytes:
+    """Of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or the password of HTTP Basic (browsers).
+
+    Header bytes outside ASCII come from aiohttp as surrogates, which no key has.
+    """
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        key = _basic_password(key) if is_of_this_site(headers) else ""  # browsers add it for every site's scripts
+    elif scheme.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip().encode("utf-8", "surrogateescape")

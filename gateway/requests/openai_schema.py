@@ -1,0 +1,368 @@
+"""OpenAI's request bodies -> CompletionRequest, the one form that the rest of the gateway works on. Pure.
+
+The types are the validation: msgspec checks them while it decodes and names the path of what is wrong. Three kinds of
+further fields: known ones without effect here (`user`), silently taken; known ones that would change the answer and are
+not supported, refused unless at their neutral value; unknown ones, taken and listed in `ignored`, so that a misspelt or
+foreign option is visible to its sender. Knows no tokens: limits that need a model are checked in planning.py.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import InvalidRequest, UnsupportedParameter
+from gateway.requests.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
+from gateway.requests.extra_fields import ExtraFields, check_extra_fields
+from gateway.requests.grammar_fields import AskedGrammar, asked_grammar
+from gateway.requests.request_body import decode_body, is_neutral
+from gateway.requests.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
+from gateway.text.chat_template import ChatMessage
+from shared.messages import MAX_LOGPROBS
+
+MAX_PROMPTS = 32
+MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of prompts
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+_ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
+_Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+_NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(ExtraFields, kw_only=True):
+    """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
+
+    model: str | None = None
+    n: _ChoiceCount | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: _ChoiceCount | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
+    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class MessageFields(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallFields] | None = None
+    tool_call_id: str | None = None
+
+
+Messages: TypeAlias = Annotated[list[MessageFields], Meta(min_length=1, max_length=4096)]
+
+
+class ChatBody(GenerationFields, kw_only=True):
+    messages: Messages
+    max_completion_tokens: _Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: _NumLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionBody(GenerationFields, kw_only=True):
+    prompt: str | list[str | _TokenId | list[_TokenId]]
+    echo: bool | None = None
+    logprobs: _NumLogprobs | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0: the prompt alone, for those who score it
+
+
+NO_EFFECT = frozenset(
+    ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "service_tier")
+)
+# field -> the values at which it changes nothing, null aside
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logprob_token_ids": ([],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    "echo": (False,),  # of chat; completions have it
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
+
+
+Prompt: TypeAlias = ChatPrompt | str | list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    prompt_param: str  # the field to name when a prompt is wrong
+    fields: GenerationFields
+    choices: ChoiceCount
+    max_tokens: int | None
+    max_tokens_param: str
+    default_max_tokens: int | None  # None: all the room that the context has
+    stops: tuple[str, ...]
+    add_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    ignored: tuple[str, ...]
+    grammar: AskedGrammar | None = None
+    tools: ToolUse | None = None
+    is_chat: bool = False
+    background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
+    num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt in the answer."""
+        return self.choices.n
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told at each place of the prompt, for whatever reason."""
+        asked = (self.fields.prompt_logprobs, self.num_logprobs if self.echo else None)
+        return max((count for count in asked if count is not None), default=None)
+
+
+def parse_chat(body: bytes) -> CompletionRequest:
+    fields, given = decode_body(body, ChatBody)
+    return chat_request(fields, check_other_fields(ChatBody, given))
+
+
+def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: bool = False) -> CompletionRequest:
+    """Also of what other APIs say in a chat's words; `include_usage`: in a stream, whatever the options."""
+    request = _request(
+        fields,
+        (
+            replace(
+                chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),
+                template_kwargs=fields.chat_template_kwargs or {},
+            ),
+        ),
+        ignored,
+        prompt_param="messages",
+        max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
+        add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
+    )
+    tools = tool_use(fields, request.grammar)
+    if tools is not None:
+        grammar, (prompt,) = tools.grammar or request.grammar, request.prompts
+        assert isinstance(prompt, ChatPrompt)
+        prompt = replace(prompt, tools=tools.definitions)
+        request = replace(request, tools=tools, grammar=grammar, prompts=(prompt,))
+    include_usage = include_usage or request.include_usage
+    return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True, include_usage=include_usage)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    fields, given = decode_body(body, CompletionBody)
+    ignored = check_other_fields(CompletionBody, given)
+    request = _request(
+        fields,
+        _prompts(fields.prompt),
+        ignored,
+        prompt_param="prompt",
+        max_tokens_param="max_tokens",
+        default_max_tokens=16,  # OpenAI's
+        add_special_tokens=fields.add_special_tokens is not False,
+        echo=bool(fields.echo),
+    )
+    if fields.max_tokens == 0 and not fields.echo:
+        raise InvalidRequest("max_tokens: 0 is only allowed with echo; expected at least 1.", param="max_tokens")
+    return replace(request, num_logprobs=fields.logprobs)
+
+
+def check_other_fields(
+    kind: type[msgspec.Struct], given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED
+) -> tuple[str, ...]:
+    """Refuse known fields that are not supported; the names of unknown ones come back."""
+    ignored = []
+    for name, value in given.items():
+        if name in kind.__struct_fields__ or name in NO_EFFECT:
+            continue
+        if name not in unsupported:
+            ignored.append(name)
+        elif value is not None and not is_neutral(value, unsupported[name]):
+            neutral = " or ".join(json.dumps(allowed) for allowed in (None, *unsupported[name]))
+            raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
+    return tuple(ignored)
+
+
+def chat_prompt(
+    message_fields: list[MessageFields], add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> ChatPrompt:
+    continue_final = bool(continue_final_message)
+    add_prompt = not continue_final if add_generation_prompt is None else add_generation_prompt
+    if continue_final and add_prompt:
+        raise InvalidRequest(
+            "continue_final_message: cannot be true together with add_generation_prompt.",
+            param="continue_final_message",
+        )
+    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(message_fields))
+    return ChatPrompt(messages, add_prompt, continue_final)
+
+
+def _request(
+    fields: GenerationFields,
+    prompts: tuple[Prompt, ...],
+    ignored: tuple[str, ...],
+    *,
+    prompt_param: str,
+    max_tokens_param: str,
+    add_special_tokens: bool,
+    default_max_tokens: int | None = None,
+    echo: bool = False,
+) -> CompletionRequest:
+    choices = choice_count(fields)
+    num_choices = choices.num_candidates * len(prompts)
+    if num_choices > MAX_CHOICES:
+        param = "n" if fields.best_of is None else "best_of"
+        raise InvalidRequest(
+            f"{param}: {choices.num_candidates} choices of {len(prompts)} prompts are {num_choices}; "
+            f"at most {MAX_CHOICES}.",
+            param=param,
+        )
+    stream = bool(fields.stream)
+    if fields.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
+    check_extra_fields(fields, stream=stream, use_beam_search=choices.use_beam_search)
+    options = fields.stream_options or StreamOptions()
+    return CompletionRequest(
+        model=fields.model,
+        prompts=prompts,
+        prompt_param=prompt_param,
+        fields=fields,
+        choices=choices,
+        max_tokens=getattr(fields, max_tokens_param),
+        max_tokens_param=max_tokens_param,
+        default_max_tokens=default_max_tokens,
+        stops=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        add_special_tokens=add_special_tokens,
+        stream=stream,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        echo=echo,
+        ignored=ignored,
+        grammar=asked_grammar(fields),
+    )
+
+
+def _chat_num_logprobs(fields: ChatBody) -> int | None:
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequest("top_logprobs: only allowed when logprobs is true.", param="top_logprobs")
+    return None
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return (prompt,)  # type: ignore[return-value]
+    if kinds not in ({str}, {list}):
+        what = "is empty" if not prompt else "mixes texts, token ids and lists of token ids"
+        raise InvalidRequest(
+            f"prompt: {what}; expected a text, a list of texts, token ids, or a list of lists of token ids.",
+            param="prompt",
+        )
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {len(prompt)} prompts; at most {MAX_PROMPTS} in one request.", param="prompt")
+    return tuple(prompt)  # type: ignore[arg-type]
+
+
+def _message(message: MessageFields, path: str) -> ChatMessage:
+    if message.role not in ROLES:
+        raise InvalidRequest(
+            f"{path}.role: {message.role!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
+        )
+    # `developer` is OpenAI's newer word for it, which open models' templates do not know.
+    role = "system" if message.role == "developer" else message.role
+    rendered = ChatMessage(role=role, content=_content(message, f"{path}.content"))
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.tool_calls:
+        rendered["tool_calls"] = rendered_calls(message.tool_calls, f"{path}.tool_calls")
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    return rendered
+
+
+def _content(message: MessageFields, path: str) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"{path}: a {message.role} message needs a text or a list of text parts.", param=path)
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for index, part in enumerate(message.content):
+        if part.type != "text":
+            raise UnsupportedParameter(
+                f"{path}[{index}].type: this server reads parts of type 'text' only.", param=f"{path}[{index}].type"
+            )
+        if part.text is None:
+            raise InvalidRequest(f"{path}[{index}].text: expected a text.", param=f"{path}[{index}].text")
+        texts.append(part.text)
+    return "\n".join(texts)

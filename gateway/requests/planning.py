@@ -1,0 +1,141 @@
+"""A CompletionRequest and its encoded prompts -> the GenerationRequests that go to the engine. Pure but for random ids.
+
+Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each
+prompt is a request of its own, with all its choices and an id that no client chooses.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.requests.openai_schema import CompletionRequest, GenerationFields
+from shared.choice_seeds import SEED_BITS
+from shared.messages import GenerationRequest, SamplingParams
+from shared.redis_keys import PRIORITY_CLASSES
+
+# Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
+_GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    prompt_index: int
+    first_choice: int  # index of its choice 0 in the answer; the others follow
+    request: GenerationRequest
+
+
+def plan_requests(
+    request: CompletionRequest,
+    prompts_token_ids: Sequence[list[int]],
+    limits: ModelLimits,
+    tenant: str = "",
+    priority_class: str = PRIORITY_CLASSES[0],
+    traceparent: str = "",
+) -> list[PlannedRequest]:
+    """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
+    planned = []
+    for prompt_index, token_ids in enumerate(prompts_token_ids):
+        check_prompt(token_ids, request.prompt_param, limits)
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits))  # 0: see prompt_echo.py
+        generation = GenerationRequest(
+            request_id=secrets.token_hex(16),
+            prompt_token_ids=token_ids,
+            sampling=_sampling_params(request, max_tokens, limits),
+            priority_class=priority_class,
+            tenant=tenant,
+            cache_salt=request.fields.cache_salt or "",
+            traceparent=traceparent,
+        )
+        planned.append(PlannedRequest(prompt_index, prompt_index * request.n, generation))
+    return planned
+
+
+def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if not token_ids:
+        raise InvalidRequest(f"{param}: gives no token at all; expected at least one.", param=param)
+    _check_token_ids(token_ids, param, limits)
+    if len(token_ids) >= limits.max_model_len:
+        raise context_exceeded(str(len(token_ids)), param, limits)
+
+
+def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
+        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
+        param=param,
+    )
+
+
+def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    if request.max_tokens is None:
+        return min(room, request.default_max_tokens or room)
+    if request.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
+            f"{request.max_tokens} in the completion). Please reduce the length of either.",
+            param=request.max_tokens_param,
+        )
+    return request.max_tokens
+
+
+def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelLimits) -> SamplingParams:
+    fields, choices = request.fields, request.choices
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is more than max_tokens, which is {max_tokens} here.", param="min_tokens"
+        )
+    stop_token_ids = tuple(fields.stop_token_ids or ())
+    _check_token_ids(stop_token_ids, "stop_token_ids", limits)
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
+        n=choices.n if choices.use_beam_search else choices.num_candidates,
+        use_beam_search=choices.use_beam_search,
+        beam_width=choices.num_candidates if choices.use_beam_search else 0,
+        length_penalty=choices.length_penalty,
+        early_stopping=choices.early_stopping,
+        min_tokens=min_tokens,
+        temperature=0.0 if choices.use_beam_search or temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
+        top_k=max(0, fields.top_k or 0),
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields, limits),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+        grammar=request.grammar.grammar if request.grammar else None,
+        logprobs=0 if choices.is_best_of and request.num_logprobs is None else request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, float]:
+    biases = {}
+    for key, bias in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < limits.vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: key {key[:20]!r} is no token id; this model's are 0..{limits.vocab_size - 1}.",
+                param="logit_bias",
+            )
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _check_token_ids(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"{param}: {max(token_ids)} is no token id; this model's are 0..{limits.vocab_size - 1}.", param=param
+        )

@@ -1,0 +1,73 @@
+"""Prompts of a request -> token ids, without holding up the event loop, and no longer than the model's context."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from gateway.errors import InvalidRequest
+from gateway.requests.extra_fields import truncated
+from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
+from gateway.requests.planning import ModelLimits, context_exceeded
+from gateway.text.chat_template import ChatTemplateError
+from gateway.text.served_model import ServedModel
+from gateway.text.tokenization import PromptEncoder
+
+# Encoding is about 0.4 us a character; more than 5 ms of it leave the event loop.
+_INLINE_CHARS = 10_000
+_INLINE_MESSAGES = 64  # a template takes about 8 us a message
+
+
+async def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionRequest) -> list[list[int]]:
+    """Raises InvalidRequest."""
+    truncate = request.fields.truncate_prompt_tokens
+    room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
+    prompts = []
+    for prompt in request.prompts:
+        checked = limits if truncate is None else None
+        token_ids = await encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens)
+        prompts.append(truncated(token_ids, truncate, room_tokens))
+    return prompts
+
+
+async def encode_prompt(
+    model: ServedModel, limits: ModelLimits | None, prompt: Prompt, param: str, add_special_tokens: bool
+) -> list[int]:
+    """With `limits`, a text that is sure to be too long is refused before it is encoded."""
+    if isinstance(prompt, list):
+        return prompt
+    encoder = model.encoder
+    if isinstance(prompt, str):
+        return await _encode(encoder, limits, prompt, param, lambda: encoder.encode_text(
+            prompt, add_special_tokens=add_special_tokens
+        ))  # fmt: skip
+    return await _encode_chat(encoder, limits, prompt, param, add_special_tokens)
+
+
+async def _encode_chat(
+    encoder: PromptEncoder, limits: ModelLimits | None, prompt: ChatPrompt, param: str, add_special_tokens: bool
+) -> list[int]:
+    render = partial(
+        encoder.render_chat,
+        prompt.messages,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        template_kwargs=prompt.template_kwargs,
+        tools=prompt.tools,
+    )
+    try:
+        is_short = len(prompt.messages) + len(prompt.tools) <= _INLINE_MESSAGES
+        chat = render() if is_short else await asyncio.to_thread(render)
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"{param}: {error}.", param=param) from error
+    return await _encode(
+        encoder, limits, chat.text, param, lambda: encoder.encode_chat(chat, add_special_tokens=add_special_tokens)
+    )
+
+
+async def _encode(
+    encoder: PromptEncoder, limits: ModelLimits | None, text: str, param: str, encode: Callable[[], list[int]]
+) -> list[int]:
+    least = encoder.least_tokens(text)
+    if limits is not None and least >= limits.max_model_len:
+        raise context_exceeded(f"at least {least}", param, limits)
+    return encode() if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode)

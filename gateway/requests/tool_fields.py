@@ -1,0 +1,172 @@
+"""tools, tool_choice and the tool messages of a chat: checked, and turned into what the rest works on. Pure.
+
+    auto        the model calls or answers, as its chat template has taught it; a parser of its family reads it
+    required    at least one call, by a grammar: a list of {"name", "arguments"}, on any model
+    a function  that one call, by a grammar: its arguments alone, on any model
+    none        as if there were no tools
+
+Does not know how a family of models writes its calls (gateway/parsing does).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import InvalidRequest
+from gateway.requests.grammar_fields import AskedGrammar, check_beside_grammar
+from shared.grammars import json_schema_grammar
+
+MAX_TOOLS = 128  # OpenAI's limit
+
+_FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionFields(msgspec.Struct, kw_only=True):
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolFields(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallFields(msgspec.Struct, kw_only=True):
+    """A call of an earlier answer, as it was answered."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+Tools: TypeAlias = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`name` is set if one function is to be called. `definitions` are JSON values, as chat templates take them."""
+
+    definitions: tuple[dict[str, Any], ...]
+    mode: Literal["auto", "required", "named"]
+    name: str = ""
+    grammar: AskedGrammar | None = None
+
+
+def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
+    """`fields`: those of a chat, whose types are checked; `grammar`: what they ask for besides."""
+    tools, choice = fields.tools or [], fields.tool_choice
+    if not tools:
+        if choice is not None and choice not in ("none", "auto"):
+            raise InvalidRequest("tool_choice: only allowed when tools are given.", param="tool_choice")
+        return None
+    _check_names(tools)
+    if choice == "none":
+        return None
+    if grammar is not None:
+        raise InvalidRequest(
+            f"{grammar.param}: cannot be given together with tools, unless tool_choice is 'none'.", param=grammar.param
+        )
+    definitions = tuple(_definition(tool) for tool in tools)
+    if choice is None or choice == "auto":
+        return ToolUse(definitions, "auto")
+    check_beside_grammar(fields, "tool_choice")
+    if choice == "required":
+        most = {"maxItems": 1} if fields.parallel_tool_calls is False else {}
+        grammar = AskedGrammar(json_schema_grammar(_calls(tools) | most), "tools")
+        return ToolUse(definitions, "required", grammar=grammar)
+    return _named(tools, definitions, choice.function.name)
+
+
+def rendered_calls(calls: list[ToolCallFields], path: str) -> list[dict[str, Any]]:
+    """As chat templates take them: the arguments as JSON values."""
+    rendered = []
+    for index, call in enumerate(calls):
+        param = f"{path}[{index}].function.arguments"
+        try:
+            arguments = json.loads(call.function.arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: expected a JSON object as text: {error}.", param=param) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{param}: expected a JSON object as text.", param=param)
+        function = {"name": call.function.name, "arguments": arguments}
+        rendered.append({"id": call.id, "type": "function", "function": function})
+    return rendered
+
+
+def _named(tools: list[ToolFields], definitions: tuple[dict[str, Any], ...], name: str) -> ToolUse:
+    for index, tool in enumerate(tools):
+        if tool.function.name == name:
+            schema = json_schema_grammar(_parameters(tool))
+            return ToolUse(definitions, "named", name, AskedGrammar(schema, f"tools[{index}].function.parameters"))
+    names = ", ".join(tool.function.name for tool in tools[:10])
+    raise InvalidRequest(
+        f"tool_choice.function.name: {name[:128]!r} is none of the tools; they are {names}.",
+        param="tool_choice.function.name",
+    )
+
+
+def _check_names(tools: list[ToolFields]) -> None:
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.function.name in seen:
+            param = f"tools[{index}].function.name"
+            raise InvalidRequest(f"{param}: {tool.function.name!r} is given more than once.", param=param)
+        seen.add(tool.function.name)
+
+
+def _definition(tool: ToolFields) -> dict[str, Any]:
+    """Without what is null or absent: templates print what they find."""
+    function = {"name": tool.function.name, "description": tool.function.description, "parameters": _parameters(tool)}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _parameters(tool: ToolFields) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _calls(tools: list[ToolFields]) -> dict[str, Any]:
+    """The schema of a list of calls. Each function's parameters are a definition, within which its own $refs point."""
+    places = {tool.function.name: f"#/$defs/{index}" for index, tool in enumerate(tools)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, place in places.items()
+    ]
+    definitions = {str(index): _moved(_parameters(tool), f"#/$defs/{index}") for index, tool in enumerate(tools)}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved

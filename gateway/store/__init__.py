@@ -1,0 +1,1 @@
+"""The gateway's only Redis code: requests in, ordered events out, and what is read of the fleet and the queues."""

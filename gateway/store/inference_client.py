@@ -1,0 +1,376 @@
+"""The gateway's only Redis code: requests in, ordered token streams out.
+
+    client = InferenceClient(connect(url), RedisKeys("model name"), gateway_id)
+    await client.start()
+    stream = await client.submit(request)      # the HTTP 200 goes out only after this returned
+    async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
+    await client.release(stream)               # required if the reader leaves early; it sees FinishEvent(CANCELLED)
+    await client.close()
+
+Pub/sub is the fast path and may lose anything; the journal is the truth. One task listens and never waits for the
+store; another reads journals, for streams with a hole, after every (re)subscribe, and after 2 s of quiet. It also gives
+the store back what it lost: a request whose hash is gone, though nobody cancelled it, is accepted anew with the tokens
+already sent.
+A request that is submitted with a Keep can be attached to, here and at other gateways, while it runs and after its end;
+it is cancelled when the last of its holders lets go.
+No Redis call runs in a request's own task: a cancelled handler must not leave a reply behind for the next caller.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from gateway.store.fleet import Fleet, WorkerStatus
+from gateway.store.kv_watch import KVWatch
+from gateway.store.overdue import OverdueRequests
+from gateway.store.queue_stats import QueueStats, read_queue_stats
+from gateway.store.request_archive import RequestArchive
+from gateway.store.response_stream import ResponseStream, cancelled_event
+from gateway.store.store_calls import InferenceError, QueueFull, StoreCalls, StoreUnavailable
+from gateway.store.store_memory import StoreMemory
+from gateway.store.stored_request import stored_answer
+from gateway.store.stream_table import StreamTable
+from gateway.store.withdrawals import Withdrawals
+from shared.fleet_clock import FleetClock
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishReason,
+    FormatError,
+    GenerationRequest,
+    StreamEvent,
+    TerminalEvent,
+    decode_event_batch,
+    decode_heartbeat,
+    encode,
+)
+from shared.redis_client import RedisConnections, got_no_reply
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import AcceptStatus, Keep, NameTaken, RedisScripts
+from shared.subscription import GAP, Message, Subscription
+
+__all__ = [
+    "InferenceClient",
+    "InferenceError",
+    "Keep",
+    "NameTaken",
+    "QueueFull",
+    "QueueStats",
+    "ResponseStream",
+    "StoreUnavailable",
+    "WorkerStatus",
+]
+
+QUIET_SECONDS = 2.0
+RECOVERY_TICK_SECONDS = 0.5
+RECOVERY_BATCH_REQUESTS = 64
+ACCEPT_ATTEMPTS = 3
+CLOSE_SECONDS = 2.0
+ACCEPT_RETRY_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class InferenceClient:
+    def __init__(
+        self,
+        connections: RedisConnections,
+        keys: RedisKeys,
+        gateway_id: str,
+        *,
+        max_queued_requests: int = 1024,
+        max_queued_tokens: int | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """One client per served model; `max_queued_requests` is the cap of each priority class, and
+        `max_queued_tokens` that of the prompts that this gateway alone has waiting.
+
+        The connections stay the caller's: close them after this client.
+        """
+        self._redis = connections.commands
+        self._scripts = RedisScripts(connections.commands, keys)
+        self._keys = keys
+        self._gateway_id = gateway_id
+        self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._quiet_seconds = quiet_seconds
+        self._clock = clock
+        self._fleet = Fleet(clock)
+        self.store_memory = StoreMemory()
+        self.kv = KVWatch(connections, keys)
+        self._streams = StreamTable()
+        self._withdrawals = Withdrawals(self._scripts)
+        self._fleet_clock = FleetClock(self._scripts, clock)
+        self._overdue = OverdueRequests(self._scripts, self._fleet_clock)
+        channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
+        self._subscription = Subscription(connections.subscriber, channels, clock=clock)
+        self._recover_now = asyncio.Event()
+        self._calls = StoreCalls()
+        self.archive = RequestArchive(connections.commands, keys, self._calls)
+        self.num_bad_messages = 0
+        self.num_journal_reads = 0
+        self.num_restored_requests = 0
+        self.num_gaps = 0
+
+    async def start(self) -> None:
+        """Start the owner tasks; returns at once, also while the store is away."""
+        self._calls.own(self._listen())
+        self._calls.own(self._recover())
+        self._calls.own(self._fleet_clock.run())
+        self._calls.own(self.store_memory.watch(self._redis))
+
+    async def close(self) -> None:
+        """Withdraw what still runs, but for what is kept, and end the owner tasks."""
+        for stream in self._streams:
+            self._end_locally(stream, cancelled_event(stream), withdraw=stream.keep is None)
+        await self._calls.try_within(CLOSE_SECONDS, self._withdrawals.send())
+        await self._calls.aclose()
+        await self.kv.aclose()
+        await self._subscription.aclose()
+
+    async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> ResponseStream:
+        """Store the request. Raises QueueFull, StoreUnavailable or NameTaken; safe to cancel (it is withdrawn then)."""
+        self._check_room(request)
+        stream = self._open(request, keep)  # before ACCEPT: a worker may be faster than our reply
+        status = await self._opened(stream, self._accept(stream))
+        if status is AcceptStatus.BUSY:
+            self._streams.discard(stream)
+            raise QueueFull(f"{self._max_queued_requests} requests of class {request.priority_class} are queued")
+        stream.is_accepted = True
+        return stream
+
+    async def attach(self, request: GenerationRequest, keep: Keep) -> ResponseStream:
+        """Read a request that is kept, from its first token; `keep.holder` is a new one. Raises StoreUnavailable."""
+        stream = self._open(request, keep)
+        await self._opened(stream, self._attach(stream))
+        stream.is_accepted = stream.is_behind = True
+        self._recover_now.set()
+        return stream
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[StreamEvent]:
+        """submit + iterate, and cancel when the reader leaves early (close the generator then)."""
+        stream = await self.submit(request)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            await self.release(stream)
+
+    async def release(self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Let go of a request that has not ended: it ends for this `reason`, unless somebody else holds it.
+
+        Never raises for the store: repeated until it answers."""
+        if stream in self._streams:
+            self._end_locally(stream, cancelled_event(stream, reason), withdraw=True)
+            await asyncio.shield(self._calls.own(self._withdrawals.send()))
+
+    async def cancel(self, request: GenerationRequest) -> None:
+        """End a request, whoever holds it. Never raises for the store: repeated until it answers."""
+        self._withdrawals.add_request(request)
+        for stream in self._streams.of(request.request_id):
+            self._end_locally(stream, cancelled_event(stream), withdraw=False)
+        await asyncio.shield(self._calls.own(self._withdrawals.send()))
+
+    async def fleet_seconds(self) -> float:
+        """Now, on the clock of deadlines. Raises StoreUnavailable."""
+        if not self._fleet_clock.is_set:
+            await self._calls.ask(self._fleet_clock.tick())
+        return self._fleet_clock.now()
+
+    @property
+    def fleet(self) -> list[WorkerStatus]:
+        """Workers (and "supervisor") heard within the last 60 s, by worker id."""
+        return self._fleet.snapshot()
+
+    async def queue_stats(self) -> QueueStats:
+        """Raises StoreUnavailable."""
+        return await self._calls.ask(read_queue_stats(self._redis, self._keys))
+
+    async def write_probe(self) -> float:
+        """Seconds that one write took; raises StoreUnavailable. A PING would still answer when writes are refused."""
+        started = self._clock()
+        await self._calls.ask(self._write())
+        return self._clock() - started
+
+    def _check_room(self, request: GenerationRequest) -> None:
+        if self._max_queued_tokens is None:
+            return
+        waiting = self._streams.num_waiting_tokens
+        if waiting and waiting + len(request.prompt_token_ids) > self._max_queued_tokens:
+            raise QueueFull(f"prompts of {waiting} tokens wait")
+
+    def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
+        stream = ResponseStream(request, keep)
+        stream.last_heard = self._clock()
+        self._streams.add(stream)
+        return stream
+
+    async def _opened(self, stream: ResponseStream, call: Coroutine[Any, Any, _Result]) -> _Result:
+        """The reply; without one the stream is closed again, in the store too."""
+        task = self._calls.own(call)
+        try:
+            return await asyncio.shield(task)
+        except NameTaken:
+            self._streams.discard(stream)
+            raise
+        except (asyncio.CancelledError, RedisError, OSError, StoreUnavailable) as error:
+            self._streams.discard(stream)
+            task.add_done_callback(lambda _: self._withdraw(stream))  # it may have been stored, now or later
+            if isinstance(error, (RedisError, OSError)):
+                raise StoreUnavailable(str(error)) from error
+            raise
+
+    def _end_locally(self, stream: ResponseStream, terminal: TerminalEvent, *, withdraw: bool) -> None:
+        stream.end(terminal)
+        self._streams.discard(stream)
+        if withdraw:
+            self._withdraw(stream, terminal)
+
+    # -- calls of the store
+
+    async def _write(self) -> None:
+        await self._redis.set(self._keys.write_probe, b"1")
+
+    async def _accept(self, stream: ResponseStream) -> AcceptStatus:
+        request, body = stream.request, encode(stream.request)
+        for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
+            try:
+                return await self._scripts.accept(
+                    request.request_id,
+                    body,
+                    gateway_id=self._gateway_id,
+                    priority_class=request.priority_class,
+                    max_queued=self._max_queued_requests,
+                    keep=stream.keep,
+                )
+            except (RedisError, OSError) as error:
+                if not attempts_left or not got_no_reply(error):
+                    raise StoreUnavailable(str(error)) from error
+                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attach(self, stream: ResponseStream) -> None:
+        assert stream.keep is not None
+        await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id)
+        if stream not in self._streams:
+            self._withdraw(stream)  # released meanwhile
+
+    def _withdraw(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
+        self._withdrawals.add(stream, terminal)
+        self._recover_now.set()
+
+    # -- the listening task
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._subscription.get(timeout_seconds=1.0)
+            if message is GAP:
+                self.num_gaps += 1
+                self._mark_behind(self._streams)
+            elif isinstance(message, Message):
+                self._understand(message)
+
+    def _understand(self, message: Message) -> None:
+        try:
+            if message.channel == self._keys.heartbeat_channel:
+                self._fleet.heard(decode_heartbeat(message.data))
+            else:
+                self._deliver(decode_event_batch(message.data).events)
+        except FormatError as error:
+            self.num_bad_messages += 1
+            logger.warning("dropped a message on %s: %s", message.channel, error)
+            if message.channel != self._keys.heartbeat_channel:
+                self._mark_behind(self._streams)  # nobody knows whose tokens it held
+
+    def _deliver(self, events: Iterable[StreamEvent]) -> None:
+        now = self._clock()
+        for event in events:
+            for stream in self._streams.of(event.request_id):
+                stream.last_heard = now
+                stream.offer(event)
+                self._settle(stream)
+
+    def _settle(self, stream: ResponseStream) -> None:
+        if stream.has_ended:
+            self._streams.discard(stream)
+        elif stream.is_behind:
+            self._recover_now.set()
+
+    def _mark_behind(self, streams: Iterable[ResponseStream]) -> None:
+        for stream in streams:
+            stream.is_behind = True
+        self._recover_now.set()
+
+    # -- the recovering task
+
+    async def _recover(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECOVERY_TICK_SECONDS):
+                    await self._recover_now.wait()
+            self._recover_now.clear()
+            try:
+                await self._withdrawals.send()
+                for stream, event in await self._overdue.end(self._streams):
+                    self._end_locally(stream, event, withdraw=False)
+                await self._catch_up()
+            except (RedisError, OSError) as error:
+                logger.warning("cannot read journals: %s", error)
+                await asyncio.sleep(RECOVERY_TICK_SECONDS)
+
+    async def _catch_up(self) -> None:
+        quiet_since = self._clock() - self._quiet_seconds
+        due = [
+            stream
+            for stream in self._streams
+            if stream.is_accepted and (stream.is_behind or stream.last_heard <= quiet_since)
+        ]
+        for stream in due:
+            if stream.keep and stream.last_heard <= quiet_since:
+                await self._attach(stream)  # the worker may not know of this gateway
+        for start in range(0, len(due), RECOVERY_BATCH_REQUESTS):
+            await self._read_journals(due[start : start + RECOVERY_BATCH_REQUESTS])
+
+    async def _read_journals(self, streams: list[ResponseStream]) -> None:
+        self.num_journal_reads += len(streams)
+        replies = await self.archive.read([stream.request_id for stream in streams], ["state", "terminal"])
+        for stream, (stored, journal) in zip(streams, replies, strict=True):
+            stream.last_heard = self._clock()
+            if isinstance(stored, list) and stored[0] is None:
+                await self._restore(stream)
+            else:
+                self._replay(stream, stored, journal)
+
+    def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
+        try:
+            stream.offer_journal(*stored_answer(stream.request, stored, journal))
+        except FormatError as error:
+            logger.error("request %s cannot be read back: %s", stream.request_id, error)
+            stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
+            self._withdraw(stream)
+        self._settle(stream)
+
+    async def _restore(self, stream: ResponseStream) -> None:
+        """The store lost the request: accept it anew, whatever the queue's cap, behind the tokens already sent."""
+        if stream not in self._streams:
+            return  # cancelled or ended meanwhile
+        await self._scripts.accept(
+            stream.request_id,
+            encode(stream.request),
+            gateway_id=self._gateway_id,
+            priority_class=stream.request.priority_class,
+            journal=b"".join(map(encode, stream.frames)),
+            keep=replace(stream.keep, name="", fingerprint="") if stream.keep else None,  # a name is not restored
+        )
+        self.num_restored_requests += 1
+        logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
+        if stream not in self._streams:
+            self._withdraw(stream)

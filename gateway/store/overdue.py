@@ -1,0 +1,52 @@
+"""Ends requests whose time is over, in the store first: what a worker began with just in time is not called waiting."""
+
+from collections.abc import Iterable
+
+from gateway.store.response_stream import ResponseStream
+from shared.fleet_clock import FleetClock
+from shared.messages import PROTOCOL_VERSION, ErrorCode, ErrorEvent, EventBatch, encode
+from shared.redis_scripts import RedisScripts
+
+_MESSAGES = {
+    ErrorCode.QUEUE_TIMEOUT: "no worker began with it in time",
+    ErrorCode.DEADLINE_EXCEEDED: "its time is over",
+}
+
+
+class OverdueRequests:
+    def __init__(self, scripts: RedisScripts, fleet_clock: FleetClock) -> None:
+        self._scripts = scripts
+        self._clock = fleet_clock
+
+    async def end(self, streams: Iterable[ResponseStream]) -> list[tuple[ResponseStream, ErrorEvent]]:
+        """Those that are ended now, for whoever holds them. May raise the store's errors, and be repeated."""
+        ended = []
+        for stream in streams:
+            code = self._code_of(stream)
+            if code is None:
+                continue
+            event = ErrorEvent(stream.request_id, code, _MESSAGES[code])
+            if await self._cancel(stream, event):
+                ended.append((stream, event))
+            else:
+                stream.has_begun = stream.is_behind = True  # or it has ended: the journal knows
+        return ended
+
+    def _code_of(self, stream: ResponseStream) -> ErrorCode | None:
+        request, now = stream.request, self._clock.now()
+        if not stream.is_accepted:
+            return None
+        if request.deadline is not None and now >= request.deadline:
+            return ErrorCode.DEADLINE_EXCEEDED
+        if request.queue_deadline is None or now < request.queue_deadline or stream.has_begun:
+            return None
+        return ErrorCode.QUEUE_TIMEOUT
+
+    async def _cancel(self, stream: ResponseStream, event: ErrorEvent) -> bool:
+        return await self._scripts.cancel(
+            stream.request_id,
+            stream.request.priority_class,
+            event=encode(event),
+            blob=encode(EventBatch(PROTOCOL_VERSION, "gateway", 0, [event])),
+            only_unstarted=event.code is ErrorCode.QUEUE_TIMEOUT,
+        )

@@ -1,0 +1,40 @@
+"""What the store has of requests, running or ended, read by id or by their clients' own names."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.store.store_calls import StoreCalls
+from gateway.store.stored_request import FIELDS, StoredRequest, stored_request
+from shared.redis_keys import RedisKeys
+
+
+class RequestArchive:
+    def __init__(self, redis: Redis, keys: RedisKeys, calls: StoreCalls) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._calls = calls
+
+    async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
+        """What there is of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
+        replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
+        return [stored_request(fields, journal) for fields, journal in replies]
+
+    async def named(self, digest: str) -> tuple[str, str] | None:
+        """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
+        return await self._calls.ask(self._read_name(digest))
+
+    async def read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
+        """Fields of the hash, and the journal; either may be the server's error. The hash is read first: if it tells
+        the end, the journal read after it is whole. For tasks of the gateway's own only."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hmget(self._keys.request(request_id), list(fields))
+                pipeline.get(self._keys.journal(request_id))
+            replies = await pipeline.execute(raise_on_error=False)
+        return list(zip(replies[::2], replies[1::2], strict=True))
+
+    async def _read_name(self, digest: str) -> tuple[str, str] | None:
+        named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
+        return (named[0].decode(), named[1].decode()) if all(named) else None

@@ -1,0 +1,74 @@
+"""Log-probabilities as OpenAI's two shapes show them. Pure.
+
+    entry = logprob_entry(token_bytes, token_id, logprobs, text_offset)     one token of the output
+    chat_logprobs(entries)          {"content": [{token, logprob, bytes, top_logprobs: [...]}], "refusal": null}
+    completion_logprobs(entries)    {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+
+A `token` is what its bytes alone decode to, with U+FFFD for parts of a character: `bytes` is exact. The token that ends
+a sequence is listed only if its text is shown, and every token up to the one that completed a stop string is.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.text.token_bytes import TokenBytes
+from shared.messages import TokenLogprobs
+
+# OpenAI's stand-in for what has no logarithm: JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    token: bytes
+    logprob: float | None  # None: of a prompt's first token
+
+    @property
+    def text(self) -> str:
+        return self.token.decode(errors="replace")
+
+    def as_object(self) -> dict[str, Any]:
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.token)}
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    chosen: ScoredToken
+    top: tuple[ScoredToken, ...]  # the likeliest, descending
+    text_offset: int  # characters of the choice's text before this token
+
+
+def logprob_entry(token_bytes: TokenBytes, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> LogprobEntry:
+    top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    return LogprobEntry(
+        chosen=ScoredToken(token_bytes.of(token_id), max(logprobs.logprob, _LEAST_LOGPROB)),
+        top=tuple(ScoredToken(token_bytes.of(id_), max(logprob, _LEAST_LOGPROB)) for id_, logprob in top),
+        text_offset=text_offset,
+    )
+
+
+def chat_logprobs(entries: Iterable[LogprobEntry]) -> dict[str, Any]:
+    content = [
+        {**entry.chosen.as_object(), "top_logprobs": [token.as_object() for token in entry.top]} for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`top_logprobs` has the chosen token too, as OpenAI's; of two tokens of one text it has the likelier."""
+    return {
+        "tokens": [entry.chosen.text for entry in entries],
+        "token_logprobs": [entry.chosen.logprob for entry in entries],
+        "top_logprobs": [
+            None if entry.chosen.logprob is None else _by_text((*entry.top, entry.chosen)) for entry in entries
+        ],
+        "text_offset": [entry.text_offset for entry in entries],
+    }
+
+
+def _by_text(tokens: Iterable[ScoredToken]) -> dict[str, float | None]:
+    by_text: dict[str, float | None] = {}
+    for token in tokens:
+        by_text.setdefault(token.text, token.logprob)
+    return by_text

@@ -1,0 +1,219 @@
+"""Text -> token ids (PromptEncoder) and token ids -> text as they come (IncrementalDetokenizer). Pure.
+
+Special tokens in a chat come from the template alone. A message that spells one, such as `<|im_end|>`, could otherwise
+end its own turn and speak as the system. So every spelling of a special token in client text is replaced by a random
+stand-in before the template is rendered; the rendering is split at the special tokens that remain, which the template
+put there; the text between them is encoded, spellings back in place, by a tokenizer that takes specials as plain text.
+Text without such a spelling is encoded whole, exactly as transformers would. Splitting at specials first is what a
+tokenizer does itself, so both ways agree; only tokenizers that treat the start of a text apart (a SentencePiece dummy
+prefix) may differ by a space, and only in messages that spell a special token.
+
+Not covered: the prompt of /v1/completions, which is raw by definition, and added tokens that are not marked special.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from gateway.text.byte_level import ByteLevelVocabulary
+from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from gateway.text.output_text import Detokenizer
+from gateway.text.token_bytes import TokenBytes
+from gateway.text.tool_prompts import told_of_tools
+
+# Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
+_MAX_PENDING_TOKENS = 8
+_Json: TypeAlias = Any
+_PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
+
+
+class PromptEncoder:
+    def __init__(self, tokenizer_json: str, chat_template: ChatTemplate | None) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._plain_tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._plain_tokenizer.encode_special_tokens = True  # "encode them as text", not "recognise them"
+        for tokenizer in (self._tokenizer, self._plain_tokenizer):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._chat_template = chat_template
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._special_pattern = _any_of(self._special_ids)
+        self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._prefix_ids, self._suffix_ids = self._wrapping()
+        self.token_bytes = TokenBytes(self._tokenizer)
+        self._byte_level = ByteLevelVocabulary.of(self._tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens. Costs nothing, so a hopeless text is refused before it is encoded."""
+        return -(-len(text) // self._longest_token_chars)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raw text: special tokens it spells are special tokens."""
+        return self._wrapped(self._encode(self._tokenizer, text), add_special_tokens)
+
+    @property
+    def template_source(self) -> str:
+        """Of the chat template; empty if there is none."""
+        return self._chat_template.source if self._chat_template is not None else ""
+
+    def has_special(self, text: str) -> bool:
+        """Whether `text` is a special token, which detokenizers leave out."""
+        return text in self._special_ids
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> "RenderedChat":
+        """Raises ChatTemplateError. A template that does not know of `tools` is told of them in words."""
+        template = self._chat_template
+        if template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        if not template.takes_tools:
+            messages, tools = told_of_tools(messages, tools), ()
+        stand_ins = _StandIns(self._special_pattern, list(self._special_ids))
+        text = template.render(
+            [stand_ins.hide(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=stand_ins.hide(template_kwargs or {}),
+            tools=[stand_ins.hide(tool) for tool in tools],
+        )
+        return RenderedChat(text, stand_ins)
+
+    def encode_chat(self, chat: "RenderedChat", *, add_special_tokens: bool = False) -> list[int]:
+        from_template = self._special_pattern.findall(chat.text)
+        if not chat.stand_ins.used:
+            ids = self._encode(self._tokenizer, chat.text)
+            # More specials than the template wrote: text that becomes one by normalization (full-width letters).
+            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
+                return self._wrapped(ids, add_special_tokens)
+        return self._wrapped(self._encode_apart(chat), add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        if self._byte_level is not None:
+            return self._byte_level.detokenizer(skip_special_tokens=skip_special_tokens)
+        return IncrementalDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _encode_apart(self, chat: "RenderedChat") -> list[int]:
+        ids: list[int] = []
+        start = 0
+        for match in self._special_pattern.finditer(chat.text):
+            ids += self._encode(self._plain_tokenizer, chat.stand_ins.reveal(chat.text[start : match.start()]))
+            ids.append(self._special_ids[match[0]])
+            start = match.end()
+        return ids + self._encode(self._plain_tokenizer, chat.stand_ins.reveal(chat.text[start:]))
+
+    @staticmethod
+    def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+        # The batch call lets other threads run meanwhile; the single one holds the interpreter's lock.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def _wrapped(self, token_ids: list[int], add_special_tokens: bool) -> list[int]:
+        return self._prefix_ids + token_ids + self._suffix_ids if add_special_tokens else token_ids
+
+    def _wrapping(self) -> tuple[list[int], list[int]]:
+        """What `add_special_tokens` puts before and behind a text."""
+        self._special_id_set = frozenset(self._special_ids.values())
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        return full[:start], full[start + len(bare) :]
+
+
+class RenderedChat:
+    """The template's text, stand-ins still in place."""
+
+    def __init__(self, text: str, stand_ins: "_StandIns") -> None:
+        self.text = text
+        self.stand_ins = stand_ins
+
+
+class _StandIns:
+    """Replaces spellings of special tokens by `U+E000 nonce : which U+E001` and back; no client can guess the nonce."""
+
+    def __init__(self, pattern: re.Pattern[str], spellings: list[str]) -> None:
+        self._pattern = pattern
+        self._spellings = spellings
+        self._nonce = secrets.token_hex(8)
+        self.used = False
+
+    def hide(self, value: _Json) -> _Json:
+        """In every text of a JSON value."""
+        if isinstance(value, str):
+            return self._pattern.sub(self._stand_in, value)
+        if isinstance(value, list):
+            return [self.hide(item) for item in value]
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        return value
+
+    def reveal(self, text: str) -> str:
+        return re.sub(f"\ue000{self._nonce}:(\\d+)\ue001", lambda match: self._spellings[int(match[1])], text)
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        self.used = True
+        return f"\ue000{self._nonce}:{self._spellings.index(match[0])}\ue001"
+
+
+class IncrementalDetokenizer:
+    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
+
+    The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pending: list[int] = []
+        self._stream = self._primed(prompt_token_ids[-_PRIMING_TOKENS:])
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises bare Exception("Invalid prefix ...") when a prefix decodes differently
+            return self.flush()
+        if text is not None:
+            self._pending.clear()
+            return text
+        # Unbounded, a stream of broken bytes costs quadratic time: each step decodes all that is pending.
+        return self.flush() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
+
+    def flush(self) -> str:
+        """What is held back, now, as far as it can be told."""
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
+        self._pending.clear()
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        return str(text)
+
+    def _primed(self, token_ids: Sequence[int]) -> DecodeStream:
+        ids = list(token_ids)
+        if self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
+            ids = []  # a prompt that ends within a character: its bytes must not come out as output
+        return DecodeStream(ids=ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _any_of(spellings: Sequence[str] | dict[str, int]) -> re.Pattern[str]:
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

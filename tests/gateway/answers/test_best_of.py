@@ -1,0 +1,58 @@
+"""best_of: samples are held back, ranked by their likelihood, and the best are answered."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from gateway.text.served_model import ServedModel
+from shared.messages import FinishReason, GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import Script, finish
+from tests.gateway.test_routes_inference import ids, read_events
+
+
+def best_of_script(texts: list[list[int]], logprobs: list[float]) -> Script:
+    """Sample i says texts[i], each of its tokens with log-probability logprobs[i]; the first ends last."""
+
+    def script(request: GenerationRequest) -> Iterable[StreamEvent]:
+        assert (request.sampling.n, request.sampling.logprobs) == (len(texts), 0)
+        for choice in reversed(range(len(texts))):
+            tokens = [TokenLogprobs(logprobs[choice], [], [])] * len(texts[choice])
+            yield TokenEvent(request.request_id, 0, texts[choice], choice, FinishReason.STOP, tokens)
+        yield finish(request, sum(map(len, texts)))
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_samples_are_answered_best_first(
+    gateway: Gateway, tiny_model: ServedModel, stream: bool
+) -> None:
+    """By the sum of log-probabilities: of "x" -0.9, of "qqqq" -1.2, of "zz" -1.8."""
+    texts = [ids(tiny_model, text) for text in ("qqqq", "zz", "x")]
+    assert [len(text) for text in texts] == [4, 2, 1]
+    gateway.engine.script = best_of_script(texts, [-0.3, -0.9, -0.9])
+    body = {"prompt": "p", "best_of": 3, "n": 2, "stream": stream, "stream_options": {"include_usage": True}}
+    if not stream:
+        del body["stream_options"]
+    async with gateway.session.post("/v1/completions", json=body) as response:
+        if stream:
+            *events, last, _ = await read_events(response)
+            answers = [event["choices"][0] for event in events if event["choices"][0]["text"]]
+            usage = last["usage"]
+        else:
+            answer = await response.json()
+            answers, usage = answer["choices"], answer["usage"]
+    assert [(choice["index"], choice["text"]) for choice in answers] == [(0, "x"), (1, "qqqq")]
+    assert all(choice["logprobs"] is None for choice in answers)
+    assert usage["completion_tokens"] == 7  # what was computed
+
+
+async def test_a_stop_string_ends_one_sample_of_a_ranking(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """What comes behind it does not count, and the engine is told once all have ended."""
+    texts = [ids(tiny_model, text) for text in ("zz", "q!qq")]
+    gateway.engine.script = best_of_script(texts, [-0.5, -0.25])
+    body = {"prompt": "p", "best_of": 2, "n": 1, "stop": "!"}
+    async with gateway.session.post("/v1/completions", json=body) as response:
+        (choice,) = (await response.json())["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("q", "stop")  # -0.5 for "q!", -1 for "zz"

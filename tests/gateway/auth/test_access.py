@@ -1,0 +1,250 @@
+"""API keys: who gets in, what a key may spend, and that no route is forgotten."""
+
+import base64
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.auth.access import OPEN_ROUTES, Access, check_address
+from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read_keys, single_key
+from gateway.auth.rate_limits import Account, TokenBucket
+from gateway.errors import Unauthenticated
+from shared.redis_keys import PRIORITY_CLASSES
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+
+KEY = "ps-0123456789abcdef"
+OTHER = "ps-fedcba9876543210"
+PROMPT = {"prompt": "the capital of France", "max_tokens": 4}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def basic(text: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(text.encode()).decode()}
+
+
+def entry(name: str, key: str, **limits: int) -> str:
+    lines = [f'name = "{name}"', f'sha256 = "{digest_of(key.encode())}"', *(f"{k} = {v}" for k, v in limits.items())]
+    return "\n".join(["[[keys]]", *lines, ""])
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("team-a", KEY))
+    return path
+
+
+class TestKeys:
+    def test_a_key_is_found_by_its_digest(self) -> None:
+        ring = KeyRing([single_key(KEY), ApiKey(name="b", sha256=digest_of(OTHER.encode()))])
+        assert [key.name if (key := ring.find(shown)) else None for shown in (KEY.encode(), OTHER.encode())] == [
+            "default",
+            "b",
+        ]
+
+    @pytest.mark.parametrize("shown", [b"", b"x", KEY.encode()[:-1], KEY.encode() + b" ", b"k" * 257, b"\xff\xfe"])
+    def test_anything_else_is_not(self, shown: bytes) -> None:
+        assert KeyRing([single_key(KEY)]).find(shown) is None
+
+    def test_every_key_is_compared_wherever_the_right_one_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared: list[str] = []
+        monkeypatch.setattr("hmac.compare_digest", lambda one, other: bool(compared.append(one)) or one == other)
+        keys = [ApiKey(name=name, sha256=digest_of(name.encode())) for name in ("a", "b", "c")]
+        for shown in (b"a", b"c", b"nobody"):
+            compared.clear()
+            KeyRing(keys).find(shown)
+            assert compared == [key.sha256 for key in keys]  # the whole digests, and all of them
+
+    @pytest.mark.parametrize("key", ["changeme", "short", "k" * 257, "your-api-key-here"])
+    def test_a_key_that_can_be_guessed_is_refused(self, key: str) -> None:
+        with pytest.raises(ApiKeysError):
+            single_key(key)
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("", "missing required field `keys`"),
+            ("keys = []", "holds no key"),
+            ("[[keys]]\nname = 'a'\n", "sha256"),
+            ("[[keys]]\nname = 'a b'\nsha256 = '" + "0" * 64 + "'\n", "expected 1 to 64 of letters"),
+            ("[[keys]]\nname = 'a'\nsha256 = 'abc'\n", "64 lower-case hexadecimal digits"),
+            ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurent = 1\n", "unknown field `max_concurent`"),
+            ("[[keys]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmax_concurrent = 0\n", "max_concurrent"),
+            ("not toml", "keys.toml"),
+        ],
+    )
+    def test_a_file_that_cannot_be_used_is_named(self, tmp_path: Path, text: str, says: str) -> None:
+        path = tmp_path / "keys.toml"
+        path.write_text(text)
+        with pytest.raises(ApiKeysError, match=says.replace("[", r"\[")):
+            read_keys(path)
+
+    def test_two_entries_must_differ(self) -> None:
+        with pytest.raises(ApiKeysError, match="same sha256"):
+            KeyRing([ApiKey(name="a", sha256="0" * 64), ApiKey(name="b", sha256="0" * 64)])
+
+
+class TestLimits:
+    def test_a_bucket_refills_evenly_up_to_a_minutes_worth(self) -> None:
+        bucket = TokenBucket(60, now=0.0)
+        bucket.take(90, now=0.0)  # into debt
+        assert bucket.seconds_until(1, now=0.0) == 31.0
+        assert bucket.seconds_until(1, now=31.0) == 0.0
+        assert bucket.seconds_until(60, now=1000.0) == 0.0
+        assert bucket.seconds_until(61, now=2000.0) == 1.0  # it does not save up
+
+    def test_each_limit_names_itself_and_when_to_come_again(self) -> None:
+        now = 0.0
+        key = ApiKey(name="a", sha256="0" * 64, requests_per_minute=2, tokens_per_minute=60, max_concurrent=1)
+        account = Account(key, lambda: now)
+        assert account.begin() is None
+        assert (exceeded := account.begin()) is not None
+        assert exceeded.limit == "max_concurrent"
+        account.end(10)
+        assert account.begin() is None
+        account.end(60)
+        assert (exceeded := account.begin()) is not None
+        assert (exceeded.limit, exceeded.retry_after_seconds) == ("requests_per_minute", 30.0)
+        now = 5.0
+        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), lambda: now)
+        assert account.begin() is None
+        account.end(70)
+        assert (exceeded := account.begin()) is not None
+        assert (exceeded.limit, exceeded.retry_after_seconds) == ("tokens_per_minute", 11.0)
+        now = 16.0
+        assert account.begin() is None
+
+
+    def test_a_class_above_the_keys_own_is_lowered(self) -> None:
+        low = Account(ApiKey(name="a", sha256="0" * 64, highest_priority_class="batch"), lambda: 0.0)
+        high = Account(ApiKey(name="b", sha256="1" * 64), lambda: 0.0)
+        assert [low.priority_class(asked) for asked in PRIORITY_CLASSES] == ["batch", "batch"]
+        assert [high.priority_class(asked) for asked in PRIORITY_CLASSES] == ["interactive", "batch"]
+
+
+class TestReload:
+    def test_a_changed_file_counts_at_once_and_a_broken_one_not(self, keys_file: Path) -> None:
+        access = Access(keys_file=keys_file)
+        account = access.account(bearer(KEY))
+        keys_file.write_text("broken")
+        access.reload_if_changed()
+        assert access.account(bearer(KEY)) is account
+        keys_file.write_text(entry("team-a", KEY) + entry("team-b", OTHER, max_concurrent=1))
+        access.reload_if_changed()
+        assert access.account(bearer(KEY)) is account  # what it has spent is not forgotten
+        assert access.account(bearer(OTHER)).tenant == "team-b"
+        keys_file.write_text(entry("team-b", OTHER))
+        access.reload_if_changed()
+        with pytest.raises(Unauthenticated):
+            access.account(bearer(KEY))
+
+    def test_an_absent_file_stops_the_start_only(self, keys_file: Path) -> None:
+        access = Access(keys_file=keys_file)
+        os.unlink(keys_file)
+        access.reload_if_changed()
+        assert access.account(bearer(KEY)).tenant == "team-a"
+        with pytest.raises(ApiKeysError, match="No such file"):
+            Access(keys_file=keys_file)
+
+
+class TestAddress:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gateway.example"])
+    def test_beyond_loopback_a_key_is_needed(self, host: str) -> None:
+        with pytest.raises(ApiKeysError, match="PAGESTREAM_API_KEY"):
+            check_address(host, Access(), allow_unauthenticated=False)
+        check_address(host, Access(), allow_unauthenticated=True)
+        check_address(host, Access(KEY), allow_unauthenticated=False)
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+    def test_loopback_needs_none(self, host: str) -> None:
+        check_address(host, Access(), allow_unauthenticated=False)
+
+
+class TestRoutes:
+    async def test_every_route_but_the_probes_needs_a_key(self, start_gateway: Callable[..., Any]) -> None:
+        gateway: Gateway = await start_gateway(api_key=KEY)
+        seen = set()
+        for method, path in gateway.routes:
+            url = path.replace("{id}", "x").replace("{id:.+}", "x")
+            async with gateway.session.request(method, url) as response:
+                is_open = response.status != 401
+            seen.add(path)
+            assert is_open == (path in OPEN_ROUTES), f"{method} {path}"
+        assert seen > OPEN_ROUTES
+
+    @pytest.mark.parametrize("headers", [
+        {}, bearer(""), bearer(KEY + "x"), {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY},
+        basic(KEY), basic(":wrong-key-wrong-key"), {"Authorization": "Basic ===="},
+        {"x-api-key": "wrong-key-wrong-key"}, {"Authorization": "Bearer käse"},
+    ])  # fmt: skip
+    async def test_no_key_no_answer(self, start_gateway: Callable[..., Any], headers: dict[str, str]) -> None:
+        gateway: Gateway = await start_gateway(api_key=KEY)
+        for path in ("/v1/completions", "/nowhere"):
+            async with gateway.session.post(path, json=PROMPT, headers=headers) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == 'Bearer, Basic realm="pagestream"'
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+        assert gateway.engine.requests == []
+
+    @pytest.mark.parametrize(
+        "headers", [bearer(KEY), {"authorization": f"bearer {KEY}"}, {"x-api-key": KEY}, basic(f"anybody:{KEY}")]
+    )
+    async def test_the_key_is_the_tenant(
+        self, start_gateway: Callable[..., Any], keys_file: Path, headers: dict[str, str]
+    ) -> None:
+        gateway: Gateway = await start_gateway(api_keys_file=keys_file)
+        gateway.engine.script = says([5], [6])
+        async with gateway.session.post("/v1/completions", json=PROMPT, headers=headers) as response:
+            assert response.status == 200
+        assert [request.tenant for request in gateway.engine.requests] == ["team-a"]
+
+    @pytest.mark.parametrize(
+        ("origin", "status"), [("http://{host}", 200), ("http://other.example", 401), ("null", 401)]
+    )
+    async def test_another_site_cannot_use_a_password_that_the_browser_knows(
+        self, start_gateway: Callable[..., Any], origin: str, status: int
+    ) -> None:
+        gateway: Gateway = await start_gateway(api_key=KEY)
+        gateway.engine.script = says([5])
+        host = f"127.0.0.1:{gateway.port}"
+        headers = basic(f":{KEY}") | {"Origin": origin.format(host=host)}
+        async with gateway.session.post("/v1/completions", json=PROMPT, headers=headers) as response:
+            assert response.status == status
+        async with gateway.session.post(
+            "/v1/completions", json=PROMPT, headers=bearer(KEY) | {"Origin": "http://other.example"}
+        ) as response:
+            assert response.status == 200  # a script that shows the key itself has been given it
+
+    async def test_a_key_has_its_highest_class(self, start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+        path = tmp_path / "keys.toml"
+        path.write_text(entry("a", KEY) + 'highest_priority_class = "batch"\n' + entry("b", OTHER))
+        gateway: Gateway = await start_gateway(api_keys_file=path)
+        gateway.engine.script = says([5])
+        for key in (KEY, OTHER):
+            async with gateway.session.post("/v1/completions", json=PROMPT, headers=bearer(key)) as response:
+                assert response.status == 200
+        assert [request.priority_class for request in gateway.engine.requests] == ["batch", "interactive"]
+
+    async def test_over_its_limit_a_key_waits_and_others_do_not(
+        self, start_gateway: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "keys.toml"
+        path.write_text(entry("a", KEY, requests_per_minute=1) + entry("b", OTHER))
+        gateway: Gateway = await start_gateway(api_keys_file=path)
+        gateway.engine.script = says([5])
+        statuses = []
+        for key in (KEY, KEY, OTHER):
+            async with gateway.session.post("/v1/completions", json=PROMPT, headers=bearer(key)) as response:
+                statuses.append(response.status)
+                if response.status == 429:
+                    assert 1 <= int(response.headers["Retry-After"]) <= 60
+                    assert (await response.json())["error"]["code"] == "requests_per_minute_exceeded"
+        assert statuses == [200, 429, 200]
+        assert len(gateway.engine.requests) == 2

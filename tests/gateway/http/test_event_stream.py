@@ -1,0 +1,84 @@
+"""Silent and stalled streams, on a clock that the test moves."""
+
+import asyncio
+from typing import Any
+
+from gateway.http.event_stream import StreamWatch
+from gateway.text.served_model import ServedModel
+from shared.messages import TokenEvent
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import finish
+
+
+class FakeEventStream:
+    def __init__(self, last_write_at: float, write_began_at: float | None = None) -> None:
+        self.last_write_at = last_write_at
+        self.write_began_at = write_began_at
+        self.comments = 0
+        self.aborted = False
+
+    async def write_keep_alive(self) -> None:
+        self.comments += 1
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def watch(*streams: Any) -> tuple[StreamWatch, list[int]]:
+    stalls: list[int] = []
+    watching = StreamWatch(10.0, 30.0, lambda: stalls.append(1))
+    for stream in streams:
+        watching.add(stream)
+    return watching, stalls
+
+
+async def test_a_comment_into_silence() -> None:
+    silent, busy = FakeEventStream(last_write_at=0.0), FakeEventStream(last_write_at=5.0)
+    watching, _ = watch(silent, busy)
+    watching.look(9.9)
+    watching.look(10.0)
+    await asyncio.sleep(0)
+    assert (silent.comments, busy.comments) == (1, 0)
+
+
+async def test_a_client_that_reads_nothing_is_dropped_once() -> None:
+    stalled, slow = FakeEventStream(0.0, write_began_at=0.0), FakeEventStream(1.0, write_began_at=1.0)
+    watching, stalls = watch(stalled, slow)
+    watching.look(30.0)
+    watching.look(30.5)
+    await asyncio.sleep(0)
+    assert (stalled.aborted, slow.aborted, stalls) == (True, False, [1])
+    assert stalled.comments == slow.comments == 0
+
+
+async def test_comments_while_a_request_waits(start_gateway: Any, tiny_model: ServedModel) -> None:
+    gateway: Gateway = await start_gateway(sse_keep_alive_seconds=0.001)
+    body = {"prompt": "a", "stream": True}
+    async with gateway.session.post("/v1/completions", json=body) as response:
+        stream = await gateway.engine.next_stream()
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        stream.send(TokenEvent(stream.request.request_id, 0, tiny_model.encoder.encode_text("a")))
+        stream.send(finish(stream.request, 1))
+        assert (await response.text()).endswith("data: [DONE]\n\n")
+
+
+async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
+    start_gateway: Any, tiny_model: ServedModel
+) -> None:
+    gateway: Gateway = await start_gateway(write_stall_seconds=0.001)
+    body = {"prompt": "a", "stream": True}
+    async with gateway.session.post("/v1/completions", json=body) as response:
+        stream = await gateway.engine.next_stream()
+        token_ids = tiny_model.encoder.encode_text("a") * 100_000  # more than both sockets hold
+
+        async def flood() -> None:
+            index = 0
+            while not gateway.engine.cancelled:
+                stream.send(TokenEvent(stream.request.request_id, index, token_ids))
+                index += len(token_ids)
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(30):
+            await flood()
+        response.close()
+    assert gateway.metric("pagestream_gateway_write_stalls_total") == 1

@@ -1,0 +1,374 @@
+"""The client on a real server, with a worker that is played by hand: what is lost on the way is found again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from gateway.store.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
+from shared.messages import (
+    PROTOCOL_VERSION,
+    EventBatch,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    JournalFrame,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+    WorkerHeartbeat,
+    WorkerPhase,
+    encode,
+)
+from shared.reaping import reap_worker
+from shared.redis_client import RedisConnections, connect
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import Ending, RedisScripts
+
+pytestmark = pytest.mark.redis
+WORKER = "w0.aaaa"
+
+
+def make_request(request_id: str = "a", **options: Any) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=99, seed=0)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling=sampling, **options)
+
+
+class HandPlayedWorker:
+    """Says what it is told to; `heard=False` journals without a message, as if it was lost."""
+
+    def __init__(self, scripts: RedisScripts) -> None:
+        self.scripts = scripts
+        self.step = 0
+        self.claimed: dict[str, Any] = {}
+        self.journals: dict[str, bytes] = {}
+
+    async def claim(self) -> list[str]:
+        await self.scripts.register(WORKER)
+        entries = await self.scripts.take(WORKER, 100)
+        replies = await self.scripts.claim(WORKER, [entry.request_id for entry in entries])
+        for entry, reply in zip(entries, replies, strict=True):
+            self.claimed[entry.request_id] = entry
+            self.journals[entry.request_id] = reply.journal if reply else b""
+        return [entry.request_id for entry in entries]
+
+    async def emit(self, request_id: str, index: int, *token_ids: int, heard: bool = True) -> list[str]:
+        self.step += 1
+        event = TokenEvent(request_id, index, list(token_ids))
+        frame = encode(JournalFrame(index, list(token_ids)))
+        return await self.scripts.emit(WORKER, self.step, [(request_id, frame)], self._blobs(event, heard))
+
+    async def finish(self, request_id: str, completion_tokens: int, *, heard: bool = True) -> FinishEvent:
+        usage = Usage(prompt_tokens=2, completion_tokens=completion_tokens)
+        event = FinishEvent(request_id, FinishReason.STOP, usage)
+        entry = self.claimed[request_id]
+        ending = Ending(request_id, entry.queue, entry.entry_id, encode(event))
+        await self.scripts.finish(WORKER, [ending], self._blobs(event, heard))
+        return event
+
+    def _blobs(self, event: Any, heard: bool) -> dict[str, bytes]:
+        return {"g": encode(EventBatch(PROTOCOL_VERSION, WORKER, self.step, [event]))} if heard else {}
+
+
+@pytest.fixture
+def worker(scripts: RedisScripts) -> HandPlayedWorker:
+    return HandPlayedWorker(scripts)
+
+
+@pytest.fixture
+async def client(connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(connections, keys, "g", max_queued_requests=3, quiet_seconds=0.2)
+    await client.start()
+    await subscribed(connections, keys)
+    yield client
+    await client.close()
+
+
+async def subscribed(connections: RedisConnections, keys: RedisKeys) -> None:
+    channel = keys.gateway_channel("g")
+    while not (await connections.commands.pubsub_numsub(channel))[0][1]:
+        await asyncio.sleep(0)
+
+
+async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
+    """All further tokens and the end."""
+    async with asyncio.timeout(20):
+        events = [event async for event in stream]
+    assert all(isinstance(event, TokenEvent) for event in events[:-1])
+    return [token_id for event in events[:-1] for token_id in event.token_ids], events[-1]
+
+
+async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:
+    stream = await client.submit(make_request(request_id))
+    assert await worker.claim() == [request_id]
+    return stream
+
+
+class TestStream:
+    async def test_tokens_as_they_come_and_then_the_end(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5)
+        assert await anext(stream) == TokenEvent("a", 0, [5])
+        await worker.emit("a", 1, 6, 7)
+        end = await worker.finish("a", 3)
+        assert await rest(stream) == ([6, 7], end)
+        assert client.num_journal_reads == 0
+
+    async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5)
+        await worker.emit("a", 1, 6, heard=False)
+        await worker.emit("a", 2, 7)
+        assert await rest_until(stream, 3) == [5, 6, 7]
+
+    async def test_lost_tokens_at_the_end_come_after_a_quiet_time(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, heard=False)
+        assert await rest_until(stream, 1) == [5]
+
+    async def test_a_lost_end_is_told_by_the_request_itself(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, heard=False)
+        end = await worker.finish("a", 1, heard=False)
+        assert await rest(stream) == ([5], end)
+
+    async def test_an_end_that_overtakes_its_tokens_waits_for_them(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6, heard=False)
+        end = await worker.finish("a", 2)
+        assert await rest(stream) == ([5, 6], end)
+
+    async def test_a_lost_subscription_is_a_gap(self, worker, connections, keys):
+        client = InferenceClient(connections, keys, "g", quiet_seconds=3600)  # nothing but the gap may ask
+        await client.start()
+        await subscribed(connections, keys)
+        stream = await start(client, worker)
+        await connections.commands.client_kill_filter(_type="pubsub")
+        await worker.emit("a", 0, 5, heard=False)
+        end = await worker.finish("a", 1, heard=False)
+        assert await rest(stream) == ([5], end)
+        await client.close()
+
+    async def test_a_bad_message_is_counted_and_costs_nothing(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        for data in (b"\xc1", b"", encode(EventBatch(99, WORKER, 1, []))):
+            await connections.commands.publish(keys.gateway_channel("g"), data)
+        await worker.emit("a", 0, 5)
+        end = await worker.finish("a", 1)
+        assert await rest(stream) == ([5], end)
+        assert client.num_bad_messages == 3
+
+    @pytest.mark.parametrize("what", ["journal", "journal type", "request type", "end", "end of another"])
+    async def test_an_unreadable_answer_ends_alone_with_an_error(self, client, worker, connections, keys, what):
+        redis = connections.commands
+        stream, other = await client.submit(make_request("a")), await client.submit(make_request("b"))
+        await worker.claim()
+        request, journal = keys.request("a"), keys.journal("a")
+        if what == "journal":
+            await redis.set(journal, encode(JournalFrame(4, [1])))
+        elif what == "journal type":
+            await redis.lpush(journal, "x")
+        elif what == "request type":
+            await redis.delete(request)
+            await redis.set(request, "x")
+        else:
+            stolen = FinishEvent("b", FinishReason.STOP, Usage(prompt_tokens=1, completion_tokens=0))
+            terminal = b"\xc1" if what == "end" else encode(stolen)
+            await redis.hset(request, mapping={"state": "done", "terminal": terminal})
+        tokens, end = await rest(stream)
+        assert (tokens, end.code) == ([], "request_failed")
+        await worker.emit("b", 0, 5)
+        end = await worker.finish("b", 1)
+        assert await rest(other) == ([5], end)
+
+    async def test_messages_about_strangers_are_ignored(self, client, worker):
+        stream = await start(client, worker)
+        await worker.scripts.accept("x", b"", gateway_id="g", priority_class="batch")
+        await worker.claim()
+        await worker.emit("x", 0, 1)
+        end = await worker.finish("a", 0)
+        assert await rest(stream) == ([], end)
+
+    async def test_a_taken_over_request_goes_on(self, client, worker, scripts):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5)
+        await reap_worker(scripts, WORKER)
+        successor = HandPlayedWorker(scripts)
+        assert await successor.claim() == ["a"]
+        await successor.emit("a", 1, 6)
+        end = await successor.finish("a", 2)
+        assert await rest(stream) == ([5, 6], end)
+
+
+class TestSubmit:
+    async def test_a_full_queue_is_told(self, client):
+        first, *_ = [await client.submit(make_request(request_id)) for request_id in "abc"]
+        with pytest.raises(QueueFull):
+            await client.submit(make_request("d"))
+        await client.submit(make_request("e", priority_class="batch"))
+        await client.release(first)
+        await client.submit(make_request("f"))
+
+    async def test_a_lost_reply_is_no_second_request(self, client, worker, connections, keys):
+        lose_replies(client, 2)
+        stream = await start(client, worker)
+        assert await connections.commands.xlen(keys.queue("interactive")) == 1
+        end = await worker.finish("a", 0)
+        assert await rest(stream) == ([], end)
+
+    async def test_when_no_reply_comes_the_request_is_withdrawn(self, client, connections, keys):
+        lose_replies(client, 3)
+        with pytest.raises(StoreUnavailable):
+            await client.submit(make_request())
+        while await connections.commands.exists(keys.request("a")):
+            await asyncio.sleep(0)
+        assert await connections.commands.xlen(keys.queue("interactive")) == 0
+
+    async def test_a_client_that_leaves_while_submitting_leaves_nothing(self, client, connections, keys):
+        task = asyncio.create_task(client.submit(make_request()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while client._withdrawals or client._streams or await connections.commands.exists(keys.request("a")):
+            await asyncio.sleep(0)
+
+    async def test_a_store_that_is_away_is_told(self, keys, tmp_path):
+        away = connect(f"unix://{tmp_path}/no-server")
+        client = InferenceClient(away, keys, "g")
+        await client.start()
+        try:
+            with pytest.raises(StoreUnavailable):
+                await client.submit(make_request())
+            with pytest.raises(StoreUnavailable):
+                await client.write_probe()
+            with pytest.raises(StoreUnavailable):
+                await client.queue_stats()
+        finally:
+            await client.close()
+            await away.aclose()
+
+
+class TestCancel:
+    async def test_ends_the_stream_hints_the_worker_and_forgets_the_request(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5)
+        assert await anext(stream) == TokenEvent("a", 0, [5])
+        async with connections.subscriber.pubsub() as hints:
+            await hints.subscribe(keys.control_channel(WORKER))
+            await hints.get_message(timeout=5)
+            await client.release(stream)
+            assert (await hints.get_message(timeout=5))["data"] == b"a"
+        tokens, end = await rest(stream)
+        assert (tokens, end.reason, end.usage.completion_tokens) == ([], FinishReason.CANCELLED, 1)
+        assert await worker.emit("a", 1, 6) == ["a"]
+        await client.release(stream)
+
+    async def test_is_repeated_until_the_store_takes_it(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        refuse_calls(client, 2)
+        await client.release(stream)
+        while await connections.commands.exists(keys.request("a")):
+            await asyncio.sleep(0)
+
+    async def test_a_generator_closed_early_cancels(self, client, worker, connections, keys):
+        events = client.generate(make_request())
+        first = asyncio.create_task(anext(events))
+        while not await worker.claim():
+            await asyncio.sleep(0)
+        await worker.emit("a", 0, 5)
+        assert await first == TokenEvent("a", 0, [5])
+        await events.aclose()
+        assert not await connections.commands.exists(keys.request("a"))
+
+    async def test_closing_the_client_withdraws_what_runs(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await client.close()
+        _, end = await rest(stream)
+        assert end.reason is FinishReason.CANCELLED
+        assert not await connections.commands.exists(keys.request("a"))
+
+
+class TestStoreReset:
+    async def test_a_lost_request_is_accepted_anew_behind_the_tokens_already_sent(
+        self, client, worker, connections, scripts
+    ):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6)
+        assert await anext(stream) == TokenEvent("a", 0, [5, 6])
+        await connections.commands.flushall()
+        successor = HandPlayedWorker(scripts)
+        while not await successor.claim():
+            await asyncio.sleep(0.01)
+        assert successor.journals["a"] == encode(JournalFrame(0, [5, 6]))
+        await successor.emit("a", 2, 7)
+        end = await successor.finish("a", 3)
+        assert await rest(stream) == ([7], end)
+        assert client.num_restored_requests == 1
+
+
+class TestViews:
+    async def test_the_fleet_is_what_the_heartbeats_tell(self, client, connections, keys):
+        heartbeat = WorkerHeartbeat(worker_id=WORKER, phase=WorkerPhase.LOAD, progress=0.5)
+        for data in (b"\xc1", encode(heartbeat)):
+            await connections.commands.publish(keys.heartbeat_channel, data)
+        while not client.fleet:
+            await asyncio.sleep(0)
+        (status,) = client.fleet
+        assert status.heartbeat == heartbeat
+        assert status.seconds_since_seen < 60
+        assert client.num_bad_messages == 1
+
+    async def test_queue_stats_before_and_with_workers(self, client, worker):
+        assert (await client.queue_stats()).depth == 0
+        await client.submit(make_request("a"))
+        await worker.claim()
+        await client.submit(make_request("b"))
+        await client.submit(make_request("c", priority_class="batch"))
+        stats = await client.queue_stats()
+        assert (stats.depth, stats.pending, stats.waiting) == (3, 1, 2)
+        assert 0 <= stats.oldest_waiting_seconds < 60
+        await worker.claim()
+        assert (await client.queue_stats()).oldest_waiting_seconds == 0
+
+    async def test_the_write_probe_writes(self, client, connections, keys):
+        assert 0 < await client.write_probe() < 60
+        assert await connections.commands.get(keys.write_probe) == b"1"
+
+
+async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
+    token_ids: list[int] = []
+    async with asyncio.timeout(20):
+        while len(token_ids) < num_tokens:
+            token_ids += (await anext(stream)).token_ids
+    return token_ids
+
+
+def lose_replies(client: InferenceClient, times: int) -> None:
+    """The next calls of scripts are applied, and nobody learns of it."""
+    call, left = client._scripts._call, times
+
+    async def lossy(*arguments: Any) -> Any:
+        nonlocal left
+        reply = await call(*arguments)
+        left -= 1
+        if left >= 0:
+            raise ConnectionError("the reply was lost")
+        return reply
+
+    client._scripts._call = lossy
+
+
+def refuse_calls(client: InferenceClient, times: int) -> None:
+    call, left = client._scripts._call, times
+
+    async def refusing(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise ConnectionError("refused")
+        return await call(*arguments)
+
+    client._scripts._call = refusing

@@ -1,0 +1,266 @@
+"""A response stream gives each index once, in order, and one end, whatever it is offered."""
+
+import asyncio
+import random
+
+import pytest
+
+from gateway.readiness import ready_workers
+from gateway.store.fleet import Fleet
+from gateway.store.response_stream import ResponseStream, cancelled_event
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    JournalExtras,
+    JournalFrame,
+    PromptLogprobs,
+    SamplingParams,
+    StoredChoice,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+    WorkerHeartbeat,
+    WorkerPhase,
+    encode,
+    journal_choices,
+)
+
+REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
+ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")
+
+
+def token(index: int, *token_ids: int) -> TokenEvent:
+    return TokenEvent("a", index, list(token_ids))
+
+
+def finish(completion_tokens: int) -> FinishEvent:
+    return FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=2, completion_tokens=completion_tokens))
+
+
+def tokens_of(stream: ResponseStream) -> list[int]:
+    return [token_id for frame in stream.frames for token_id in frame.token_ids]
+
+
+async def everything(stream: ResponseStream) -> list[object]:
+    async with asyncio.timeout(5):
+        return [event async for event in stream]
+
+
+async def test_joins_what_came_since_the_last_read():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(token(1, 6, 7))
+    assert await anext(stream) == token(0, 5, 6, 7)
+    stream.offer(token(3, 8))
+    stream.offer(finish(4))
+    assert await everything(stream) == [token(3, 8), finish(4)]
+    assert await everything(stream) == []
+
+
+def scored(index: int, *token_ids: int) -> TokenEvent:
+    logprobs = [TokenLogprobs(-token_id, [], []) for token_id in token_ids]
+    return TokenEvent("a", index, list(token_ids), logprobs=logprobs)
+
+
+async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
+    stream = ResponseStream(REQUEST)
+    for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
+        stream.offer(event)
+    assert await anext(stream) == scored(0, 5, 6)
+    journal = b"".join(encode(JournalFrame(e.index, e.token_ids, JournalExtras(e.logprobs))) for e in
+                       (scored(0, 5, 6), scored(2, 7, 8)))  # fmt: skip
+    stream.offer_journal(journal_choices(journal, 1), None)
+    assert await anext(stream) == scored(2, 7, 8)
+    # What a store that lost its memory is given back has them too.
+    assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
+
+
+PROMPT_SCORES = [TokenLogprobs(-1.0, [], []), TokenLogprobs(-2.0, [], []), TokenLogprobs(-3.0, [], [])]
+
+
+def prompt_scores(start: int, stop: int) -> PromptLogprobs:
+    return PromptLogprobs(start, PROMPT_SCORES[start - 1 : stop - 1])
+
+
+async def test_no_token_comes_before_the_whole_prompt_is_scored():
+    sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
+    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2, 3, 4], sampling=sampling))
+    stream.offer(TokenEvent("a", 0, [], prompt_logprobs=prompt_scores(1, 2)))
+    stream.offer(token(0, 5))  # what lies between was lost on the way
+    assert stream.is_behind and tokens_of(stream) == []
+    frames = [JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt_scores(*part))) for part in ((1, 2), (2, 4))]
+    journal = b"".join(map(encode, [*frames, JournalFrame(0, [5])]))
+    stream.offer_journal(journal_choices(journal, 1), None)
+    assert not stream.is_behind and await anext(stream) == token(0, 5)
+    assert stream.prompt_logprobs == dict(enumerate(PROMPT_SCORES, 1))
+    # What a store that lost its memory is given back has them too.
+    assert journal_choices(b"".join(map(encode, stream.frames)), 1) == journal_choices(journal, 1)
+
+
+async def test_a_worker_that_knows_no_scores_does_not_hold_up_its_tokens():
+    sampling = SamplingParams(max_tokens=9, seed=0, prompt_logprobs=0)
+    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=sampling))
+    stream.offer(token(0, 5))
+    assert stream.is_behind
+    stream.offer_journal(journal_choices(encode(JournalFrame(0, [5])), 1), finish(1))
+    assert await everything(stream) == [token(0, 5), finish(1)]
+
+
+async def test_repeats_and_overlaps_are_dropped():
+    stream = ResponseStream(REQUEST)
+    for event in (token(0, 5, 6), token(0, 5, 6), token(1, 6, 7), token(0, 5), finish(3)):
+        stream.offer(event)
+    assert await everything(stream) == [token(0, 5, 6, 7), finish(3)]
+    assert stream.num_repeated_tokens == 4
+
+
+def several(index: int, choice: int, *token_ids: int, reason: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent("a", index, list(token_ids), choice, reason)
+
+
+async def test_choices_are_counted_apart_and_each_tells_its_own_end():
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=2)
+    )
+    stream = ResponseStream(request)
+    stop = FinishReason.STOP
+    for event in (several(0, 1, 5), several(0, 0, 6), several(1, 1, 7, reason=stop), several(1, 1, 7, reason=stop)):
+        stream.offer(event)
+    assert [await anext(stream), await anext(stream)] == [several(0, 1, 5, 7, reason=stop), several(0, 0, 6)]
+    stream.offer(several(2, 0, 9))
+    assert stream.is_behind  # index 1 of choice 0 is missing
+    stream.offer_journal([StoredChoice([6, 8, 9], FinishReason.LENGTH), StoredChoice([5, 7], stop)], None)
+    stream.offer(several(0, 2, 5))  # of no choice that was asked for
+    stream.offer(finish(5))
+    assert await everything(stream) == [several(1, 0, 8, 9, reason=FinishReason.LENGTH), finish(5)]
+
+
+async def test_what_a_store_gets_back_holds_every_choice():
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0, n=3)
+    )
+    stream = ResponseStream(request)
+    stream.offer(several(0, 2, 5, 6, reason=FinishReason.STOP))
+    stream.offer(several(0, 0, 7))
+    journal = b"".join(map(encode, stream.frames))
+    stored = [StoredChoice([7]), StoredChoice(), StoredChoice([5, 6], FinishReason.STOP)]
+    assert journal_choices(journal, 3) == stored
+
+
+async def test_a_hole_asks_for_the_journal_and_nothing_is_skipped():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(token(2, 7))
+    assert stream.is_behind
+    assert tokens_of(stream) == [5]
+    stream.offer_journal([StoredChoice([5, 6, 7])], None)
+    assert not stream.is_behind
+    assert tokens_of(stream) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("end", [finish(3), ERROR], ids=["more tokens were made", "an error tells no number"])
+async def test_an_end_that_may_hide_tokens_waits_for_the_journal(end):
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.offer(end)
+    assert stream.is_behind
+    assert not stream.has_ended
+    stream.offer_journal([StoredChoice([5, 6, 7])], end)
+    assert await everything(stream) == [token(0, 5, 6, 7), end]
+
+
+async def test_nothing_counts_after_the_end():
+    stream = ResponseStream(REQUEST)
+    stream.offer(finish(0))
+    stream.offer(token(0, 5))
+    stream.offer(ERROR)
+    stream.offer_journal([StoredChoice([5])], ERROR)
+    assert await everything(stream) == [finish(0)]
+
+
+async def test_an_old_or_shorter_journal_takes_nothing_back():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5, 6))
+    stream.offer_journal([StoredChoice([5])], None)
+    assert tokens_of(stream) == [5, 6]
+
+
+async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
+    stream = ResponseStream(REQUEST)
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    waiting = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.offer(token(0, 5))
+    assert await waiting == token(0, 5)
+
+
+async def test_a_withdrawn_stream_ends_with_what_it_had():
+    stream = ResponseStream(REQUEST)
+    stream.offer(token(0, 5))
+    stream.end(cancelled_event(stream))
+    tokens, end = await everything(stream)
+    assert tokens == token(0, 5)
+    assert (end.reason, end.usage.completion_tokens) == (FinishReason.CANCELLED, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_mess_of_frames_gives_the_journal(seed):
+    """Frames lost, repeated, shuffled and split anew; now and then a part of the journal is read."""
+    rng = random.Random(seed)
+    journal = [rng.randrange(50_000) for _ in range(60)]
+    frames = [token(start, *journal[start : start + rng.randint(1, 5)]) for start in range(60) for _ in range(2)]
+    rng.shuffle(frames)
+    stream = ResponseStream(REQUEST)
+    for frame in sorted(frames, key=lambda frame: frame.index + rng.randint(-8, 8)):
+        if rng.random() < 0.8:
+            stream.offer(frame)
+        if rng.random() < 0.1:
+            stream.offer_journal([StoredChoice(journal[: rng.randrange(61)])], None)
+        assert tokens_of(stream) == journal[: stream.num_tokens]
+    stream.offer_journal([StoredChoice(journal)], finish(60))
+    *tokens, end = await everything(stream)
+    assert [event.token_ids for event in tokens] == [journal]
+    assert end == finish(60)
+
+
+def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
+    now = 0.0
+    fleet = Fleet(lambda: now)
+
+    def progress_after(seconds: float, step: int, running: int) -> float:
+        nonlocal now
+        now += seconds
+        fleet.heard(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY, step=step, running=running))
+        (status,) = fleet.snapshot()
+        assert bool(ready_workers([status])) == (status.seconds_since_progress < 15)
+        return status.seconds_since_progress
+
+    assert progress_after(0, step=3, running=1) == 0
+    assert progress_after(9, step=3, running=1) == 9
+    assert progress_after(9, step=4, running=1) == 0
+    assert progress_after(20, step=4, running=1) == 20  # hung: not ready
+    assert progress_after(1, step=4, running=0) == 0
+    assert progress_after(99, step=4, running=0) == 0  # idle
+
+
+def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
+    now = 0.0
+    fleet = Fleet(lambda: now)
+    for worker_id in ("w1.b", "supervisor", "w0.a"):
+        fleet.heard(WorkerHeartbeat(worker_id=worker_id, phase=WorkerPhase.READY))
+    now = 59.0
+    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, step=5))
+    assert [(status.heartbeat.worker_id, status.seconds_since_seen) for status in fleet.snapshot()] == [
+        ("supervisor", 59.0),
+        ("w0.a", 0.0),
+        ("w1.b", 59.0),
+    ]
+    now = 61.0
+    assert [status.heartbeat.step for status in fleet.snapshot()] == [5]

@@ -1,0 +1,62 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from gateway.store.store_memory import StoreMemory
+from shared.redis_client import RedisConnections
+from shared.tasks import cancel_and_wait
+from tests.gateway.conftest import Gateway
+
+
+def test_the_door_does_not_flap() -> None:
+    memory = StoreMemory()
+    seen = []
+    for used in (0, 74, 75, 99, 70, 69, 74, 75):
+        memory.update(used, 100)
+        seen.append(memory.has_room)
+    assert seen == [True, True, False, False, False, True, True, False]
+
+
+def test_a_store_without_a_limit_is_never_full() -> None:
+    memory = StoreMemory()
+    memory.update(10**12, 0)
+    assert (memory.has_room, memory.used_ratio) == (True, 0.0)
+
+
+@pytest.fixture
+async def limited(connections: RedisConnections) -> AsyncIterator[RedisConnections]:
+    yield connections
+    await connections.commands.config_set("maxmemory", 0)
+
+
+@pytest.mark.redis
+async def test_a_real_store_fills_and_empties(limited: RedisConnections) -> None:
+    redis = limited.commands
+    memory = StoreMemory()
+    watch = asyncio.create_task(memory.watch(redis))
+    used = int((await redis.info("memory"))["used_memory"])
+    limit = used + 32 * 2**20
+    await redis.config_set("maxmemory", limit)
+    await redis.setrange("ballast", limit * 8 // 10 - used, b"x")  # made there: sending it would fill buffers too
+    await until(lambda: not memory.has_room)
+    assert 0.75 <= memory.used_ratio < 1
+    await redis.delete("ballast")
+    await until(lambda: memory.has_room)
+    await cancel_and_wait([watch])
+
+
+async def test_a_full_store_is_told_before_anything_is_read(start_gateway: Callable[..., Any]) -> None:
+    gateway: Gateway = await start_gateway()
+    gateway.engine.store_memory.update(80, 100)
+    async with gateway.session.post("/v1/completions", json={"prompt": "the end"}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, "5")
+        assert (await response.json())["error"]["code"] == "store_full"
+    assert gateway.engine.requests == []
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.02)  # polls an outside process: nothing to wait on

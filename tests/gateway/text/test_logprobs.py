@@ -1,0 +1,145 @@
+"""Log-probabilities from the engine's events to OpenAI's shapes, read by the official client."""
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.text.logprobs import LogprobEntry, ScoredToken, chat_logprobs, completion_logprobs, logprob_entry
+from gateway.text.served_model import ServedModel
+from shared.messages import FinishReason, GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs
+from tests.gateway.conftest import IM_END, Gateway
+from tests.gateway.fake_inference import Script, finish
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def scored(token_id: int) -> TokenLogprobs:
+    """Top: the token itself and the next id."""
+    return TokenLogprobs(-token_id / 1024, [token_id, token_id + 1], [-token_id / 1024, -5.5])
+
+
+def says_scored(token_ids: list[int], group: int = 1, reason: FinishReason = FinishReason.LENGTH) -> Script:
+    """`group` tokens an event."""
+
+    def script(request: GenerationRequest) -> Any:
+        for start in range(0, len(token_ids), group):
+            tokens = token_ids[start : start + group]
+            yield TokenEvent(request.request_id, start, tokens, logprobs=[scored(token_id) for token_id in tokens])
+        yield finish(request, len(token_ids), reason)
+
+    return script
+
+
+@pytest.fixture
+async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{gateway.session._base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("group", [1, 3])
+async def test_chat(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel, group: int) -> None:
+    token_ids = tiny_model.encoder.encode_text("It's é.")
+    gateway.engine.script = says_scored(token_ids, group)
+    answer = await client.chat.completions.create(
+        model="tiny", messages=HI, logprobs=True, top_logprobs=2, max_tokens=20
+    )
+    assert gateway.engine.requests[0].sampling.logprobs == 2
+    (choice,) = answer.choices
+    assert choice.message.content == "It's é."
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    content = choice.logprobs.content
+    assert b"".join(bytes(entry.bytes or []) for entry in content) == "It's é.".encode()
+    assert [entry.logprob for entry in content] == [-token_id / 1024 for token_id in token_ids]
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(token_ids)
+    assert (content[0].top_logprobs[0].token, content[0].top_logprobs[1].logprob) == (content[0].token, -5.5)
+    openai.types.chat.ChatCompletion.model_validate(answer.model_dump(), strict=True)
+
+
+async def test_a_streams_chunks_together_are_the_whole(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
+    gateway.engine.script = says_scored(tiny_model.encoder.encode_text("It is é, \u2028 so."), group=2)
+    asked: Any = {"model": "tiny", "messages": HI, "logprobs": True, "top_logprobs": 1}
+    whole = (await client.chat.completions.create(**asked)).choices[0].logprobs
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    streamed = [chunk.choices[0].logprobs for chunk in chunks]
+    assert whole is not None
+    assert [entry for logprobs in streamed if logprobs for entry in logprobs.content or []] == whole.content
+    # One token a chunk, so each has its own; the first (role) and the last (end) have none.
+    assert [bool(logprobs) for logprobs in streamed] == [False, *[True] * len(whole.content or []), False]
+    for chunk in chunks:
+        openai.types.chat.ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+
+
+async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel) -> None:
+    token_ids = tiny_model.encoder.encode_text("a é b")
+    gateway.engine.script = says_scored(token_ids, group=2)
+    answer = await client.completions.create(model="tiny", prompt="x", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["a", " ", "\ufffd", "\ufffd", " ", "b"]
+    assert logprobs.token_logprobs == [-token_id / 1024 for token_id in token_ids]
+    # The character comes with the second of its tokens; both begin where it stands.
+    assert logprobs.text_offset == [0, 1, 2, 2, 3, 4]
+    assert [answer.choices[0].text[offset] for offset in logprobs.text_offset] == list("a éé b")
+    assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0]["a"] == -token_ids[0] / 1024
+    stream = await client.completions.create(model="tiny", prompt="x", logprobs=1, stream=True)
+    streamed = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [token for part in streamed if part for token in part.tokens or []] == logprobs.tokens
+    assert [offset for part in streamed if part for offset in part.text_offset or []] == logprobs.text_offset
+
+
+async def test_nothing_is_told_unless_it_was_asked(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+    gateway.engine.script = says_scored([70, 71])
+    chat = await client.chat.completions.create(model="tiny", messages=HI, logprobs=False)
+    assert chat.choices[0].logprobs is None
+    assert gateway.engine.requests[0].sampling.logprobs is None
+    await client.completions.create(model="tiny", prompt="x", logprobs=0)
+    assert gateway.engine.requests[1].sampling.logprobs == 0
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_the_ending_token_is_listed_only_if_it_is_shown(
+    client: openai.AsyncOpenAI, gateway: Gateway, shown: bool
+) -> None:
+    gateway.engine.script = says_scored([70, IM_END], reason=FinishReason.STOP)
+    extra = {"include_stop_str_in_output": shown, "skip_special_tokens": False}
+    answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, extra_body=extra)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [entry.logprob for entry in logprobs.content] == [-70 / 1024, -IM_END / 1024][: 2 if shown else 1]
+
+
+async def test_a_stop_string_ends_the_list_with_its_last_token(
+    client: openai.AsyncOpenAI, gateway: Gateway, tiny_model: ServedModel
+) -> None:
+    token_ids = [token_id for letter in "abcd" for token_id in tiny_model.encoder.encode_text(letter)]
+    gateway.engine.script = says_scored(token_ids, group=4)
+    answer = await client.completions.create(model="tiny", prompt="x", logprobs=0, stop="bc")
+    assert answer.choices[0].text == "a"
+    assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens == ["a", "b", "c"]
+
+
+async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+    def script(request: GenerationRequest) -> list[StreamEvent]:
+        return [TokenEvent(request.request_id, 0, [70]), finish(request, 1, FinishReason.LENGTH)]
+
+    gateway.engine.script = script
+    answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True)
+    assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.content == []
+
+
+def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
+    entry = logprob_entry(tiny_model.encoder.token_bytes, 70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0)
+    assert chat_logprobs([entry])["content"][0]["logprob"] == -9999.0
+    assert entry.top[0].logprob == -9999.0
+
+
+def test_of_tokens_with_one_text_the_likelier_is_told() -> None:
+    top = (ScoredToken(b"\xc3", -0.5), ScoredToken(b"\xe2", -0.7))
+    shape = completion_logprobs([LogprobEntry(ScoredToken(b"x", -3.0), top, 0)])
+    assert shape["top_logprobs"] == [{"\ufffd": -0.5, "x": -3.0}]
