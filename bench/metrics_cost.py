@@ -14,14 +14,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client import generate_latest
 
 from bench.repository import commit
 from bench.scripted_worker import BLOCK_SIZE, MAX_MODEL_LEN_TOKENS, NUM_BLOCKS, VOCAB_SIZE, ClockDevice
 from engine_worker.engine import Engine
+from engine_worker.execution.memory import memory_by_use
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_times import RequestClock
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -84,7 +87,13 @@ def worker_side(num_sequences: int) -> tuple[Callable[[], None], Callable[[], by
     status = WorkerStatus("worker", "0")
     metrics = WorkerMetrics("worker", "model", "0", status)
     metrics.engine_is_ready(
-        EngineInfo(device="gpu", dtype="bfloat16", block_size_bytes=2**21, max_model_len=4096, memory_bytes={"kv": 0})
+        EngineInfo(
+            device="gpu",
+            dtype="bfloat16",
+            block_size_bytes=2**21,
+            max_model_len=4096,
+            memory_bytes=partial(memory_by_use, torch.device("cpu"), 0, 0, 0),
+        )
     )
     clock = RequestClock([metrics])
     request_ids = [f"{number:032x}" for number in range(num_sequences)]

@@ -94,7 +94,11 @@ def main() -> int:
         if isinstance(engine, LoggingEngine):
             engine.abort_log = script.log_aborts.open("w", buffering=1)
         info = EngineInfo(
-            device="cpu", dtype="none", block_size_bytes=1, max_model_len=MAX_MODEL_LEN_TOKENS, memory_bytes={"kv": 0}
+            device="cpu",
+            dtype="none",
+            block_size_bytes=1,
+            max_model_len=MAX_MODEL_LEN_TOKENS,
+            memory_bytes=lambda: {"kv": 0},
         )
         return LoadedEngine(engine, info)
 

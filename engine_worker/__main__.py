@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine_worker.engine import Engine
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -71,6 +72,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     import torch  # noqa: PLC0415 - see the module's docstring
 
     from engine_worker.execution.load import ExecutionSettings, load_model_runner  # noqa: PLC0415
+    from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
 
     device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings.for_device(device)
@@ -106,7 +108,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         runner.block_size,
         enable_prefix_caching=settings.enable_prefix_caching,
         host_tier=host_tier_config(runner, block_bytes, settings),
-        events=KVEventLog(block_bytes, time.time),
+        events=KVEventLog(block_bytes, time.time, KVDurations(time.monotonic)),
     )
     engine = Engine(
         Scheduler(config, kv_cache),
@@ -121,7 +123,13 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         dtype=runner.dtype_name,
         block_size_bytes=block_bytes,
         max_model_len=runner.max_model_len,
-        memory_bytes={"weights": runner.weights_bytes, "kv": runner.kv_cache_bytes},
+        memory_bytes=partial(
+            memory_by_use,
+            torch.device(device),
+            weights_bytes=runner.weights_bytes,
+            kv_bytes=runner.kv_cache_bytes,
+            host_kv_bytes=runner.num_host_blocks * block_bytes,
+        ),
     )
     return LoadedEngine(engine, info, runner.compile_grammar)
 

@@ -198,6 +198,7 @@ class Engine:
             last_step=self._recorder.last_step,
             counters=self._recorder.counters(self._scheduler.kv_totals),
             kv_totals=replace(self._scheduler.kv_totals),
+            kv_durations=self._scheduler.kv_durations.copy(),
             num_swapped=self._scheduler.num_swapped,
         )
 

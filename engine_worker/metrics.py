@@ -6,8 +6,9 @@ follow the Prometheus rules: base units, `_total`, ratios 0..1, and block states
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,11 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine_worker.request_times import RequestTimes
+from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
 from shared.messages import WorkerPhase
@@ -42,13 +44,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What does not change while the worker runs."""
+    """What does not change while the worker runs, and how to ask for what does."""
 
     device: str
     dtype: str
     block_size_bytes: int
     max_model_len: int
-    memory_bytes: Mapping[str, int]  # by use
+    memory_bytes: Callable[[], Mapping[str, int]]  # of the device by use, measured when called
 
 
 class WorkerMetrics:
@@ -153,13 +155,14 @@ class _SnapshotCollector(Collector):
             yield from self._engine(self.info)
         if self.info is not None and self._status.stats is not None:
             yield from self._kv_cache(self._status.stats, self.info)
+            yield from self._kv_durations(self._status.stats.kv_durations)
             yield from self._work(self._status.stats)
 
     def _engine(self, info: EngineInfo) -> Iterator[Metric]:
         shape = {"device": info.device, "dtype": info.dtype, "max_model_len": str(info.max_model_len)}
         yield self._info("engine", "What the engine runs on", shape)
         yield self._gauge("kv_block_size_bytes", "Bytes of one KV block", info.block_size_bytes)
-        yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes)
+        yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes())
 
     def _kv_cache(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
         kv, device = stats.kv_cache, {"device": info.device}
@@ -185,14 +188,20 @@ class _SnapshotCollector(Collector):
         yield self._by("kv_host_blocks", "KV blocks in host memory by state", "state", host)
         swapped = {"in": counters.swapped_in_blocks, "out": counters.swapped_out_blocks}
         swapped_bytes = {direction: count * info.block_size_bytes for direction, count in swapped.items()}
-        seconds = {"in": totals.swap_in_seconds, "out": totals.swap_out_seconds}
         yield self._count_by("kv_swap_blocks", "Blocks moved between device and host", "direction", swapped)
         yield self._count_by("kv_swap_bytes", "Bytes moved between device and host", "direction", swapped_bytes)
-        yield self._count_by("kv_swap_seconds", "Time of these transfers, beside the steps", "direction", seconds)
         hits = {info.device: totals.device_hit_tokens, "host": totals.host_hit_tokens}
         queried = totals.queried_tokens
         yield self._counter("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", queried)
         yield self._count_by("prefix_cache_hit_tokens", "Tokens found there, by where", "device", hits)
+
+    def _kv_durations(self, durations: KVDurations) -> Iterator[Metric]:
+        of_blocks = {"active": durations.active, "cached": durations.cached}
+        text = "Time of a block in use, and of one in the cache until it is used again or evicted"
+        yield self._histograms("kv_block_lifetime_seconds", text, "state", of_blocks)
+        of_swaps = {"in": durations.swap_in, "out": durations.swap_out}
+        text = "Time of one step's transfers between device and host, beside the steps"
+        yield self._histograms("kv_swap_duration_seconds", text, "direction", of_swaps)
 
     def _work(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
@@ -224,6 +233,14 @@ class _SnapshotCollector(Collector):
         self, name: str, text: str, label: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None
     ) -> Metric:
         return self._add(CounterMetricFamily, name, text, labels or {}, [((k,), v) for k, v in values.items()], label)
+
+    def _histograms(self, name: str, text: str, label: str, values: Mapping[str, DurationCounts]) -> Metric:
+        family = HistogramMetricFamily(f"pagestream_{name}", text, labels=[*self._labels, label])
+        for value, found in values.items():
+            bounds = [*map(str, found.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+            family.add_metric([*self._labels.values(), value], buckets, found.sum_seconds)
+        return family
 
     def _info(self, name: str, text: str, values: dict[str, str]) -> Metric:
         family = InfoMetricFamily(f"pagestream_{name}", text, labels=list(self._labels))

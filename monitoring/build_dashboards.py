@@ -16,6 +16,7 @@ from monitoring.panels import (
     heatmap,
     lines,
     mean,
+    quantile,
     quantiles,
     rate,
     stack,
@@ -78,6 +79,15 @@ def kv_panels() -> list[Panel]:
             {"{{direction}}": rate("pagestream_kv_swap_bytes_total", "direction", SELECTED)},
         ),
         lines(
+            "Swap time",
+            "Of one step's transfers, which run beside the step",
+            "s",
+            {
+                "mean {{direction}}": mean("pagestream_kv_swap_duration_seconds", SELECTED, "direction"),
+                "p99 {{direction}}": quantile(0.99, "pagestream_kv_swap_duration_seconds", SELECTED, "direction"),
+            },
+        ),
+        lines(
             "Preemptions",
             "Sequences that gave up their blocks, by the way they get them back",
             "ops",
@@ -103,6 +113,20 @@ def kv_panels() -> list[Panel]:
                 "copy on write": total_rate("pagestream_kv_copy_on_write_blocks_total", SELECTED),
                 "evicted": total_rate("pagestream_kv_evicted_blocks_total", SELECTED),
             },
+        ),
+        heatmap(
+            "Block lifetime in use",
+            "How long blocks were held by requests, those that were given up in each interval",
+            "s",
+            "pagestream_kv_block_lifetime_seconds",
+            f'{SELECTED},state="active"',
+        ),
+        heatmap(
+            "Block lifetime in the cache",
+            "How long prefixes lay there until a request used them again, or an eviction took them",
+            "s",
+            "pagestream_kv_block_lifetime_seconds",
+            f'{SELECTED},state="cached"',
         ),
     ]
 
@@ -220,7 +244,7 @@ def engine_panels() -> list[Panel]:
         ),
         stack(
             "Device memory",
-            "By use",
+            "Of each worker's device: weights, KV pool, workspace (activations and graphs), what others use, and free",
             "bytes",
             {"{{worker}} {{use}}": f"sum by (worker, use) (pagestream_device_memory_bytes{{{SELECTED}}})"},
         ),

@@ -54,6 +54,10 @@ def quantiles(histogram: str, selected: str = "") -> dict[str, str]:
     return {name: f"histogram_quantile({share}, {buckets})" for name, share in shares.items()}
 
 
+def quantile(share: float, histogram: str, selected: str, by: str) -> str:
+    return f"histogram_quantile({share}, sum by (le, {by}) (rate({histogram}_bucket{{{selected}}}{RATE})))"
+
+
 def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
     return {
         "uid": uid,

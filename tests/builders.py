@@ -16,7 +16,7 @@ from msgspec import structs
 from msgspec.structs import asdict
 
 from engine_worker.engine import BatchExecutor, Engine
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult, TransferTime
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -39,6 +39,7 @@ from shared.messages import (
 
 VOCAB_SIZE = 1_000
 EOS_TOKEN_ID = 2
+SWAP_SECONDS = 1e-4  # for each block, as the fake runner tells
 
 _request_numbers = count()
 
@@ -151,6 +152,9 @@ class FakeModelRunner:
         for scheduled in batch.sequences:
             if scheduled.samples and scheduled.sequence.sampling.use_beam_search:
                 beams.setdefault(scheduled.sequence.request_id, []).append(scheduled)
+        result.transfer_times.append(
+            TransferTime(batch.number, len(batch.swap_out) * SWAP_SECONDS, len(batch.swap_in) * SWAP_SECONDS)
+        )
         result.beam_candidates.update({request_id: self._candidates(group) for request_id, group in beams.items()})
         return FakeStep(result)
 

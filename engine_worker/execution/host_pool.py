@@ -63,7 +63,8 @@ class CpuHostPool:
         for copy in batch.swap_in:
             self._device_pool[copy.target_block_id].copy_(self.blocks[copy.source_block_id])
         if batch.swap_out or batch.swap_in:
-            seconds = stored - started, time.perf_counter() - stored
+            ended = time.perf_counter()
+            seconds = (stored - started) * bool(batch.swap_out), (ended - stored) * bool(batch.swap_in)
             self._finished.append(TransferTime(batch.number, *seconds))
 
     def finished_transfers(self) -> list[TransferTime]:

@@ -1,5 +1,9 @@
-"""How much memory the device has and has left, measured. A container's limit counts as the machine's."""
+"""How much memory the device has and has left, measured. A container's limit counts as the machine's.
 
+Who else uses the device is not known, only how much.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +35,25 @@ def measure_memory(device: torch.device, weights_bytes: int, step_bytes: int = 0
     return DeviceMemory(
         device=device, total_bytes=total, free_bytes=free, weights_bytes=weights_bytes, step_bytes=step_bytes
     )
+
+
+def memory_by_use(device: torch.device, weights_bytes: int, kv_bytes: int, host_kv_bytes: int) -> Mapping[str, int]:
+    """The device's bytes as they are now; on CUDA the uses add up to all of its memory.
+
+        weights, kv    what this worker loaded and reserved
+        kv_host        on a CPU, where it is the same memory: the pool of swapped blocks
+        workspace      on CUDA: what torch holds for activations, graphs and staging buffers
+        other          everything else, other processes too. A CPU's pools take their pages when blocks are first used,
+                       so this is short by what is untouched there
+    """
+    if device.type != "cuda":
+        total, free = host_memory()
+        used = {"weights": weights_bytes, "kv": kv_bytes, "kv_host": host_kv_bytes}
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        workspace = max(0, torch.cuda.memory_reserved(device) - weights_bytes - kv_bytes)
+        used = {"weights": weights_bytes, "kv": kv_bytes, "workspace": workspace}
+    return {**used, "other": max(0, total - free - sum(used.values())), "free": free}
 
 
 def host_memory() -> tuple[int, int]:

@@ -9,12 +9,15 @@
 free + active + cached == num_usable_blocks. Every operation costs O(1) a block, however many are cached. The least
 recently used cached block is evicted first; whoever gives up a block table last block first therefore loses leaves
 before prefixes. The pool knows nothing of sequences, nor of what a hash stands for; it also keeps the books of the host
-pool. A wrong call (double free, more than is there) is an error of ours and fails an assertion.
+pool. How long blocks were active and cached is counted where they change. A wrong call (double free, more than is
+there) is an error of ours and fails an assertion.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from engine_worker.scheduling.kv_durations import KVDurations
 
 PADDING_BLOCK_ID = 0
 
@@ -24,6 +27,7 @@ class KVBlock:
     block_id: int
     ref_count: int = 0
     block_hash: bytes | None = None  # of its published content
+    since_seconds: float = 0.0  # of its being active, or cached
 
 
 def _ignore(block_id: int, block_hash: bytes) -> None:
@@ -31,7 +35,12 @@ def _ignore(block_id: int, block_hash: bytes) -> None:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] = _ignore) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int, bytes], None] = _ignore,
+        durations: KVDurations | None = None,
+    ) -> None:
         """`on_evict` gets block id and hash of each block that loses its content, before the block is handed out."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs the padding block and at least one more")
@@ -43,6 +52,7 @@ class BlockPool:
         self._num_references = 0
         self._held: set[int] = set()
         self._on_evict = on_evict
+        self._durations = durations or KVDurations()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -75,20 +85,25 @@ class BlockPool:
         available = self.num_available_blocks
         assert 0 <= num_blocks <= available, f"{num_blocks} of {available} free and cached blocks"
         block_ids = []
+        now = self._durations.clock()
         for _ in range(num_blocks):
-            block_id = self._free_block_ids.pop() if self._free_block_ids else self._evict()
-            self._blocks[block_id].ref_count = 1
+            block_id = self._free_block_ids.pop() if self._free_block_ids else self._evict(now)
+            block = self._blocks[block_id]
+            block.ref_count, block.since_seconds = 1, now
             block_ids.append(block_id)
         self._num_references += num_blocks
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One reference more for each of these active or cached blocks: another block table holds them now."""
+        now = self._durations.clock()
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0 and block_id not in self._held:
                 assert block_id in self._cached, f"block {block_id} is neither active nor cached"
                 del self._cached[block_id]
+                self._durations.cached.add(now - block.since_seconds)
+                block.since_seconds = now
             block.ref_count += 1
             self._num_references += 1
 
@@ -121,13 +136,14 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """One reference less for each; a block without references is cached if it is published, and free if not."""
+        now = self._durations.clock()
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             self._num_references -= 1
             if block.ref_count == 0 and block_id not in self._held:
-                self._give_up(block)
+                self._give_up(block, now)
 
     def hold(self, block_id: int) -> None:
         """Nobody gets this active block before release_held(), even if its last reference goes: a copy reads it."""
@@ -136,9 +152,10 @@ class BlockPool:
 
     def release_held(self) -> None:
         """The step is planned: what it overwrites, it overwrites after its copies have read."""
+        now = self._durations.clock()
         for block_id in self._held:
             if self._blocks[block_id].ref_count == 0:
-                self._give_up(self._blocks[block_id])
+                self._give_up(self._blocks[block_id], now)
         self._held.clear()
 
     def states(self) -> str:
@@ -174,15 +191,18 @@ class BlockPool:
         assert published == self._by_hash, "blocks and hashes disagree"
         assert not free & set(published.values()), "a free block is published"
 
-    def _give_up(self, block: KVBlock) -> None:
+    def _give_up(self, block: KVBlock, now: float) -> None:
+        self._durations.active.add(now - block.since_seconds)
+        block.since_seconds = now
         if block.block_hash is None:
             self._free_block_ids.append(block.block_id)
         else:
             self._cached[block.block_id] = None
 
-    def _evict(self) -> int:
+    def _evict(self, now: float) -> int:
         block_id, _ = self._cached.popitem(last=False)
         block = self._blocks[block_id]
+        self._durations.cached.add(now - block.since_seconds)
         assert block.block_hash is not None
         block_hash, block.block_hash = block.block_hash, None
         del self._by_hash[block_hash]

@@ -39,7 +39,7 @@ class KVCacheManager:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         self.block_size = block_size
         self.events = events or KVEventLog()
-        self._pool = BlockPool(num_blocks, self._on_evict)
+        self._pool = BlockPool(num_blocks, self._on_evict, self.events.durations)
         self._prefix_cache = PrefixCache(self._pool, block_size) if enable_prefix_caching else None
         self._costs = host_tier.costs if host_tier else None
         self._keeps_all = host_tier is not None and host_tier.offloaded_prefixes is OffloadedPrefixes.ALL

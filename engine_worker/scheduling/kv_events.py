@@ -1,7 +1,7 @@
 """Why blocks moved: each preemption, swap, eviction and copy as an event in a bounded ring, and as totals.
 
 An event says who gave or got blocks, why, how many blocks and tokens, and, once the executor has measured it, how long
-the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clock is passed in.
+the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clocks are passed in.
 """
 
 from collections import deque
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
 from typing import Any
+
+from engine_worker.scheduling.kv_durations import KVDurations
 
 RING_EVENTS = 4_096  # about 1 MiB; a busy worker under pressure fills it in minutes
 
@@ -54,17 +56,22 @@ class KVTotals:
     queried_tokens: int = 0  # looked up in the prefix cache, at each admission
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
-    swap_out_seconds: float = 0.0
-    swap_in_seconds: float = 0.0
 
 
 class KVEventLog:
-    def __init__(self, block_bytes: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        block_bytes: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
+        durations: KVDurations | None = None,
+    ) -> None:
+        """`clock` is of the events: seconds since 1970."""
         self._block_bytes = block_bytes
         self._clock = clock
         self._events: deque[KVEvent] = deque(maxlen=RING_EVENTS)
         self._num_recorded = 0
         self.totals = KVTotals()
+        self.durations = durations or KVDurations()
 
     def record(
         self, kind: KVEventKind, step: int, *, request_id: str = "", reason: str, num_blocks: int, num_tokens: int
@@ -76,9 +83,11 @@ class KVEventLog:
         self._events.append(event)
 
     def measured(self, step: int, swap_out_seconds: float, swap_in_seconds: float) -> None:
-        """How long the transfers of the batch of `step` took on their streams."""
-        self.totals.swap_out_seconds += swap_out_seconds
-        self.totals.swap_in_seconds += swap_in_seconds
+        """How long the transfers of the batch of `step` took on their streams; 0: there were none in that direction."""
+        if swap_out_seconds:
+            self.durations.swap_out.add(swap_out_seconds)
+        if swap_in_seconds:
+            self.durations.swap_in.add(swap_in_seconds)
         for event in reversed(self._events):
             if event.step < step:
                 return

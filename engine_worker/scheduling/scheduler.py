@@ -33,6 +33,7 @@ from typing import Any
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
 from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FirstComeFirstServed
@@ -192,6 +193,10 @@ class Scheduler:
     @property
     def kv_totals(self) -> KVTotals:
         return self._kv_cache.events.totals
+
+    @property
+    def kv_durations(self) -> KVDurations:
+        return self._kv_cache.events.durations
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless block tables, pool and statuses agree. Between steps only."""

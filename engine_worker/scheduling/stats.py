@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
 from shared.messages import FinishReason
 
@@ -75,6 +76,7 @@ class EngineStats:
     last_step: StepStats
     counters: EngineCounters
     kv_totals: KVTotals = field(default_factory=KVTotals)
+    kv_durations: KVDurations = field(default_factory=KVDurations)
     num_swapped: int = 0  # of those that wait
 
 

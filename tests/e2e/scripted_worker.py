@@ -12,6 +12,7 @@ from pathlib import Path
 from engine_worker.__main__ import run
 from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.sequence import Sequence
@@ -82,11 +83,14 @@ def main() -> int:
             max_num_batched_tokens=256,
             host_tier=host_tier,
             clock=time.perf_counter,
-            events=KVEventLog(block_bytes=1, clock=time.time),
+            events=KVEventLog(block_bytes=1, clock=time.time, durations=KVDurations(time.monotonic)),
         )
-        memory = {"kv": 0}
         info = EngineInfo(
-            device="cpu", dtype="none", block_size_bytes=1, max_model_len=MAX_MODEL_LEN, memory_bytes=memory
+            device="cpu",
+            dtype="none",
+            block_size_bytes=1,
+            max_model_len=MAX_MODEL_LEN,
+            memory_bytes=lambda: {"kv": 0},
         )
         return LoadedEngine(engine, info)
 

@@ -11,9 +11,11 @@ from shared.messages import WorkerPhase
 from tests.builders import make_engine, make_request
 
 BLOCK_BYTES = 1000
+LIFETIME, SWAP_DURATION = "pagestream_kv_block_lifetime_seconds", "pagestream_kv_swap_duration_seconds"
 EVERY_FAMILY = """
     kv_blocks kv_capacity_blocks kv_block_size_tokens kv_block_size_bytes kv_usage_ratio kv_internal_waste_ratio
-    kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes kv_swap_seconds
+    kv_sharing_ratio kv_copy_on_write_blocks kv_evicted_blocks kv_swap_blocks kv_swap_bytes kv_swap_duration_seconds
+    kv_block_lifetime_seconds
     kv_host_blocks prefix_cache_queried_tokens prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
@@ -51,7 +53,7 @@ def run_steps(status: WorkerStatus, metrics: WorkerMetrics, num_steps: int) -> N
     memory = {"weights": 700, "kv": 65 * BLOCK_BYTES}
     metrics.engine_is_ready(
         EngineInfo(
-            device="gpu", dtype="float32", block_size_bytes=BLOCK_BYTES, max_model_len=256, memory_bytes=memory
+            device="gpu", dtype="float32", block_size_bytes=BLOCK_BYTES, max_model_len=256, memory_bytes=lambda: memory
         )
     )
     for num_prompt in (6, 9):
@@ -106,6 +108,25 @@ def test_counters_and_histograms_follow_the_steps(status: WorkerStatus, metrics:
         if sample.name.endswith("_count")
     }
     assert phases == dict.fromkeys(("schedule", "prepare", "forward", "sample", "apply", "publish"), 3.0)
+
+
+def test_durations_of_blocks_and_swaps_are_histograms(status: WorkerStatus, metrics: WorkerMetrics) -> None:
+    run_steps(status, metrics, 1)
+    assert status.stats is not None
+    status.stats.kv_durations.cached.add(0.05)
+    status.stats.kv_durations.cached.add(7200.0)
+    status.stats.kv_durations.swap_out.add(0.002)
+    samples = {
+        (sample.name, sample.labels[label], sample.labels.get("le")): sample.value
+        for name, label in ((LIFETIME, "state"), (SWAP_DURATION, "direction"))
+        for sample in scrape(metrics)[name].samples
+    }
+    buckets = [samples[f"{LIFETIME}_bucket", "cached", le] for le in ("0.025", "0.05", "3600.0", "+Inf")]
+    assert buckets == [0, 1, 1, 2]
+    assert samples[f"{LIFETIME}_count", "cached", None] == 2
+    assert samples[f"{LIFETIME}_sum", "cached", None] == 7200.05
+    assert samples[f"{SWAP_DURATION}_sum", "out", None] == 0.002
+    assert samples[f"{SWAP_DURATION}_count", "in", None] == 0
 
 
 def test_before_the_engine_is_loaded_the_phase_is_told(status: WorkerStatus, metrics: WorkerMetrics) -> None:

@@ -13,7 +13,9 @@ class LoadedWorker:
         self._status = WorkerStatus("worker-1", "0")
         self.metrics = WorkerMetrics("worker-1", "model", "0", self._status)
         self.metrics.engine_is_ready(
-            EngineInfo(device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes={"kv": 1})
+            EngineInfo(
+                device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes=lambda: {"kv": 1}
+            )
         )
         self.work()
 

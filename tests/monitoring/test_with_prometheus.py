@@ -143,6 +143,10 @@ def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> 
     [
         'pagestream_kv_swap_blocks_total{direction="out"}',
         'pagestream_kv_swap_blocks_total{direction="in"}',
+        'pagestream_kv_swap_duration_seconds_count{direction="out"}',
+        'pagestream_kv_swap_duration_seconds_count{direction="in"}',
+        'pagestream_kv_block_lifetime_seconds_count{state="active"}',
+        'pagestream_kv_block_lifetime_seconds_count{state="cached"}',
         'pagestream_preemptions_total{mode="swap"}',
         "pagestream_kv_copy_on_write_blocks_total",
         'pagestream_requests_finished_total{reason="error"}',

@@ -3,6 +3,7 @@
 import pytest
 
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID, BlockPool
+from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 
 
 def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
@@ -183,3 +184,45 @@ def test_integrity_fails_when_hashes_and_blocks_disagree() -> None:
 def test_a_pool_of_the_padding_block_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks is 1"):
         BlockPool(num_blocks=1)
+
+
+def told(found: DurationCounts) -> tuple[int, float]:
+    return sum(found.counts), found.sum_seconds
+
+
+def test_time_in_use_and_in_the_cache_is_counted_where_it_ends() -> None:
+    now = 0.0
+    durations = KVDurations(lambda: now)
+    pool = BlockPool(4, durations=durations)
+    table = pool.allocate(2)
+    pool.publish(table[0], b"prefix")
+    pool.share([table[0]])
+    now = 3.0
+    pool.free(table)  # the first one has a second owner
+    assert told(durations.active) == (1, 3.0)
+    now = 5.0
+    pool.free([table[0]])  # cached from here on
+    assert (told(durations.active), told(durations.cached)) == ((2, 8.0), (0, 0.0))
+    now = 12.0
+    pool.share([table[0]])
+    assert told(durations.cached) == (1, 7.0)
+    now = 13.0
+    pool.free([table[0]])
+    assert told(durations.active) == (3, 9.0)
+    now = 113.0
+    pool.allocate(3)  # evicts it
+    assert told(durations.cached) == (2, 107.0)
+
+
+def test_a_block_that_a_copy_reads_is_in_use_until_the_release() -> None:
+    now = 0.0
+    durations = KVDurations(lambda: now)
+    pool = BlockPool(4, durations=durations)
+    pool.allocate(1)
+    pool.hold(1)
+    now = 1.0
+    pool.free([1])
+    assert told(durations.active) == (0, 0.0)
+    now = 4.0
+    pool.release_held()
+    assert told(durations.active) == (1, 4.0)

@@ -39,7 +39,9 @@ def test_a_time_belongs_to_the_transfers_of_its_step_and_direction() -> None:
         record(log, kind, step)
     log.measured(2, swap_out_seconds=1.0, swap_in_seconds=2.0)
     assert [event["milliseconds"] for event in log.since(0)["events"]] == [None, 1000.0, 1000.0, 2000.0, None]
-    assert (log.totals.swap_out_seconds, log.totals.swap_in_seconds) == (1.0, 2.0)
+    assert (log.durations.swap_out.sum_seconds, log.durations.swap_in.sum_seconds) == (1.0, 2.0)
+    log.measured(3, swap_out_seconds=0.5, swap_in_seconds=0.0)
+    assert (sum(log.durations.swap_out.counts), sum(log.durations.swap_in.counts)) == (2, 1)
 
 
 def test_reading_on_from_where_one_was() -> None:
