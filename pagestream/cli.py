@@ -36,7 +36,7 @@ _COMMANDS = """commands:
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   dlq             requests that kept killing their workers: list, show, retry, drop
   top [URL]       the KV blocks of a running server, live in this terminal
-  doctor          check this machine: Python, torch, Triton compiler, store, port, model, disk
+  doctor          check this machine: Python, torch, driver, Triton compiler, store, clock, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
 
 `pagestream COMMAND --help` tells a command's options."""

