@@ -43,6 +43,8 @@ COPY --from=demo_model /models/SmolLM2-135M-Instruct/*.json /models/SmolLM2-135M
 COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY gateway gateway
+# A volume mounted here has this owner: files and batches, where PAGESTREAM_FILES_DIR names a folder in it.
+RUN install -d -o 10001 -g 10001 -m 700 /var/lib/pagestream
 ENV HOME=/tmp PAGESTREAM_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001
 EXPOSE 8000

@@ -69,7 +69,11 @@ async def serve(settings: GatewaySettings) -> int:
         max_queued_requests=settings.max_num_queued_reqs,
         max_queued_tokens=settings.max_num_queued_tokens,
     )
-    app = create_app(settings, client, metrics, access, tracing)
+    try:
+        app = create_app(settings, client, metrics, access, tracing)
+    except OSError as error:
+        sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
+        return 2
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_SECONDS, **RUNNER_OPTIONS)
     await runner.setup()
     try:

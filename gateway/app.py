@@ -8,12 +8,26 @@ from typing import Any
 from aiohttp import web
 
 from gateway.auth.access import Access, authenticate
+from gateway.batches.service import BATCHES, BatchService
 from gateway.http.server_log import server_logger
 from gateway.keys import STATE
 from gateway.metrics import DeliveryCollector, GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
 from gateway.requests.request_body import MAX_BODY_BYTES
-from gateway.routes import admin, chat, completions, description, kv, messages, models, page, requests, tokenize
+from gateway.routes import (
+    admin,
+    batches,
+    chat,
+    completions,
+    description,
+    files,
+    kv,
+    messages,
+    models,
+    page,
+    requests,
+    tokenize,
+)
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -36,7 +50,7 @@ def create_app(
     access: Access | None = None,
     tracing: Tracing | None = None,
 ) -> web.Application:
-    """`client` is started and closed with the application. Raises ApiKeysError."""
+    """`client` is started and closed with the application. Raises ApiKeysError, and OSError for --files-dir."""
     metrics = metrics or GatewayMetrics()
     access = access or Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
     app = web.Application(
@@ -56,6 +70,10 @@ def create_app(
     app[STATE] = GatewayState(settings, client, metrics)
     app.on_response_prepare.append(set_headers)
     groups = [chat, completions, messages, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]
+    if settings.files_dir is not None:
+        app[BATCHES] = BatchService(settings, app[STATE], access)
+        app[BATCHES].prepare()
+        groups += [files, batches]
     for group in groups:
         app.add_routes(group.routes())
     operations = [operation for group in groups for operation in group.OPERATIONS]
@@ -64,6 +82,8 @@ def create_app(
     app.cleanup_ctx.append(_served_model)
     app.cleanup_ctx.append(_stream_watch)
     app.cleanup_ctx.append(_watch_of(access))
+    if settings.files_dir is not None:
+        app.cleanup_ctx.append(_batches)
     return app
 
 
@@ -82,6 +102,11 @@ async def _served_model(app: web.Application) -> AsyncIterator[None]:
 
 async def _stream_watch(app: web.Application) -> AsyncIterator[None]:
     async with _running(app[STATE].watch.run()):
+        yield
+
+
+async def _batches(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[BATCHES].run()):
         yield
 
 

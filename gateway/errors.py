@@ -10,11 +10,14 @@
     ├── Forbidden                       403     cross_site_request | host_not_allowed
     ├── ModelNotFound                   404     model_not_found
     ├── RequestNotFound                 404     request_not_found
+    ├── FileNotFound                    404     file_not_found
+    ├── BatchNotFound                   404     batch_not_found
     ├── UnknownUrl                      404     unknown_url
     ├── MethodNotAllowed                405     method_not_allowed
     ├── RequestTimeout                  408     request_timeout
     ├── IdempotencyKeyReused            409     idempotency_key_reused
-    ├── BodyTooLarge                    413     body_too_large
+    ├── BatchEnded                      409     batch_ended
+    ├── BodyTooLarge                    413     body_too_large | files_full
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
     │                                           | max_concurrent_exceeded
@@ -105,6 +108,22 @@ class RequestNotFound(GatewayError):
     default_code = "request_not_found"
 
 
+class FileNotFound(GatewayError):
+    """Or of another key."""
+
+    status = 404
+    error_type = "not_found_error"
+    default_code = "file_not_found"
+
+
+class BatchNotFound(GatewayError):
+    """Or of another key."""
+
+    status = 404
+    error_type = "not_found_error"
+    default_code = "batch_not_found"
+
+
 class UnknownUrl(GatewayError):
     status = 404
     error_type = "not_found_error"
@@ -135,6 +154,15 @@ class IdempotencyKeyReused(GatewayError):
     status = 409
     error_type = "invalid_request_error"
     default_code = "idempotency_key_reused"
+    should_retry = False
+
+
+class BatchEnded(GatewayError):
+    """It cannot be cancelled any more."""
+
+    status = 409
+    error_type = "invalid_request_error"
+    default_code = "batch_ended"
     should_retry = False
 
 

@@ -6,7 +6,7 @@ Flags keep vLLM's names where both have the option. Does not know how an option 
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.settings import SettingsError, parse_count, setting
+from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,13 @@ class GatewaySettings:
     )
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
+    files_dir: Path | None = setting(
+        None, parse=Path, help="for /v1/files and /v1/batches, shared by all gateways; default: neither is served"
+    )
+    max_file_bytes: int = setting(200 * 2**20, parse=parse_bytes, help="size of an uploaded file")
+    max_files_bytes: int = setting(4 * 2**30, parse=parse_bytes, help="files and batches together, of all keys")
+    max_batch_concurrency: int = setting(64, parse=parse_count, help="requests of batches in flight at one time here")
+
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")
     otlp_traces_endpoint: str = setting("", help="OpenTelemetry collector for traces: http://HOST:4318/v1/traces")
@@ -68,6 +75,9 @@ class GatewaySettings:
             ("--max-num-queued-reqs", self.max_num_queued_reqs),
             ("--max-num-queued-tokens", self.max_num_queued_tokens),
             ("--max-num-streams", self.max_num_streams),
+            ("--max-file-bytes", self.max_file_bytes),
+            ("--max-files-bytes", self.max_files_bytes),
+            ("--max-batch-concurrency", self.max_batch_concurrency),
         ):
             _require(count is None or count >= 1, flag, "at least 1", count)
         for flag, seconds in (

@@ -4,8 +4,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from pagestream.child_process import ChildCommand
+from pagestream.directories import state_directory
 from pagestream.gpus import environ_of_worker, visible_gpus
 from pagestream.model_source import ModelSource
 from pagestream.serve_settings import PassedFlags, ServeSettings
@@ -27,7 +29,10 @@ class ChildCommands:
         self._flags = flags
         self._url = url
         self._common = ["--model", str(source.directory)]
-        self._common += ["--served-model-name", settings.served_model_name or source.name]
+        name = settings.served_model_name or source.name
+        # One a model: whoever serves another one would answer the lines of its batches with 404.
+        self._files_dir = settings.files_dir or state_directory() / "files" / quote(name, safe="")
+        self._common += ["--served-model-name", name]
         self._common += ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
         if settings.otlp_traces_endpoint:
             self._common += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
@@ -42,7 +47,8 @@ class ChildCommands:
         address = ["--host", self._settings.host, "--port", str(self._settings.port)]
         if self._settings.gateways > 1:
             address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
-        return self._command(name, "gateway", [*self._common, *address, *self._flags.gateway])
+        files = ["--files-dir", str(self._files_dir)]
+        return self._command(name, "gateway", [*self._common, *address, *files, *self._flags.gateway])
 
     def worker(self, number: int, base_id: str) -> ChildCommand:
         argv = [*self._common, "--worker-id", base_id]

@@ -18,8 +18,9 @@ from typing import Any
 
 import aiohttp
 
-from pagestream.batch_file import BatchFileError, BatchLine, Results, read_lines
+from pagestream.batch_file import BatchFileError, BatchLine, read_lines
 from pagestream.file_lock import file_lock
+from shared.result_file import ResultFile, ResultFileError
 
 MAX_ATTEMPTS = 20  # with pauses of up to MAX_PAUSE_SECONDS: a server may be away for ten minutes
 MAX_PAUSE_SECONDS = 30.0
@@ -27,7 +28,7 @@ _REPEATED = frozenset((408, 429, 500, 502, 503, 504))
 
 
 class Batch:
-    def __init__(self, session: aiohttp.ClientSession, results: Results, concurrency: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, results: ResultFile, concurrency: int) -> None:
         self.num_failed = 0
         self._session = session
         self._results = results
@@ -67,17 +68,18 @@ class Batch:
             body = json.loads(text)
         except ValueError:
             body = text  # of something between the server and here
-        self._results.add(line.custom_id, reply.headers.get("x-request-id", ""), reply.status, body)
+        encoded = json.dumps(body).encode()  # in one line
+        self._results.add(line.custom_id, reply.headers.get("x-request-id", ""), reply.status, encoded)
 
 
 async def run(input_path: Path, output_path: Path, url: str, api_key: str, concurrency: int) -> int:
-    """How many lines have no good answer. Raises BatchFileError."""
+    """How many lines have no good answer. Raises BatchFileError or ResultFileError."""
     lines = read_lines(input_path)
     headers = {"Content-Type": "application/json", "x-priority": "batch"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     async with file_lock(output_path.with_name(output_path.name + ".lock")):
-        results = Results(output_path)
+        results = ResultFile(output_path)
         try:
             left = [line for line in lines if line.custom_id not in results.custom_ids]
             sys.stderr.write(f"{len(lines)} requests, {len(lines) - len(left)} of them answered already\n")
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     api_key = os.environ.get("PAGESTREAM_API_KEY", "")
     try:
         failed = asyncio.run(run(args.input_file, args.output_file, args.url, api_key, args.concurrency))
-    except BatchFileError as error:
+    except (BatchFileError, ResultFileError) as error:
         sys.stderr.write(f"pagestream run-batch: error: {error}\n")
         return 2
     except KeyboardInterrupt:

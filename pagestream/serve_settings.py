@@ -6,6 +6,7 @@ whose settings are not imported here; tests/test_architecture.py holds the names
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
@@ -26,6 +27,9 @@ GATEWAY_FLAGS = frozenset(
         "--max-timeout-seconds",
         "--default-detach-seconds",
         "--max-detach-seconds",
+        "--max-file-bytes",
+        "--max-files-bytes",
+        "--max-batch-concurrency",
         "--tool-call-parser",
         "--reasoning-parser",
         "--force-include-usage",
@@ -51,6 +55,9 @@ class ServeSettings:
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
     max_model_len: int | None = setting(
         None, parse=parse_count, help="longest prompt + output; default: the model's own"
+    )
+    files_dir: Path | None = setting(
+        None, parse=Path, help="for /v1/files and /v1/batches; default: with the state of this user, one a model"
     )
     drain_seconds: float = setting(30.0, help="time after SIGTERM for running requests to end")
     log_format: str = setting("text", choices=("text", "json"), help="log lines for people or for machines")

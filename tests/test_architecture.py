@@ -27,8 +27,8 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 
 # A new option is a decision: it is added here, to docs/operations.md, and to the CHANGELOG.
 SERVE_OPTIONS = """
-    model served_model_name host port gateways workers redis_url store_max_memory_bytes max_model_len drain_seconds
-    log_format otlp_traces_endpoint vllm_metric_names
+    model served_model_name host port gateways workers redis_url store_max_memory_bytes max_model_len files_dir
+    drain_seconds log_format otlp_traces_endpoint vllm_metric_names
 """
 GATEWAY_OPTIONS = """
     model served_model_name redis_url host port reuse_port own_port api_key api_keys_file ui
@@ -38,6 +38,7 @@ GATEWAY_OPTIONS = """
     max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser force_include_usage
+    files_dir max_file_bytes max_files_bytes max_batch_concurrency
     exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
 WORKER_OPTIONS = """

@@ -185,7 +185,7 @@ def _reply(
 ) -> Reply:
     state = asker.state
     include_usage = completion.stream and (completion.include_usage or state.settings.force_include_usage)
-    headers, numbers = _ignored_header(completion.ignored), None
+    headers, numbers = ignored_header(completion.ignored), None
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
         numbers = EventNumbers(len(completion.prompts) * completion.n, asker.headers.get(LAST_EVENT_ID, ""))
@@ -240,7 +240,7 @@ async def _give(
                 settle()
 
 
-def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Names come from the client: only plain ones may enter a header, and not without end."""
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Of unknown fields. Names come from the client: only plain ones may enter a header, and not without end."""
     plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64]
     return {"x-pagestream-ignored": ", ".join(plain[:16])} if plain else {}

@@ -86,6 +86,15 @@ class Generation:
         )
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """As the store has them, one a prompt."""
+        return tuple(request.request.request_id for request in self._requests)
+
+    async def forget(self, name: str) -> None:
+        """What the store keeps of an answer that has ended, and its client's name for it."""
+        await self._client.archive.forget(self.request_ids, name)
+
+    @property
     def prompt_scores(self) -> list[Scores]:
         """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
         return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]

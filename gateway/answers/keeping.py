@@ -68,8 +68,13 @@ def wish_of(
     if detach_seconds is None:
         detach_seconds = min(default_detach_seconds, max_detach_seconds)
     canonical = json.dumps(json.loads(body), sort_keys=True).encode()
-    name_digest = _digest(owner_key_hash.encode(), name.encode())
-    return Wish(owner_key_hash, detach_seconds, name_digest, _digest(kind.encode(), canonical))
+    fingerprint = _digest(kind.encode(), canonical)
+    return Wish(owner_key_hash, detach_seconds, name_digest(owner_key_hash, name), fingerprint)
+
+
+def name_digest(owner_key_hash: str, name: str) -> str:
+    """A client's own name for a request, as the store has it."""
+    return _digest(owner_key_hash.encode(), name.encode())
 
 
 def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: bytes, created: int) -> list[Keep]:

@@ -49,6 +49,7 @@ class Access:
         self._clock = clock
         self._anonymous = Account(None, clock)
         self._accounts: dict[str, Account] = {}  # by digest
+        self._batch_accounts: dict[str, Account] = {}
         self._seen = self._state_of_file()
         self._ring = self._read()
 
@@ -72,6 +73,19 @@ class Access:
         account = self._accounts.get(key.sha256)
         if account is None or account.key != key:  # a key whose limits have changed begins anew
             account = self._accounts[key.sha256] = Account(key, self._clock)
+        return account
+
+    def batch_account(self, owner_key_hash: str) -> Account | None:
+        """What the batches of a key spend: its limits once more, so that they do not shut out its requests.
+
+        None: there is no such key, or no key any more.
+        """
+        key = next((key for key in self._ring.keys if key.sha256 == owner_key_hash), None)
+        if key is None and (owner_key_hash or self.needs_key):
+            return None
+        account = self._batch_accounts.get(owner_key_hash)
+        if account is None or account.key != key:
+            account = self._batch_accounts[owner_key_hash] = Account(key, self._clock)
         return account
 
     async def watch(self) -> None:

@@ -1,11 +1,12 @@
 """What the store has of requests, running or ended, read by id or by their clients' own names."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.store.store_calls import StoreCalls
+from gateway.store.store_calls import StoreCalls, StoreUnavailable
 from gateway.store.stored_request import FIELDS, StoredRequest, stored_request
 from shared.redis_keys import RedisKeys
 
@@ -24,6 +25,15 @@ class RequestArchive:
     async def named(self, digest: str) -> tuple[str, str] | None:
         """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
         return await self._calls.ask(self._read_name(digest))
+
+    async def forget(self, request_ids: Iterable[str], name: str) -> None:
+        """Requests that have ended, and their client's name for them. What is not forgotten now expires by itself."""
+        keys = [key for id_ in request_ids for key in (self._keys.request(id_), self._keys.journal(id_))]
+        with suppress(StoreUnavailable):
+            await self._calls.ask(self._unlink([*keys, self._keys.client_name(name)]))
+
+    async def _unlink(self, keys: list[str]) -> None:
+        await self._redis.unlink(*keys)
 
     async def read(self, request_ids: list[str], fields: Iterable[str]) -> list[tuple[Any, Any]]:
         """Fields of the hash, and the journal; either may be the server's error. The hash is read first: if it tells

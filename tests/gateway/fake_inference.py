@@ -137,6 +137,8 @@ class FakeInferenceClient:
 
     async def named(self, digest: str) -> None: ...
 
+    async def forget(self, request_ids: Iterable[str], name: str) -> None: ...
+
     async def fleet_seconds(self) -> float:
         return 0.0
 

@@ -1,4 +1,4 @@
-"""Batch files: what is refused before anything is computed, and what a run that was cut off leaves."""
+"""Batch files: what is refused before anything is computed."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagestream.batch_file import BatchFileError, Results, read_lines
+from pagestream.batch_file import BatchFileError, read_lines
 
 
 def line(custom_id: str = "a", **changes: Any) -> str:
@@ -43,31 +43,3 @@ def test_a_line_has_the_same_key_in_every_run(tmp_path: Path) -> None:
 def test_what_is_no_batch(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(BatchFileError, match=message):
         read_lines(written(tmp_path / "in", *lines))
-
-
-def test_results_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    results = Results(path)
-    results.add("a", "1", 200, {"x": 1})
-    results.add_failure("b", "no_answer", "gone")
-    results.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"custom_id": "c", "resp')
-    again = Results(path)
-    assert again.custom_ids == {"a", "b"}
-    again.add("c", "3", 400, {})
-    again.close()
-    assert path.read_bytes().startswith(whole)
-    statuses = [
-        (found["custom_id"], (found["response"] or {}).get("status_code"))
-        for found in map(json.loads, path.read_text().splitlines())
-    ]
-    assert statuses == [("a", 200), ("b", None), ("c", 400)]
-
-
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.write_text('{"hello": 1}\n')
-    with pytest.raises(BatchFileError, match="another file"):
-        Results(path)
-    assert path.read_text() == '{"hello": 1}\n'

@@ -51,14 +51,14 @@ def test_ranges(argv: list[str]) -> None:
 
 
 def test_the_gateway_is_told_what_it_needs() -> None:
-    settings = ServeSettings(port=9000, max_model_len=512)
+    settings = ServeSettings(port=9000, max_model_len=512, files_dir=Path("/files"))
     commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), SOURCE, "unix:///s")
     command = commands.gateway("gateway")
     assert command.environ is not None and command.environ["PAGESTREAM_REDIS_URL"] == "unix:///s"
     assert list(command.argv[1:]) == [
         "-P", "-m", "gateway", "--model", "/m", "--served-model-name", "Model",
         "--drain-seconds", "30.0", "--log-format", "text", "--max-model-len", "512", "--config", "/c.toml",
-        "--host", "127.0.0.1", "--port", "9000", "--max-num-streams", "5",
+        "--host", "127.0.0.1", "--port", "9000", "--files-dir", "/files", "--max-num-streams", "5",
     ]  # fmt: skip
 
 
@@ -66,7 +66,16 @@ def test_several_gateways_share_the_port_and_have_one_each() -> None:
     settings = ServeSettings(gateways=2, served_model_name="name")
     command = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u").gateway("gateway-1")
     assert command.name == "gateway-1"
-    assert command.argv[-5:] == ["--port", "8000", "--reuse-port", "--own-port", "0"]
+    assert command.argv[-7:-2] == ["--port", "8000", "--reuse-port", "--own-port", "0"]
+
+
+def test_gateways_of_one_model_share_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    settings = ServeSettings(gateways=2, served_model_name="organisation/../model")
+    commands = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u")
+    for name in ("gateway-0", "gateway-1"):
+        folder = "/state/pagestream/files/organisation%2F..%2Fmodel"
+        assert commands.gateway(name).argv[-2:] == ["--files-dir", folder]
 
 
 def test_the_worker_is_told_what_it_needs() -> None:

@@ -1,0 +1,74 @@
+"""What files and batches need of a file system: whole writes, locks that end with their process, sizes. Blocking.
+
+The directory may be shared by gateways of one machine, or of several if its file system has flock and rename.
+"""
+
+import asyncio
+import fcntl
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+_ENTRY_BYTES = 4096  # what an entry costs at least: many small ones fill a disk too
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+async def to_the_end(function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    """In a thread, waited for also by a task that is cancelled: a lock must not be let go while it still writes."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """After this all of it is on the disk under its name; before, nothing of it."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the lock until it is closed, also by the end of its process; None: another one has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def used_bytes(directory: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_size + _ENTRY_BYTES
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+    return total

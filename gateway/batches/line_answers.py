@@ -1,0 +1,119 @@
+"""The answer to one line of a batch: the same life as over HTTP, without a connection, behind all other requests.
+
+Each line has a name of its own in the store (an Idempotency-Key), the same at every gateway: whoever takes a batch over
+attaches to what the one before it asked for. What says "try again" is tried again until it says something else.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from gateway.answers.answer_kinds import CHAT, COMPLETION, AnswerKind
+from gateway.answers.answering import Begin, answered, reply_again
+from gateway.answers.asker import Asker
+from gateway.answers.delivery import Reply, collect_reply
+from gateway.answers.keeping import NAME_HEADER, name_digest
+from gateway.answers.kept_answers import KeptAnswer
+from gateway.auth.access import begin
+from gateway.auth.rate_limits import Account
+from gateway.batches.lines import BatchLine
+from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
+from gateway.requests.deadlines import Timeouts
+from gateway.requests.extra_fields import PRIORITY_HEADER
+from gateway.state import GatewayState
+
+logger = logging.getLogger("gateway")
+
+KIND_OF_ENDPOINT: dict[str, AnswerKind] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+DETACH_SECONDS = 600.0  # how long a line in flight waits for the next gateway when this one ends
+MAX_LIVES = 5  # of a line that the server itself cancelled, as it does when no gateway came back in time
+MAX_PAUSE_SECONDS = 30.0
+
+Forget: TypeAlias = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    status: int
+    body: bytes
+    request_id: str = ""  # the answer's; a refusal has none
+    forget: Forget | None = None  # what the store still has of it
+
+
+class LineAnswers:
+    """Of one batch."""
+
+    def __init__(self, state: GatewayState, batch_id: str, endpoint: str, slots: asyncio.Semaphore) -> None:
+        """`slots`: one a request in flight, of all batches here together."""
+        self._state = state
+        self._batch_id = batch_id
+        self._kind = KIND_OF_ENDPOINT[endpoint]
+        self._slots = slots
+        self.is_withdrawing = False  # what is left in flight is cancelled, not kept for the next gateway
+
+    async def answer(self, line: BatchLine, account: Account) -> LineResult:
+        num_lives = num_refusals = 0
+        while True:
+            try:
+                async with self._slots:
+                    return await self._ask(line, account, num_lives)
+            except GatewayError as error:
+                if _is_for_another_life(error) and num_lives < MAX_LIVES:
+                    num_lives += 1
+                    continue
+                if not _is_for_later(error):
+                    return _refused(error)
+                pause_seconds = getattr(error, "retry_after_seconds", 1.0) * 2 ** min(num_refusals, 5)
+                num_refusals += 1
+            except Exception:
+                logger.exception("a line of a batch failed")
+                return _refused(InternalError())
+            await asyncio.sleep(min(MAX_PAUSE_SECONDS, pause_seconds))
+
+    async def _ask(self, line: BatchLine, account: Account, life: int) -> LineResult:
+        name = f"{self._batch_id}-{line.number}-{life}"
+        asker = Asker(
+            self._state,
+            account,
+            {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
+            Timeouts(0, 0),  # the defaults are for those who wait
+            DETACH_SECONDS,
+            is_recorded=False,
+        )
+
+        async def give(reply: Reply, begin_generation: Begin) -> LineResult:
+            if reply.completion.stream:
+                raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
+            begin(account)
+            generation = reply.generation
+            try:
+                await begin_generation()
+                body = await collect_reply(reply)
+            finally:
+                generation.leave(None if self.is_withdrawing else reply.detach_seconds)
+                account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+            forget = partial(generation.forget, name_digest(account.owner_key_hash, name))
+            return LineResult(200, body, generation.request_ids[0], forget)
+
+        async def give_again(kept: KeptAnswer) -> LineResult:
+            return await give(*reply_again(asker, kept, kept.completion))
+
+        return await answered(asker, self._kind, line.body, time.monotonic(), give=give, give_again=give_again)
+
+
+def _refused(error: GatewayError) -> LineResult:
+    return LineResult(error.status, json.dumps(error.body()).encode())
+
+
+def _is_for_later(error: GatewayError) -> bool:
+    # Its own time in the queue is over for good: the name stands for that end.
+    return isinstance(error, (Unavailable, RateLimited)) and error.code != "queue_timeout"
+
+
+def _is_for_another_life(error: GatewayError) -> bool:
+    return error.code == "request_cancelled"

@@ -1,0 +1,89 @@
+"""Results of a batch, one JSON line each in OpenAI's form, appended as they come, in any order. Blocking.
+
+    {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+A writer that was cut off leaves at most half a line at the end, which the next one takes away.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+
+class ResultFileError(ValueError):
+    """A file that holds something else; the message names the line."""
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Result(msgspec.Struct):
+    id: str
+    custom_id: str
+    response: _Response | None
+    error: _Error | None
+
+
+_decoder = msgspec.json.Decoder(_Named)
+_encoder = msgspec.json.Encoder()
+
+
+class ResultFile:
+    """Open for more."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ResultFileError."""
+        path.touch()
+        self.custom_ids: set[str] = set()
+        num_whole_bytes = 0
+        for custom_id, num_bytes in _whole_results(path):
+            self.custom_ids.add(custom_id)
+            num_whole_bytes += num_bytes
+        os.truncate(path, num_whole_bytes)
+        self._file: BinaryIO = path.open("ab")
+
+    def add(self, custom_id: str, request_id: str, status: int, body: bytes) -> None:
+        """`body`: JSON without line breaks."""
+        response = _Response(status, request_id, msgspec.Raw(body))
+        self._append(_Result(f"batch_req_{request_id}", custom_id, response, None))
+
+    def add_failure(self, custom_id: str, code: str, message: str) -> None:
+        self._append(_Result("batch_req_", custom_id, None, _Error(code, message)))
+
+    def close(self) -> None:
+        try:
+            self._file.flush()  # what a full disk has refused so far
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _append(self, result: _Result) -> None:
+        self._file.write(_encoder.encode(result) + b"\n")
+        self._file.flush()
+        self.custom_ids.add(result.custom_id)
+
+
+def _whole_results(path: Path) -> Iterator[tuple[str, int]]:
+    with path.open("rb") as written:
+        for number, text in enumerate(written, start=1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                yield _decoder.decode(text).custom_id, len(text)
+            except msgspec.DecodeError as error:
+                raise ResultFileError(f"{path}, line {number}: is no result of a batch; name another file") from error

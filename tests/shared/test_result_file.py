@@ -1,0 +1,36 @@
+"""Files of results: what a writer that was cut off leaves, and what is no such file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.result_file import ResultFile, ResultFileError
+
+
+def test_results_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    results = ResultFile(path)
+    results.add("a", "1", 200, b'{"x":1}')
+    results.add_failure("b", "no_answer", "gone")
+    results.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"custom_id": "c", "resp')
+    again = ResultFile(path)
+    assert again.custom_ids == {"a", "b"}
+    again.add("c", "3", 400, b"{}")
+    again.close()
+    assert path.read_bytes().startswith(whole)
+    statuses = [
+        (found["custom_id"], (found["response"] or {}).get("status_code"))
+        for found in map(json.loads, path.read_text().splitlines())
+    ]
+    assert statuses == [("a", 200), ("b", None), ("c", 400)]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text('{"hello": 1}\n')
+    with pytest.raises(ResultFileError, match="another file"):
+        ResultFile(path)
+    assert path.read_text() == '{"hello": 1}\n'
