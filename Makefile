@@ -1,6 +1,7 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
+# make mutants takes each guard of docs/security.md away and sees its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,10 +13,10 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
-.PHONY: help setup dev serve test faults soak fuzz check bench paper doctor lock clean
+.PHONY: help setup dev serve test faults soak mutants fuzz check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | faults | soak | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | test | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -41,6 +42,9 @@ fuzz: dev
 
 faults: dev
 	$(BIN)/python -m pytest tests/faults $(ARGS)
+
+mutants: dev
+	$(BIN)/python -m tests.guard_removals $(ARGS)
 
 soak: dev
 	$(BIN)/python -m tests.faults.mix $(ARGS)

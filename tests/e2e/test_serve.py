@@ -45,7 +45,8 @@ class Serve:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ["XDG_STATE_HOME"] = str(state)
         argv = [sys.executable, "-m", "pagestream", "serve", "--port", str(self.port), "--dtype", "float32", *arguments]
-        argv += ["--kv-cache-memory-bytes", "512M"]
+        # One thread: two that wait for each other at every operator crawl when a third process wants a core.
+        argv += ["--kv-cache-memory-bytes", "512M", "--num-threads", "1"]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         self.lines: list[str] = []
         self._grew = threading.Condition()

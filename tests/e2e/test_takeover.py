@@ -48,6 +48,7 @@ async def test_the_supervisor_restarts_the_only_worker(demo_model_dir: Path, tmp
     with running_fleet(tmp_path / "logs") as fleet:
         options = ["--port", str(fleet.port), "--dtype", "float32", "--kv-cache-memory-bytes", "256M"]
         options += ["--max-model-len", "1024", "--served-model-name", MODEL, "--model", str(demo_model_dir)]
+        options += ["--num-threads", "1"]
         # A short path: the store's unix socket lies in it.
         serve = fleet.start("serve", "-m", "pagestream", "serve", *options, XDG_STATE_HOME=str(tmp_path))
         async with connected(f"http://127.0.0.1:{fleet.port}") as api:
@@ -67,7 +68,8 @@ async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
         asyncio.create_task(api.complete(answer, prompt, NUM_TOKENS, **options))
         for answer, (prompt, options) in zip(answers, asked, strict=True)
     ]
-    while min(len(answer.pieces) for answer in answers) < NUM_TOKENS // 8:
+    # Early: on a busy machine one of two workers may be far ahead of the other.
+    while min(len(answer.pieces) for answer in answers) < NUM_TOKENS // 16:
         await asyncio.sleep(0.01)
     assert not any(answer.is_over for answer in answers)
     kill()

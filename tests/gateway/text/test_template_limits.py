@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -81,10 +82,22 @@ def test_a_long_chat_is_far_from_the_limit(tiny_model) -> None:
     assert time.process_time() - started < RENDER_SECONDS / 2
 
 
+class StandingClock:
+    def __init__(self) -> None:
+        self.stands, self.num_looks = True, 0
+        self._ends_at = time.monotonic() + 10.0
+
+    def monotonic(self) -> float:
+        self.num_looks += 1
+        return 0.0 if self.stands and time.monotonic() < self._ends_at else math.inf
+
+
 async def test_others_are_answered_meanwhile(
     start_gateway: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.text.chat_template.RENDER_SECONDS", 1.0)
+    """The template's clock stands until they have been; without a thread of its own it is let go after 10 s."""
+    clock = StandingClock()
+    monkeypatch.setattr("gateway.text.template_limits.time", clock)
     model = shutil.copytree(tiny_model_dir, tmp_path / "hostile")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": NESTED}))
     gateway = await start_gateway(model=model)
@@ -96,8 +109,11 @@ async def test_others_are_answered_meanwhile(
         return response.status
 
     asked = asyncio.create_task(chat())
+    while not clock.num_looks:
+        await asyncio.sleep(0.01)
     for _ in range(5):
         async with gateway.session.get("/v1/models") as response:
             assert response.status == 200
     assert not asked.done()
+    clock.stands = False
     assert await asked == 400

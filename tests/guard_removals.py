@@ -1,0 +1,116 @@
+"""make mutants: takes each guard of docs/security.md away, one at a time, and sees its tests fail.
+
+    python -m tests.guard_removals [WORD ...]       those whose class or file holds one of the words; default: all
+
+The guards are in guard_removals.toml. A removal is made in a copy of the working tree, never in the tree itself. It is
+caught when every test of its `caught_by` fails, or when these have no end without the guard. Ends with 1 when one
+survives. A test that breaks before it begins (a fixture, an import) has caught nothing.
+"""
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".toml")
+END_SECONDS = 240.0  # the slowest takes 20 on two idle cores
+MEMORY_BYTES = 16 * 2**30  # of address space: without its guard a test may take all there is
+
+_FAILED = re.compile(r"^FAILED tests/(\S+?\.py)::(?:\w+::)*(\w+)", re.MULTILINE)
+_NAMED = re.compile(r"`([\w/]+\.py::\w+)`")
+
+
+class Removal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    row: str = msgspec.field(name="class")  # how its row begins
+    caught_by: frozenset[str]  # path under tests/ :: name
+    file: str = ""
+    guard: str = ""
+    without: str = ""
+    environ: dict[str, str] = {}
+
+    def remove_from(self, text: str) -> str:
+        """Raises ValueError unless the guard is there, once."""
+        if text.count(self.guard) != 1:
+            raise ValueError(f"{self.file} holds {text.count(self.guard)} times {self.guard!r}")
+        return text.replace(self.guard, self.without)
+
+
+def removals() -> list[Removal]:
+    return msgspec.convert(tomllib.loads(TABLE.read_text())["removal"], list[Removal])
+
+
+def named_tests() -> dict[str, frozenset[str]]:
+    """Of docs/security.md: the first cell of each row of its classes, and the tests that it names."""
+    text = (ROOT / "docs" / "security.md").read_text().partition("## Classes of holes")[2]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    return {row.split("|")[1].strip(): frozenset(_NAMED.findall(row)) for row in rows}
+
+
+def copy_tree(target: Path) -> None:
+    """What git has, or would take."""
+    command = ["git", "ls-files", "-zco", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")[:-1]
+    for name in names:
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def survivors(removal: Removal, tree: Path) -> frozenset[str]:
+    """Tests of `caught_by` that do not fail without the guard. `tree` is left as it was."""
+    path = tree / removal.file
+    whole = path.read_text() if removal.file else ""
+    try:
+        if removal.file:
+            path.write_text(removal.remove_from(whole))
+        return removal.caught_by - failing(removal.caught_by, tree, removal.environ)
+    finally:
+        if removal.file:
+            path.write_text(whole)
+
+
+def failing(tests: Iterable[str], tree: Path, environ: dict[str, str]) -> frozenset[str]:
+    """Those of the tests that fail; all of them when they have no end."""
+    files, names = zip(*(test.split("::") for test in sorted(tests)), strict=True)
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"]
+    command += ["-k", " or ".join(names), *sorted({f"tests/{file}" for file in files})]
+    # No bytecode: a file that is changed and changed back within a second looks the same to Python's cache.
+    environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environ}
+    try:
+        ran = subprocess.run(
+            command, cwd=tree, env=environ, capture_output=True, text=True, check=False, timeout=END_SECONDS,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return frozenset(tests)
+    return frozenset(f"{file}::{name}" for file, name in _FAILED.findall(ran.stdout))
+
+
+def main(words: list[str]) -> int:
+    chosen = [one for one in removals() if not words or any(word in one.row + one.file for word in words)]
+    num_survived = 0
+    with tempfile.TemporaryDirectory(prefix="ps-mutants-") as directory:
+        tree = Path(directory)
+        copy_tree(tree)
+        for removal in chosen:
+            survived = survivors(removal, tree)
+            num_survived += bool(survived)
+            guard = removal.guard.strip().splitlines()[0] if removal.guard else str(removal.environ)
+            print(f"{'SURVIVES' if survived else 'caught'}  {removal.row}  {removal.file}  {guard[:60]}", flush=True)
+            for test in sorted(survived):
+                print(f"          passes: {test}", flush=True)
+    print(f"{len(chosen) - num_survived} of {len(chosen)} removals are caught")
+    return min(1, num_survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

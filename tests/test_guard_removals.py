@@ -1,0 +1,43 @@
+"""The table of guards is whole and fits the source; that each removal is caught is seen by `make mutants`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.guard_removals import ROOT, Removal, named_tests, removals, survivors
+
+ROWS = named_tests()
+REMOVALS = removals()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[:50])
+def test_each_test_of_a_class_fails_without_some_guard(row: str) -> None:
+    """A new row of docs/security.md, or a new test in one: say in guard_removals.toml what it is there for."""
+    caught_by = [removal.caught_by for removal in REMOVALS if row.startswith(removal.row)]
+    assert frozenset().union(*caught_by) == ROWS[row]
+
+
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: f"{removal.file}-{removal.guard.strip()[:40]}")
+def test_each_guard_is_there(removal: Removal) -> None:
+    """It was moved or rewritten? Then tell guard_removals.toml, and run `make mutants ARGS=FILE`."""
+    assert len([row for row in ROWS if row.startswith(removal.row)]) == 1
+    assert removal.environ or removal.remove_from((ROOT / removal.file).read_text())
+
+
+TREE = {
+    "guard.py": "IS_CHECKED = True\n",
+    "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",
+    "tests/test_it.py": "import guard\n\ndef test_fails():\n    assert guard.IS_CHECKED\n\ndef test_passes(): ...\n",
+}
+
+
+def test_what_does_not_fail_survives(tmp_path: Path) -> None:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    both = frozenset(("test_it.py::test_fails", "test_it.py::test_passes"))
+    removal = Removal(row="", file="guard.py", guard="True", without="False", caught_by=both)
+    assert survivors(removal, tmp_path) == {"test_it.py::test_passes"}
+    unreadable = Removal(row="", file="guard.py", guard="True", without="(", caught_by=both)
+    assert survivors(unreadable, tmp_path) == both  # it breaks before it begins
+    assert (tmp_path / "guard.py").read_text() == TREE["guard.py"]
