@@ -126,7 +126,8 @@ def gateway_side() -> Callable[[], bytes]:
             metrics.http_duration.labels(route, "POST", code).observe(0.1)
     for command in ("EVALSHA", "SET", "XLEN", "XINFO GROUPS", "XRANGE", "TIME", "GET", "HMGET"):
         metrics.observe_redis(command, 0.0001, failed=False)
-    return lambda: generate_latest(metrics.registry)
+    metrics.of_model("model")
+    return lambda: generate_latest(metrics.exposed)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
+from gateway.models.model_options import model_options
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -60,17 +61,21 @@ async def serve(settings: GatewaySettings) -> int:
     except TracingUnavailable as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)
     connections = connect(settings.redis_url, observe=metrics.observe_redis)
-    client = InferenceClient(
-        connections,
-        RedisKeys(settings.model_name),
-        secrets.token_hex(8),
-        max_queued_requests=settings.max_num_queued_reqs,
-        max_queued_tokens=settings.max_num_queued_tokens,
-    )
+    gateway_id = secrets.token_hex(8)
+    clients = {
+        options: InferenceClient(
+            connections,
+            RedisKeys(options.name),
+            gateway_id,
+            max_queued_requests=settings.max_num_queued_reqs,
+            max_queued_tokens=settings.max_num_queued_tokens,
+        )
+        for options in model_options(settings)
+    }
     try:
-        app = create_app(settings, client, metrics, access, tracing)
+        app = create_app(settings, clients, metrics, access, tracing)
     except OSError as error:
         sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
         return 2
@@ -85,10 +90,10 @@ async def serve(settings: GatewaySettings) -> int:
         state = app[STATE]
         if not await _until_signal(state):
             return 1
-        state.draining = True
+        state.open_requests.draining = True
         for site in sites:
             await site.stop()
-        if not await state.wait_idle(settings.drain_seconds):
+        if not await state.open_requests.wait_idle(settings.drain_seconds):
             logger.warning("streams were still open after %g s", settings.drain_seconds)
     finally:
         await runner.cleanup()

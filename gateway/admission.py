@@ -6,6 +6,8 @@ ACCEPT knows the queue's true length, and it refuses with BUSY.
 
 from dataclasses import dataclass
 
+from gateway.errors import Unavailable
+
 RETRY_AFTER_SECONDS = {
     "draining": 1,  # another gateway, or this one restarted, answers at once
     "gateway_full": 2,
@@ -62,3 +64,7 @@ def admit(load: Load, limits: Limits) -> Admitted | Rejected:
     if load.open_requests >= limits.max_open_requests:
         return Rejected("gateway_full", f"This gateway holds {load.open_requests} open requests, its limit.")
     return Admitted()
+
+
+def unavailable(reason: str, message: str) -> Unavailable:
+    return Unavailable(message, code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])

@@ -146,11 +146,14 @@ class ReadinessBody(StateBody, kw_only=True):
     detail: str
     elapsed_s: float
     workers: list[dict[str, Any]]
+    models: dict[str, str]  # name -> state
 
 
 class StoreReadinessBody(StateBody, kw_only=True):
     store_write_seconds: float | None  # null: it took no write
     ready_workers: int
+    ready_models: int
+    models: int
 
 
 class VersionBody(msgspec.Struct, kw_only=True):

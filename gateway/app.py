@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -11,8 +11,9 @@ from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
 from gateway.http.server_log import server_logger
 from gateway.keys import STATE
-from gateway.metrics import DeliveryCollector, GatewayMetrics
+from gateway.metrics import GatewayMetrics
 from gateway.middlewares import errors_to_json, identify, measure, set_headers
+from gateway.models.model_options import ModelOptions
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import (
     admin,
@@ -45,13 +46,16 @@ RUNNER_OPTIONS: dict[str, Any] = {
 
 def create_app(
     settings: GatewaySettings,
-    client: InferenceClient,
+    clients: Mapping[ModelOptions, InferenceClient],
     metrics: GatewayMetrics | None = None,
     access: Access | None = None,
     tracing: Tracing | None = None,
 ) -> web.Application:
-    """`client` is started and closed with the application. Raises ApiKeysError, and OSError for --files-dir."""
-    metrics = metrics or GatewayMetrics()
+    """`clients`, one a model, are started and closed with the application.
+
+    Raises ApiKeysError, and OSError for --files-dir.
+    """
+    metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
     access = access or Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
@@ -64,10 +68,7 @@ def create_app(
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
-    metrics.registry.register(DeliveryCollector(client))
-    if settings.vllm_metric_names:
-        metrics.add_vllm_names(settings.model_name)
-    app[STATE] = GatewayState(settings, client, metrics)
+    app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
     groups = [chat, completions, messages, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]
     if settings.files_dir is not None:
@@ -78,8 +79,8 @@ def create_app(
         app.add_routes(group.routes())
     operations = [operation for group in groups for operation in group.OPERATIONS]
     app.add_routes(description.routes(operations))
-    app.cleanup_ctx.append(_inference_client)
-    app.cleanup_ctx.append(_served_model)
+    app.cleanup_ctx.append(_inference_clients)
+    app.cleanup_ctx.append(_served_models)
     app.cleanup_ctx.append(_stream_watch)
     app.cleanup_ctx.append(_watch_of(access))
     if settings.files_dir is not None:
@@ -87,16 +88,17 @@ def create_app(
     return app
 
 
-async def _inference_client(app: web.Application) -> AsyncIterator[None]:
+async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
-    await state.client.start()
+    for service in state.models:
+        await service.client.start()
     yield
-    await state.finish_background()
-    await state.client.close()
+    await state.background.finish()
+    await asyncio.gather(*(service.client.close() for service in state.models))
 
 
-async def _served_model(app: web.Application) -> AsyncIterator[None]:
-    async with _running(app[STATE].load_model()):
+async def _served_models(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[STATE].load_models()):
         yield
 
 

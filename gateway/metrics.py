@@ -1,5 +1,9 @@
 """The gateway's Prometheus metrics: what a client sees. Touched by the shell only; labels are closed sets.
 
+    metrics = GatewayMetrics()            # of the process: HTTP, the store
+    metrics.of_model("name")              # of one served model; exposed with the label `model`
+    generate_latest(metrics.exposed)
+
 Steps, KV blocks and queue time within the engine are the worker's; names do not overlap.
 """
 
@@ -20,7 +24,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.latency_histogram import LatencyHistogram
-from shared.vllm_metric_names import with_vllm_names
+from gateway.model_labels import ByModel
+from shared.vllm_metric_names import VllmNames
 
 # vLLM's, cut at 160 s
 TTFT_BUCKETS_SECONDS = (
@@ -39,17 +44,69 @@ REDIS_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.
 _STREAM_LABEL = ("stream",)
 
 
-class GatewayMetrics:
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+class _Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry or _process_registry()
-        self.exposed = self.registry
-        self._of_requests()
-        self._of_http()
-        self._of_queue()
+        self.registry = registry
 
-    def add_vllm_names(self, model_name: str) -> None:
-        self.exposed = with_vllm_names(self.registry, model_name)
+    def _counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"pagestream_{name}", documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"pagestream_{name}", documentation, labels, registry=self.registry)
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pagestream_{name}", documentation, buckets=buckets, registry=self.registry)
+
+
+class GatewayMetrics(_Metrics):
+    """Of the process. `exposed` is what a scrape shows: these, and those of every model."""
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, vllm_names: bool = False) -> None:
+        super().__init__(registry or _process_registry())
+        self._vllm_names = vllm_names
+        self._by_model = ByModel()
+        self.exposed = CollectorRegistry()
+        self.exposed.register(self.registry)
+        self.exposed.register(self._by_model)
+        self.http_duration = Histogram(
+            "pagestream_http_request_duration_seconds",
+            "Handling of an HTTP request, its whole stream included",
+            ("route", "method", "code"),
+            buckets=DURATION_BUCKETS_SECONDS,
+            registry=self.registry,
+        )
+        self.open_requests = self._gauge("gateway_streams", "Inference requests being answered", ("route",))
+        self.disconnects = self._counter("gateway_client_disconnects_total", "Clients gone before their answer's end")
+        self.write_stalls = self._counter("gateway_write_stalls_total", "Clients dropped because they read nothing")
+        self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
+        self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
+        self.redis_duration = Histogram(
+            "pagestream_redis_command_duration_seconds", "Until the reply of a command of the store, scripts included",
+            ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self.redis_errors = self._counter("redis_errors_total", "Commands of the store that failed")
+
+    def of_model(self, name: str) -> "ModelMetrics":
+        metrics = ModelMetrics(CollectorRegistry())
+        self._by_model.add(name, metrics.registry)
+        if self._vllm_names:
+            self._by_model.add(name, VllmNames(metrics.registry, name))
+        return metrics
+
+    def observe_redis(self, command: str, seconds: float, failed: bool) -> None:
+        """`command` as the client sends it: one of the few that the gateway has."""
+        self.redis_duration.labels(command.lower()).observe(seconds)
+        self.redis_errors.inc(failed)
+
+
+class ModelMetrics(_Metrics):
+    """Of one served model. Its name is no label here: ByModel adds it at a scrape, and nothing is paid per token."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._of_requests()
+        self._of_queue()
 
     def _of_requests(self) -> None:
         self.time_to_first_token = self._histogram(
@@ -74,46 +131,12 @@ class GatewayMetrics:
         )
         self.rejected = self._counter("requests_rejected_total", "Requests refused before acceptance", ("reason",))
 
-    def _of_http(self) -> None:
-        self.http_duration = Histogram(
-            "pagestream_http_request_duration_seconds",
-            "Handling of an HTTP request, its whole stream included",
-            ("route", "method", "code"),
-            buckets=DURATION_BUCKETS_SECONDS,
-            registry=self.registry,
-        )
-        self.open_requests = self._gauge("gateway_streams", "Inference requests being answered", ("route",))
-        self.disconnects = self._counter("gateway_client_disconnects_total", "Clients gone before their answer's end")
-        self.write_stalls = self._counter("gateway_write_stalls_total", "Clients dropped because they read nothing")
-
     def _of_queue(self) -> None:
         self.queue_depth = self._gauge("queue_depth", "Accepted requests that no worker has claimed", _STREAM_LABEL)
         self.queue_pending = self._gauge("queue_pending", "Requests claimed by a worker, not finished", _STREAM_LABEL)
         self.queue_oldest_age = self._gauge("queue_oldest_age_seconds", "Age of the oldest unclaimed request")
         self.dead_letters = self._gauge("dead_letters", "Requests that kept killing their workers")
-        self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
-        self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers whose heartbeats say ready")
-
-        self.redis_duration = Histogram(
-            "pagestream_redis_command_duration_seconds", "Until the reply of a command of the store, scripts included",
-            ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,
-        )  # fmt: skip
-        self.redis_errors = self._counter("redis_errors_total", "Commands of the store that failed")
-
-    def observe_redis(self, command: str, seconds: float, failed: bool) -> None:
-        """`command` as the client sends it: one of the few that the gateway has."""
-        self.redis_duration.labels(command.lower()).observe(seconds)
-        self.redis_errors.inc(failed)
-
-    def _counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"pagestream_{name}", documentation, labels, registry=self.registry)
-
-    def _gauge(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return Gauge(f"pagestream_{name}", documentation, labels, registry=self.registry)
-
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"pagestream_{name}", documentation, buckets=buckets, registry=self.registry)
 
 
 class DeliveryCounts(Protocol):

@@ -68,6 +68,7 @@ KEEPING_PARAMETERS = (
     Parameter(name=NAME_HEADER, where="header", description="A repeat with the same key gets the same answer"),
     Parameter(name=LAST_EVENT_ID, where="header", description="With a repeat: the last event that the client has"),
 )
+MODEL_PARAMETER = Parameter(name="model", where="query", description="One of several models; default: all of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

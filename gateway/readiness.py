@@ -4,7 +4,7 @@ The states of /ready: starting (nothing has been ready yet) -> ready; no_worker 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shared.messages import WorkerHeartbeat, WorkerPhase
@@ -78,6 +78,16 @@ def assess(
         elapsed_seconds=elapsed_seconds,
         ready_workers=num_ready,
         workers=tuple(_as_object(status) for status in alive if status.heartbeat.worker_id != SUPERVISOR_ID),
+    )
+
+
+def overall(models: Sequence[Readiness]) -> Readiness:
+    """Of all models as one: where one is ready, traffic is welcome; else how far the furthest is."""
+    furthest = max(models, key=lambda model: (model.is_ready, _PHASE_ORDER.index(WorkerPhase(model.phase))))
+    return replace(
+        furthest,
+        ready_workers=sum(model.ready_workers for model in models),
+        workers=tuple(worker for model in models for worker in model.workers),
     )
 
 

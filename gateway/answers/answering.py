@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from aiohttp import web
 
+from gateway.admission import unavailable
 from gateway.answers.answer_extras import AnswerExtras
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.asker import Asker
@@ -26,12 +27,12 @@ from gateway.http.event_stream import EventStream
 from gateway.http.http_body import read_body
 from gateway.http.route_name import route_name
 from gateway.keys import STATE
+from gateway.models.model_service import ModelService
 from gateway.requests.deadlines import timeouts_of, with_deadlines
 from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import plan_requests
 from gateway.requests.prompt_encoding import encode_prompts
-from gateway.state import GatewayState, unavailable
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from gateway.tracing import traceparent_of
 
@@ -55,21 +56,21 @@ async def answered(
     """What `give` makes of a new answer, or `give_again` of the kept one that the asker's name stands for."""
     state, account = asker.state, asker.account
     completion = kind.parse(body)
-    state.check_model_name(completion.model)
+    service = state.service(completion.model, account)
     wish = wish_of(
         asker.headers, completion, kind.name, body, account.owner_key_hash,
         default_detach_seconds=asker.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
     )  # fmt: skip
     if wish is not None and wish.name:
-        found, stale_id = await find_named(state, wish, account.owner_key_hash)
+        found, stale_id = await find_named(service, wish, account.owner_key_hash)
         if found is not None:
             return await give_again(found)
         wish = replace(wish, stale_id=stale_id)
     try:
-        return await give(*await _new_reply(asker, kind, body, completion, wish, arrived_at))
+        return await give(*await _new_reply(asker, service, kind, body, completion, wish, arrived_at))
     except NameTaken as taken:  # by a request that came at the same time
-        return await give_again(await find_answer(state, taken.request_id, account.owner_key_hash))
+        return await give_again(await find_answer([service], taken.request_id, account.owner_key_hash))
 
 
 def asker_of(http: web.Request) -> Asker:
@@ -86,6 +87,7 @@ def asker_of(http: web.Request) -> Asker:
 
 async def _new_reply(
     asker: Asker,
+    service: ModelService,
     kind: AnswerKind,
     body: bytes,
     completion: CompletionRequest,
@@ -95,27 +97,27 @@ async def _new_reply(
     state, account = asker.state, asker.account
     await state.grammar_checks.check(completion.grammar)
     timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
-    model = state.admit()
-    limits = state.limits(model)
+    model = service.admit()
+    limits = service.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
     asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
     planned = plan_requests(
         completion, token_ids, limits, account.tenant, account.priority_class(asked), asker.traceparent
     )
     if timeouts:
-        planned = with_deadlines(planned, timeouts, await _fleet_seconds(state))
+        planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
     detach_seconds = wish.detach_seconds if wish else None
-    metrics = state.metrics if asker.is_recorded else state.unrecorded
-    generation = Generation(state, model, completion, planned, arrived_at, metrics)
+    metrics = service.metrics if asker.is_recorded else service.unrecorded
+    generation = Generation(service, model, completion, planned, arrived_at, metrics)
     reply = _reply(asker, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
     return reply, partial(generation.submit, keeps)
 
 
-async def _fleet_seconds(state: GatewayState) -> float:
+async def _fleet_seconds(service: ModelService) -> float:
     try:
-        return await state.client.fleet_seconds()
+        return await service.client.fleet_seconds()
     except StoreUnavailable as error:
         raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
@@ -159,7 +161,7 @@ async def show_again(http: web.Request, kept: KeptAnswer) -> bytes:
 
 def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -> tuple[Reply, Begin]:
     token_ids = [request.prompt_token_ids for request in kept.requests]
-    generation = kept.generation(asker.state)
+    generation = kept.generation()
     created, detach_seconds = kept.record.created, kept.record.detach_seconds
     reply = _reply(asker, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
     return reply, partial(generation.attach, kept.keeps())
@@ -183,21 +185,21 @@ def _reply(
     created: int,
     detach_seconds: float | None,
 ) -> Reply:
-    state = asker.state
-    include_usage = completion.stream and (completion.include_usage or state.settings.force_include_usage)
+    service, settings = generation.service, asker.state.settings
+    include_usage = completion.stream and (completion.include_usage or settings.force_include_usage)
     headers, numbers = ignored_header(completion.ignored), None
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
         numbers = EventNumbers(len(completion.prompts) * completion.n, asker.headers.get(LAST_EVENT_ID, ""))
     response_format = kind.make_format(
         answer_id,
-        state.model_name,
+        service.name,
         usage_in_chunks=include_usage,
         created=created,
         prompt_tokens=sum(map(len, token_ids)),
         repeated=completion.repeated,
     )
-    encoder = state.require_model().encoder
+    encoder = service.require_model().encoder
     return Reply(
         completion=completion,
         generation=generation,
@@ -222,7 +224,7 @@ async def _give(
 
     if is_charged:
         begin(account)
-    with state.counted(route_name(http)):
+    with state.open_requests.counted(route_name(http)):
         try:
             await begin_generation()
             if reply.completion.stream:

@@ -9,7 +9,7 @@ from itertools import repeat
 
 import msgspec
 
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import ModelMetrics
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, logprob_entry
 from gateway.text.output_text import OutputText
@@ -44,7 +44,7 @@ class ChoiceProgress:
         index: int,
         output: OutputText,
         token_bytes: TokenBytes,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         arrived_at: float,
         *,
         scores_every_token: bool = False,

@@ -1,6 +1,6 @@
 """The choices of one HTTP request, from submission to their last text: events of the engine in, text updates out.
 
-    generation = Generation(state, model, request, planned, arrived_at)
+    generation = Generation(service, model, request, planned, arrived_at)
     await generation.submit()                       # accepted, all or none
     async for updates in generation.updates(): ...  # ChoiceUpdates that came together
     generation.leave()                              # always, at the end: withdraws what has not finished
@@ -13,17 +13,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import zip_longest
 
+from gateway.admission import unavailable
 from gateway.answers.best_of import BestOf
 from gateway.answers.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.answers.message_parsing import message_parsers, parsed, reads_special_mark
 from gateway.answers.openai_response import UsageCount
 from gateway.answers.prompt_echo import Scores, prompt_echo
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import ModelMetrics
+from gateway.models.model_service import ModelService
 from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
-from gateway.state import GatewayState, unavailable
 from gateway.store.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
@@ -38,19 +39,19 @@ _MAX_MERGED_EVENTS = 64
 class Generation:
     def __init__(
         self,
-        state: GatewayState,
+        service: ModelService,
         model: ServedModel,
         request: CompletionRequest,
         planned: Sequence[PlannedRequest],
         arrived_at: float,
-        metrics: GatewayMetrics | None = None,
+        metrics: ModelMetrics | None = None,
     ) -> None:
-        metrics = metrics or state.metrics
-        keeps_marks = reads_special_mark(state.settings, model.encoder, request)
-        self._state = state
+        metrics = metrics or service.metrics
+        keeps_marks = reads_special_mark(service.options, model.encoder, request)
+        self.service = service
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
-        self._client: InferenceClient = state.client
+        self._client: InferenceClient = service.client
         self._requests = [
             _RequestProgress(
                 plan.request,
@@ -66,7 +67,7 @@ class Generation:
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],
                 _best_of(request, plan),
-                message_parsers(state.settings, model.encoder, request, plan),
+                message_parsers(service.options, model.encoder, request, plan),
             )
             for plan in planned
         ]
@@ -106,10 +107,10 @@ class Generation:
             for request, keep in zip_longest(self._requests, keeps):
                 request.stream = await self._client.submit(request.request, keep=keep)
         except QueueFull as error:
-            self._state.metrics.rejected.labels("queue_full").inc()
+            self.service.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error
         except StoreUnavailable as error:
-            self._state.metrics.rejected.labels("store_unavailable").inc()
+            self.service.metrics.rejected.labels("store_unavailable").inc()
             raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
     async def attach(self, keeps: Sequence[Keep]) -> None:
@@ -164,7 +165,7 @@ class Generation:
         stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
         is_whole = all(request.stream is not None for request in self._requests)
         if grace_seconds is not None and is_whole and not all(request.is_over for request in self._requests):
-            self._state.linger(self._linger(grace_seconds, then))
+            self.service.background.linger(self._linger(grace_seconds, then))
         else:
             self._abandon()
             then()
@@ -190,7 +191,7 @@ class Generation:
 
     def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
         if request.stream is not None:
-            self._state.in_background(self._client.release(request.stream, reason))
+            self.service.background.start(self._client.release(request.stream, reason))
 
     async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
         if not self._pumps:

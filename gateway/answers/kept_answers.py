@@ -5,16 +5,17 @@ Whoever asks with another key than the one that made the request is told that th
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
 from gateway.answers.generation import Generation
 from gateway.answers.keeping import AnswerRecord, Wish, attached_keeps, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
+from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
-from gateway.state import GatewayState, unavailable
 from gateway.store.inference_client import StoreUnavailable
 from gateway.store.stored_request import StoredRequest
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
@@ -25,6 +26,7 @@ _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or 
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
+    service: ModelService  # its model
     answer_id: str  # the id of its first request
     record: AnswerRecord
     encoded_record: bytes
@@ -54,41 +56,51 @@ class KeptAnswer:
             self.encoded_record, self.parts[0].owner_key_hash, self.record.detach_seconds, len(self.parts)
         )
 
-    def generation(self, state: GatewayState) -> Generation:
+    def generation(self) -> Generation:
         """To be attached to. Raises Unavailable while the tokenizer is not there."""
         n = self.completion.n
         planned = [PlannedRequest(index, index * n, request) for index, request in enumerate(self.requests)]
-        model = state.require_model()
-        return Generation(state, model, self.completion, planned, time.monotonic(), metrics=state.unrecorded)
-
-
-async def find_answer(state: GatewayState, answer_id: str, owner_key_hash: str) -> KeptAnswer:
-    """Raises RequestNotFound, Unavailable, or GenerationFailed for what cannot be read."""
-    matched = _ID.fullmatch(answer_id)
-    first = (await _stored(state, [matched[1]]))[0] if matched else None
-    record = decode_record(first.record) if first and first.owner_key_hash == owner_key_hash else None
-    if first is None or record is None or record.kind not in KINDS:
-        raise RequestNotFound(
-            "There is no such request of this key, or it was not kept: ask for that with detach_seconds.", param="id"
+        model = self.service.require_model()
+        return Generation(
+            self.service, model, self.completion, planned, time.monotonic(), metrics=self.service.unrecorded
         )
-    others = await _stored(state, [other.request_id for other in record.others]) if record.others else []
+
+
+async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:
+    """In the first of `services` that has it: an id tells no model.
+
+    Raises RequestNotFound, Unavailable, or GenerationFailed for what cannot be read.
+    """
+    if matched := _ID.fullmatch(answer_id):
+        for service in services:
+            (first,) = await _stored(service, [matched[1]])
+            if first is not None:
+                return await _answer_of(service, first, owner_key_hash)
+    raise _not_found()
+
+
+async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash: str) -> KeptAnswer:
+    record = decode_record(first.record) if first.owner_key_hash == owner_key_hash else None
+    if record is None or record.kind not in KINDS:
+        raise _not_found()
+    others = await _stored(service, [other.request_id for other in record.others]) if record.others else []
     parts = [
         other or StoredRequest(request, "queued", owner_key_hash, b"", [], None)  # about to be accepted, or lost
         for request, other in zip(record.others, others, strict=True)
     ]
     kind = KINDS[record.kind]
     return KeptAnswer(
-        first.request.request_id, record, first.record, kind, kind.parse(record.body), [first, *parts]
+        service, first.request.request_id, record, first.record, kind, kind.parse(record.body), [first, *parts]
     )
 
 
-async def find_named(state: GatewayState, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
+async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
     """What the wish's name stands for: an answer, or none and the id of one that is gone.
 
     Raises IdempotencyKeyReused, and as find_answer() does.
     """
     try:
-        named = await state.client.archive.named(wish.name)
+        named = await service.client.archive.named(wish.name)
     except StoreUnavailable as error:
         raise _unreadable_store() from error
     if named is None:
@@ -99,18 +111,24 @@ async def find_named(state: GatewayState, wish: Wish, owner_key_hash: str) -> tu
             "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
         )
     try:
-        return await find_answer(state, answer_id, owner_key_hash), answer_id
+        return await find_answer([service], answer_id, owner_key_hash), answer_id
     except RequestNotFound:
         return None, answer_id
 
 
-async def _stored(state: GatewayState, request_ids: list[str]) -> list[StoredRequest | None]:
+async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredRequest | None]:
     try:
-        return await state.client.archive.stored(request_ids)
+        return await service.client.archive.stored(request_ids)
     except StoreUnavailable as error:
         raise _unreadable_store() from error
     except FormatError as error:
         raise GenerationFailed("The stored answer is unreadable.") from error
+
+
+def _not_found() -> RequestNotFound:
+    return RequestNotFound(
+        "There is no such request of this key, or it was not kept: ask for that with detach_seconds.", param="id"
+    )
 
 
 def _unreadable_store() -> Unavailable:

@@ -1,4 +1,4 @@
-"""Which parsers read the text of an answer, by the gateway's options, the model and what was asked. Pure.
+"""Which parsers read the text of an answer, by the model, its options and what was asked. Pure.
 
 A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
 Thoughts are looked for wherever no grammar leaves them no room.
@@ -12,13 +12,13 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.models.model_options import ModelOptions
 from gateway.parsing.message import MessageParser
 from gateway.parsing.parts import Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, listed
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
-from gateway.settings import GatewaySettings
 
 
 class Encoder(Protocol):
@@ -31,15 +31,15 @@ class Encoder(Protocol):
 
 
 def message_parsers(
-    settings: GatewaySettings, encoder: Encoder, request: CompletionRequest, plan: PlannedRequest
+    options: ModelOptions, encoder: Encoder, request: CompletionRequest, plan: PlannedRequest
 ) -> Mapping[int, MessageParser]:
     """One for each choice of the answer to this prompt; none if its text is content as it is."""
     if not request.is_chat:
         return {}
     parsers = {}
     for choice in range(plan.first_choice, plan.first_choice + request.n):
-        reasoning = REASONING_PARSERS[settings.reasoning_parser]() if _may_think(settings, request) else None
-        tools = _tool_parser(settings, encoder, request)
+        reasoning = REASONING_PARSERS[options.reasoning_parser]() if _may_think(options, request) else None
+        tools = _tool_parser(options, encoder, request)
         if reasoning is not None or tools is not None:
             parsers[choice] = MessageParser(reasoning, tools, partial(_call_id, plan.request.request_id, choice))
     return parsers
@@ -56,33 +56,33 @@ def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
     )
 
 
-def reads_special_mark(settings: GatewaySettings, encoder: Encoder, request: CompletionRequest) -> bool:
+def reads_special_mark(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> bool:
     """Whether calls begin with a special token, which the text must not leave out then."""
     if request.tools is None or request.tools.mode != "auto":
         return False
-    _, mark = TOOL_CALL_PARSERS[_family(settings, encoder)]
+    _, mark = TOOL_CALL_PARSERS[_family(options, encoder)]
     return encoder.has_special(mark)
 
 
-def _may_think(settings: GatewaySettings, request: CompletionRequest) -> bool:
-    return bool(settings.reasoning_parser) and request.grammar is None
+def _may_think(options: ModelOptions, request: CompletionRequest) -> bool:
+    return bool(options.reasoning_parser) and request.grammar is None
 
 
-def _tool_parser(settings: GatewaySettings, encoder: Encoder, request: CompletionRequest) -> Parser | None:
+def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> Parser | None:
     if request.tools is None:
         return None
     if request.tools.mode == "named":
         return NamedCall(request.tools.name)
     if request.tools.mode == "required":
         return listed()
-    make, _ = TOOL_CALL_PARSERS[_family(settings, encoder)]
+    make, _ = TOOL_CALL_PARSERS[_family(options, encoder)]
     return make()
 
 
-def _family(settings: GatewaySettings, encoder: Encoder) -> str:
+def _family(options: ModelOptions, encoder: Encoder) -> str:
     """A template of Mistral or Llama 3 has their marks in it; everyone else is taught as Hermes was."""
-    if settings.tool_call_parser != "auto":
-        return settings.tool_call_parser
+    if options.tool_call_parser != "auto":
+        return options.tool_call_parser
     source = encoder.template_source
     if "[TOOL_CALLS]" in source:
         return "mistral"

@@ -56,7 +56,7 @@ class BatchService:
     async def run(self) -> None:
         """Until it is cancelled; a gateway that drains leaves its batches to others at once."""
         try:
-            while not self._state.draining:
+            while not self._state.open_requests.draining:
                 self._changed.clear()
                 try:
                     await self._begin_waiting()

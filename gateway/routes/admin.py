@@ -1,8 +1,9 @@
 """Probes, metrics, version.
 
 /livez    the event loop turns; never a reason to restart for what a worker or the store does
-/readyz   the store takes a write and a worker is ready: send traffic here
-/ready    the same without the store, told in phases and progress; /health is its status alone, as in vLLM
+/readyz   the store takes a write and a worker of some model is ready: send traffic here
+/ready    the same without the store, told in phases and progress; /health is its status alone, as in vLLM.
+          Both take ?model=NAME: of several models one may be ready and another not
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +12,12 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
+from gateway.auth.access import ACCOUNT
+from gateway.errors import ModelNotFound
 from gateway.keys import STATE
-from gateway.openapi import TEXT, Operation
+from gateway.models.model_service import ModelService
+from gateway.openapi import MODEL_PARAMETER, TEXT, Operation
+from gateway.readiness import Readiness, overall
 from gateway.state import GatewayState
 from gateway.store.inference_client import StoreUnavailable
 
@@ -21,7 +26,7 @@ _ALL_QUEUES = "all"
 
 
 async def health(request: web.Request) -> web.Response:
-    return web.Response(status=200 if request.app[STATE].readiness().is_ready else 503)
+    return web.Response(status=200 if overall(_asked(request)).is_ready else 503)
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -29,20 +34,36 @@ async def livez(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    readiness = request.app[STATE].readiness()
-    return web.json_response(readiness.as_object(), status=200 if readiness.is_ready else 503)
+    readiness = overall(_asked(request))
+    allowed = request.app[STATE].models.of(request[ACCOUNT])
+    body = {**readiness.as_object(), "models": {service.name: service.readiness().state for service in allowed}}
+    return web.json_response(body, status=200 if readiness.is_ready else 503)
 
 
 async def readyz(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    readiness = state.readiness()
+    """Open to everybody, so it names no model."""
+    models = [service.readiness() for service in request.app[STATE].models]
+    readiness = overall(models)
     try:
-        write_seconds: float | None = await state.client.write_probe()
+        write_seconds: float | None = await request.app[STATE].write_probe()
     except StoreUnavailable:
         write_seconds = None
     is_ready = readiness.is_ready and write_seconds is not None
-    body = {"state": readiness.state, "store_write_seconds": write_seconds, "ready_workers": readiness.ready_workers}
+    body = {
+        "state": readiness.state,
+        "store_write_seconds": write_seconds,
+        "ready_workers": readiness.ready_workers,
+        "ready_models": sum(model.is_ready for model in models),
+        "models": len(models),
+    }
     return web.json_response(body, status=200 if is_ready else 503)
+
+
+def _asked(request: web.Request) -> list[Readiness]:
+    """Of the model that ?model= names, or of all: whoever asks that way asks for the gateway as a whole."""
+    state, name = request.app[STATE], request.query.get("model")
+    services = state.models if name is None else [state.service(name, request[ACCOUNT])]
+    return [service.readiness() for service in services]
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -63,18 +84,24 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def _refresh_gauges(state: GatewayState) -> None:
     gauges = state.metrics
-    gauges.store_memory.set(state.client.store_memory.used_ratio)
-    gauges.ready_workers.set(state.readiness().ready_workers)
+    answers = [await _refresh_model(service) for service in state.models]
+    gauges.store_memory.set(max(service.client.store_memory.used_ratio for service in state.models))
+    gauges.redis_up.set(all(answers))
+
+
+async def _refresh_model(service: ModelService) -> bool:
+    """Whether the store answered."""
+    gauges = service.metrics
+    gauges.ready_workers.set(service.readiness().ready_workers)
     try:
-        stats = await state.client.queue_stats()
+        stats = await service.client.queue_stats()
     except StoreUnavailable:
-        gauges.redis_up.set(0)
-        return
-    gauges.redis_up.set(1)
+        return False
     gauges.queue_depth.labels(_ALL_QUEUES).set(stats.waiting)
     gauges.queue_pending.labels(_ALL_QUEUES).set(stats.pending)
     gauges.dead_letters.set(stats.dead_letters)
     gauges.queue_oldest_age.set(stats.oldest_waiting_seconds)
+    return True
 
 
 def routes() -> list[web.RouteDef]:
@@ -89,7 +116,14 @@ def routes() -> list[web.RouteDef]:
 
 
 OPERATIONS = (
-    Operation(method="GET", path="/health", summary="Ready or not, by its status alone", other_statuses=(503,)),
+    Operation(
+        method="GET",
+        path="/health",
+        summary="Ready or not, by its status alone",
+        other_statuses=(503,),
+        errors=(ModelNotFound,),
+        parameters=(MODEL_PARAMETER,),
+    ),
     Operation(method="GET", path="/livez", summary="The process answers", answer=StateBody, is_open=True),
     Operation(
         method="GET",
@@ -97,6 +131,8 @@ OPERATIONS = (
         summary="Ready or not, and how far the start is",
         answer=ReadinessBody,
         other_statuses=(503,),
+        errors=(ModelNotFound,),
+        parameters=(MODEL_PARAMETER,),
     ),
     Operation(
         method="GET",

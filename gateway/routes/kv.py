@@ -1,22 +1,29 @@
-"""GET /debug/kv/stream: the workers' KV memory as Server-Sent Events, one snapshot of one worker each."""
+"""GET /debug/kv/stream: the workers' KV memory as Server-Sent Events, one snapshot of one worker each.
+
+Of all models, or of the one that ?model= names.
+"""
 
 import msgspec
 from aiohttp import web
 
+from gateway.auth.access import ACCOUNT
+from gateway.errors import ModelNotFound
 from gateway.http import sse
 from gateway.http.event_stream import EventStream
 from gateway.keys import STATE
-from gateway.openapi import EVENTS, Operation
+from gateway.openapi import EVENTS, MODEL_PARAMETER, Operation
+from gateway.store.kv_watch import snapshots_of
 
 _encode = msgspec.json.encode
 
 
 async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
+    services = state.asked_services(request.query.get("model"), request[ACCOUNT])
     stream = EventStream(request, {}, state.watch)
     await stream.open()
     try:
-        async with state.client.kv.watcher() as snapshots:
+        async with snapshots_of([service.client.kv for service in services]) as snapshots:
             async for snapshot in snapshots:
                 await stream.write(sse.event(_encode(snapshot)))
     finally:
@@ -34,5 +41,7 @@ OPERATIONS = (
         path="/debug/kv/stream",
         summary="The workers' KV memory as it changes, as events",
         media=(EVENTS,),
+        errors=(ModelNotFound,),
+        parameters=(MODEL_PARAMETER,),
     ),
 )

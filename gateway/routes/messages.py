@@ -5,6 +5,7 @@ from aiohttp import web
 from gateway.answer_shapes import AnthropicMessageBody, TokenCountBody
 from gateway.answers.answer_kinds import MESSAGE
 from gateway.answers.answering import answer
+from gateway.auth.access import ACCOUNT
 from gateway.http.http_body import read_body
 from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
@@ -19,9 +20,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     state = request.app[STATE]
     counted = parse_count(await read_body(request, state.settings.body_timeout_seconds))
-    state.check_model_name(counted.model)
-    model = state.require_model()
-    (token_ids,) = await encode_prompts(model, state.limits(model), counted)
+    service = state.service(counted.model, request[ACCOUNT])
+    model = service.require_model()
+    (token_ids,) = await encode_prompts(model, service.limits(model), counted)
     return web.json_response({"input_tokens": len(token_ids)})
 
 

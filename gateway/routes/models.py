@@ -5,31 +5,39 @@ from typing import Any
 from aiohttp import web
 
 from gateway.answer_shapes import ModelBody, ModelListBody
+from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.keys import STATE
+from gateway.models.model_service import ModelService
 from gateway.openapi import Operation
-from gateway.state import GatewayState
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [_model_object(request.app[STATE])]})
+    """Each name that a request may give: those of a model's aliases have it as their root."""
+    state = request.app[STATE]
+    shown = [
+        _model_object(service, name, state.started_at_unix)
+        for service in state.models.of(request[ACCOUNT])
+        for name in service.options.names
+    ]
+    return web.json_response({"object": "list", "data": shown})
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    state.check_model_name(request.match_info["id"])
-    return web.json_response(_model_object(state))
+    state, name = request.app[STATE], request.match_info["id"]
+    service = state.service(name, request[ACCOUNT])
+    return web.json_response(_model_object(service, name, state.started_at_unix))
 
 
-def _model_object(state: GatewayState) -> dict[str, Any]:
+def _model_object(service: ModelService, name: str, created: int) -> dict[str, Any]:
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
-        "created": state.started_at_unix,
+        "created": created,
         "owned_by": "pagestream",
-        "root": state.model_name,
+        "root": service.name,
         "parent": None,
-        "max_model_len": state.limits(state.model).max_model_len if state.model else None,  # null: not loaded yet
+        "max_model_len": service.limits(service.model).max_model_len if service.model else None,  # not loaded yet
     }
 
 

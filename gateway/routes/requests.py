@@ -42,7 +42,7 @@ async def cancel_request(http: web.Request) -> web.Response:
     """Also of one that has ended: it stays as it was."""
     answer = await _find(http)
     for request in answer.requests:
-        await http.app[STATE].client.cancel(request)
+        await answer.service.client.cancel(request)
     return await _shown(http, await _find(http))
 
 
@@ -51,7 +51,7 @@ async def stream_request(http: web.Request) -> web.StreamResponse:
 
 
 async def _find(http: web.Request) -> KeptAnswer:
-    return await find_answer(http.app[STATE], http.match_info["id"], http[ACCOUNT].owner_key_hash)
+    return await find_answer(http.app[STATE].models, http.match_info["id"], http[ACCOUNT].owner_key_hash)
 
 
 async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:

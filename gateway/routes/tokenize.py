@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody
+from gateway.auth.access import ACCOUNT
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http.http_body import read_body
 from gateway.keys import STATE
@@ -35,9 +36,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 async def tokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), TokenizeBody)
-    state.check_model_name(body.model)
-    model = state.require_model()
-    limits = state.limits(model)
+    service = state.service(body.model, request[ACCOUNT])
+    model = service.require_model()
+    limits = service.limits(model)
     prompt, param, add_by_default = _prompt(body)
     add_special_tokens = add_by_default if body.add_special_tokens is None else body.add_special_tokens
     tokens = await encode_prompt(model, limits, prompt, param, add_special_tokens)
@@ -54,8 +55,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     state = request.app[STATE]
     body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), DetokenizeBody)
-    state.check_model_name(body.model)
-    model = state.require_model()
+    model = state.service(body.model, request[ACCOUNT]).require_model()
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise InvalidRequest(
             f"tokens: {max(body.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"

@@ -1,6 +1,6 @@
 """Snapshots of the workers' KV memory for those who watch the page. While nobody does, no worker makes any.
 
-    async with watch.watcher() as snapshots:
+    async with snapshots_of([watch]) as snapshots:
         async for snapshot in snapshots: ...
 
 A watcher that reads slowly misses snapshots; it never delays the others.
@@ -8,8 +8,8 @@ A watcher that reads slowly misses snapshots; it never delays the others.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from redis.exceptions import RedisError
 
@@ -22,7 +22,17 @@ from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
 
-WAITING_SNAPSHOTS = 8  # of all workers together
+WAITING_SNAPSHOTS = 8  # of all workers of a model together
+
+
+@asynccontextmanager
+async def snapshots_of(watches: Sequence["KVWatch"]) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
+    """Of several models as one."""
+    queue: asyncio.Queue[KVSnapshot] = asyncio.Queue(WAITING_SNAPSHOTS * len(watches))
+    async with AsyncExitStack() as stack:
+        for watch in watches:
+            await stack.enter_async_context(watch.into(queue))
+        yield _drain(queue)
 
 
 class KVWatch:
@@ -33,13 +43,12 @@ class KVWatch:
         self._tasks: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
-    async def watcher(self) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
-        queue: asyncio.Queue[KVSnapshot] = asyncio.Queue(WAITING_SNAPSHOTS)
+    async def into(self, queue: asyncio.Queue[KVSnapshot]) -> AsyncIterator[None]:
         self._watchers.add(queue)
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._listen())]
         try:
-            yield _drain(queue)
+            yield
         finally:
             self._watchers.discard(queue)
             if not self._watchers:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from engine_worker.settings import WorkerSettings
-from gateway.metrics import DeliveryCollector, GatewayMetrics
+from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
 from shared.vllm_metric_names import ALIASES
@@ -29,7 +29,12 @@ _BOUND = ("worker", "model")  # every metric of a worker has them
 def pages() -> dict[str, dict[str, str]]:
     """File -> name of a mark -> what stands between it and its end."""
     return {
-        "metrics.md": {"worker": worker_metrics(), "gateway": gateway_metrics(), "vllm": vllm_names()},
+        "metrics.md": {
+            "worker": worker_metrics(),
+            "gateway": gateway_metrics(),
+            "models": model_metrics(),
+            "vllm": vllm_names(),
+        },
         "configuration.md": {program: settings(program) for program in PROGRAMS},
     }
 
@@ -39,7 +44,11 @@ def worker_metrics() -> str:
 
 
 def gateway_metrics() -> str:
-    registry = GatewayMetrics(CollectorRegistry()).registry
+    return _metrics(GatewayMetrics(CollectorRegistry()).registry)
+
+
+def model_metrics() -> str:
+    registry = ModelMetrics(CollectorRegistry()).registry
     registry.register(DeliveryCollector(FakeInferenceClient()))
     return _metrics(registry)
 
@@ -80,7 +89,8 @@ def _labels(family: Metric) -> str:
 
 _DECLARED = {
     metric._name.removeprefix("pagestream_"): set(metric._labelnames)
-    for metric in vars(GatewayMetrics(CollectorRegistry())).values()
+    for kind in (GatewayMetrics, ModelMetrics)
+    for metric in vars(kind(CollectorRegistry())).values()
     if hasattr(metric, "_labelnames")
 }
 

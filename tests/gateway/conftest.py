@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
+from gateway.models.model_options import model_options
+from gateway.models.model_service import ModelService
 from gateway.settings import GatewaySettings
 from gateway.text.served_model import ServedModel, load_served_model
 from tests.gateway.fake_inference import FakeInferenceClient
@@ -45,8 +47,17 @@ class Gateway:
         self.session = session
         self.port = port
 
+    @property
+    def service(self) -> ModelService:
+        """Of its only model."""
+        (service,) = self.state.models
+        return service
+
     def metric(self, name: str, **labels: str) -> float | None:
-        return self.state.metrics.registry.get_sample_value(name, labels)
+        """Of the process or of the model."""
+        sources = (self.state.metrics, self.service.metrics)
+        values = [source.registry.get_sample_value(name, labels) for source in sources]
+        return next((value for value in values if value is not None), None)
 
 
 @pytest.fixture
@@ -56,7 +67,9 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
         async def start(engine: FakeInferenceClient | None = None, *, wait: bool = True, **changes: Any) -> Gateway:
             engine = engine or FakeInferenceClient()
             settings = replace(GatewaySettings(model=tiny_model_dir, port=0), **changes)
-            app = create_app(settings, engine, GatewayMetrics(CollectorRegistry()))  # type: ignore[arg-type]
+            (options,) = model_options(settings)
+            metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
+            app = create_app(settings, {options: engine}, metrics)  # type: ignore[dict-item]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -65,7 +78,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{host}:{port}"))
             gateway = Gateway(app, engine, session, port)
             if wait:
-                await gateway.state.model_loaded.wait()
+                await gateway.state.models_loaded.wait()
             return gateway
 
         yield start

@@ -77,16 +77,18 @@ class FakeKVWatch:
         self.num_watchers = 0
 
     @asynccontextmanager
-    async def watcher(self) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
+    async def into(self, queue: asyncio.Queue[KVSnapshot]) -> AsyncIterator[None]:
         self.num_watchers += 1
+        moving = asyncio.create_task(self._move(queue))
         try:
-            yield self._read()
+            yield
         finally:
+            moving.cancel()
             self.num_watchers -= 1
 
-    async def _read(self) -> AsyncIterator[KVSnapshot]:
+    async def _move(self, queue: asyncio.Queue[KVSnapshot]) -> None:
         while True:
-            yield await self.snapshots.get()
+            await queue.put(await self.snapshots.get())
 
 
 class FakeInferenceClient:

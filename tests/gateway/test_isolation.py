@@ -48,5 +48,5 @@ async def test_an_exception_in_a_stream_is_its_one_error_event(
         assert b'"finish_reason":"stop"' in whole and b"error" not in whole and whole.endswith(b"data: [DONE]\n\n")
     async with gateway.session.post("/v1/completions", json={**BODY, "seed": 666, "stop": "zz"}) as response:
         assert response.status == 500 and INTERNAL in (await response.read()).replace(b": ", b":")
-    assert await gateway.state.wait_idle(10.0)
+    assert await gateway.state.open_requests.wait_idle(10.0)
     assert len(gateway.engine.cancelled) >= 2  # the engine works no longer for the two that failed

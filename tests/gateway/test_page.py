@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.kv_watch import KVWatch
+from gateway.store.kv_watch import KVWatch, snapshots_of
 from shared.kv_snapshot import WATCH_SECONDS, KVRequest, KVSnapshot
 from shared.messages import encode
 from shared.redis_client import RedisConnections
@@ -85,7 +85,7 @@ class TestWatch:
     ) -> None:
         redis = connections.commands
         assert not await redis.exists(keys.kv_watch)
-        async with watch.watcher() as first, watch.watcher() as second:
+        async with snapshots_of([watch]) as first, snapshots_of([watch]) as second:
             while not (await redis.pubsub_numsub(keys.kv_channel))[0][1]:
                 await asyncio.sleep(0.01)
             assert 0 < await redis.ttl(keys.kv_watch) <= WATCH_SECONDS
@@ -97,7 +97,7 @@ class TestWatch:
     async def test_a_slow_watcher_misses_the_oldest(
         self, watch: KVWatch, connections: RedisConnections, keys: RedisKeys
     ) -> None:
-        async with watch.watcher() as slow, watch.watcher() as quick:
+        async with snapshots_of([watch]) as slow, snapshots_of([watch]) as quick:
             while not (await connections.commands.pubsub_numsub(keys.kv_channel))[0][1]:
                 await asyncio.sleep(0.01)
             for number in range(20):

@@ -38,7 +38,7 @@ async def test_readiness_follows_the_phases(start_gateway: Any, tmp_path: Path, 
     status, body = await get(gateway, "/ready")
     assert (status, body["state"]) == (503, "starting")  # a worker is ready, but the tokenizer is not there yet
     (tmp_path / "tiny").symlink_to(tiny_model_dir)
-    await gateway.state.model_loaded.wait()
+    await gateway.state.models_loaded.wait()
     status, body = await get(gateway, "/ready")
     assert (status, body["state"], body["phase"], body["progress"]) == (200, "ready", "ready", 1.0)
     engine.workers = []
@@ -65,7 +65,10 @@ async def test_health_and_livez(gateway: Gateway) -> None:
 
 async def test_readyz_needs_a_store_that_takes_writes(gateway: Gateway) -> None:
     status, body = await get(gateway, "/readyz")
-    assert (status, body) == (200, {"state": "ready", "store_write_seconds": 0.001, "ready_workers": 1})
+    assert (status, body) == (
+        200,
+        {"state": "ready", "store_write_seconds": 0.001, "ready_workers": 1, "ready_models": 1, "models": 1},
+    )
     gateway.engine.store_error = StoreUnavailable("MISCONF")
     status, body = await get(gateway, "/readyz")
     assert (status, body["store_write_seconds"]) == (503, None)
@@ -159,14 +162,14 @@ async def test_scrape(gateway: Gateway) -> None:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=")
     for line in (
-        'pagestream_queue_depth{stream="all"} 3.0',
-        'pagestream_queue_pending{stream="all"} 2.0',
-        "pagestream_queue_oldest_age_seconds 1.5",
+        'pagestream_queue_depth{model="tiny",stream="all"} 3.0',
+        'pagestream_queue_pending{model="tiny",stream="all"} 2.0',
+        'pagestream_queue_oldest_age_seconds{model="tiny"} 1.5',
         "pagestream_redis_up 1.0",
-        "pagestream_gateway_journal_reads_total 4.0",
-        "pagestream_gateway_bad_messages_total 0.0",
-        "pagestream_gateway_restored_requests_total 0.0",
-        "pagestream_gateway_ready_workers 1.0",
+        'pagestream_gateway_journal_reads_total{model="tiny"} 4.0',
+        'pagestream_gateway_bad_messages_total{model="tiny"} 0.0',
+        'pagestream_gateway_restored_requests_total{model="tiny"} 0.0',
+        'pagestream_gateway_ready_workers{model="tiny"} 1.0',
     ):
         assert f"\n{line}\n" in text
     assert "_created" not in text
@@ -205,4 +208,4 @@ async def test_the_metrics_once_more_under_the_names_of_vllm(start_gateway: Call
     async with gateway.session.get("/metrics", headers={"Accept": accept}) as response:
         text = await response.text()
     assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} 0.0' in text
-    assert "pagestream_time_to_first_token_seconds_count 0.0" in text
+    assert 'pagestream_time_to_first_token_seconds_count{model="tiny"} 0.0' in text

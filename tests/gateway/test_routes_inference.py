@@ -288,13 +288,13 @@ async def test_workers_gone(gateway: Gateway) -> None:
 async def test_draining_refuses_new_requests_and_waits_for_open_ones(gateway: Gateway, tiny_model: ServedModel) -> None:
     async with gateway.session.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         stream = await gateway.engine.next_stream()
-        gateway.state.draining = True
+        gateway.state.open_requests.draining = True
         async with gateway.session.post("/v1/chat/completions", json=CHAT) as refused:
             assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
-        assert not await gateway.state.wait_idle(0.01)
+        assert not await gateway.state.open_requests.wait_idle(0.01)
         stream.send(finish(stream.request, 0))
         assert (await response.text()).endswith("[DONE]\n\n")
-    assert await gateway.state.wait_idle(5)
+    assert await gateway.state.open_requests.wait_idle(5)
 
 
 async def test_full_gateway(start_gateway: Any) -> None:

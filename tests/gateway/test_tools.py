@@ -173,7 +173,7 @@ async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
 
 async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:
     """The answer of a model that says `text`, token by token: (message, finish reason), streamed and not."""
-    token_ids = gateway.state.require_model().encoder.encode_text(text, add_special_tokens=False)
+    token_ids = gateway.service.require_model().encoder.encode_text(text, add_special_tokens=False)
     gateway.engine.script = says(*([token_id] for token_id in token_ids), reason=reason)
     body = {"messages": HI, "tools": [WEATHER, CLOCK], **fields}
     async with gateway.session.post(CHAT_URL, json=body) as response:
@@ -237,7 +237,7 @@ async def test_without_tools_a_call_is_text(gateway: Gateway) -> None:
 async def test_ids_of_calls_are_those_of_the_answer(gateway: Gateway) -> None:
     """So that a resumed stream goes on with the id that its client has."""
     ids = set()
-    token_ids = gateway.state.require_model().encoder.encode_text(CALL * 2, add_special_tokens=False)
+    token_ids = gateway.service.require_model().encoder.encode_text(CALL * 2, add_special_tokens=False)
     gateway.engine.script = says(token_ids)
     async with gateway.session.post(CHAT_URL, json={"messages": HI, "tools": [WEATHER], "n": 2}) as response:
         for choice in (await response.json())["choices"]:

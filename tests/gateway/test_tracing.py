@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
+from gateway.models.model_options import model_options
 from gateway.settings import GatewaySettings
 from shared.tracing import Tracing
 from tests.gateway.conftest import IM_END, Gateway
@@ -35,13 +36,14 @@ async def traced(tiny_model_dir: Path, exporter: InMemorySpanExporter) -> AsyncI
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     engine = FakeInferenceClient(says([5, IM_END]))
     settings = replace(GatewaySettings(model=tiny_model_dir, port=0))
-    app = create_app(settings, engine, GatewayMetrics(CollectorRegistry()), tracing=Tracing(provider))  # type: ignore[arg-type]
+    clients = {model_options(settings)[0]: engine}
+    app = create_app(settings, clients, GatewayMetrics(CollectorRegistry()), tracing=Tracing(provider))  # type: ignore[arg-type]
     runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-        await app[STATE].model_loaded.wait()
+        await app[STATE].models_loaded.wait()
         yield Gateway(app, engine, session, port)
     await runner.cleanup()
 

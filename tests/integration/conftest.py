@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
+from gateway.models.model_options import model_options
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -125,7 +126,8 @@ class World:
             quiet_seconds=0.3,
         )
         options = GatewaySettings(model=model, served_model_name=self.keys.model_name, port=0, **settings)
-        app = create_app(options, client, GatewayMetrics(CollectorRegistry()))
+        (served,) = model_options(options)
+        app = create_app(options, {served: client}, GatewayMetrics(CollectorRegistry()))
         runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -133,7 +135,7 @@ class World:
         try:
             async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
                 gateway = Gateway(app[STATE], client, session)
-                await app[STATE].model_loaded.wait()
+                await app[STATE].models_loaded.wait()
                 await self._hears_the_worker(gateway)
                 self.gateways.append(gateway)
                 yield gateway
@@ -169,7 +171,7 @@ async def make_world(
     load_once: Callable[..., ServedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Callable[..., Awaitable[World]]]:
-    monkeypatch.setattr("gateway.state.load_served_model", load_once)
+    monkeypatch.setattr("gateway.models.model_service.load_served_model", load_once)
     async with AsyncExitStack() as stack:
 
         async def make(**engine: Any) -> World:

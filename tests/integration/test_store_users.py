@@ -13,6 +13,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from gateway.store.inference_client import InferenceClient
+from gateway.store.kv_watch import snapshots_of
 from shared.dead_letters import DeadLetters
 from shared.messages import ErrorEvent, FinishEvent
 from shared.reaping import reap_worker, reap_workers_with_prefix
@@ -79,7 +80,7 @@ async def test_the_protocol_runs_under_the_users(
         reader = Reader(client, max_tokens=150)
         cancelled = make_request(max_tokens=1500, ignore_eos=True)
         await client.submit(cancelled)
-        async with client.kv.watcher() as snapshots:
+        async with snapshots_of([client.kv]) as snapshots:
             assert (await asyncio.wait_for(anext(snapshots), 40)).worker.startswith("w0.")
         await client.cancel(cancelled)
         await reader.has(20)

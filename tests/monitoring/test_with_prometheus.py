@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gateway.metrics import DeliveryCollector, GatewayMetrics
+from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from monitoring.build_dashboards import DASHBOARDS
 from tests.conftest import Valkey
 from tests.e2e.fleet import free_port
@@ -91,7 +91,7 @@ def test_each_alert_fires_when_it_should(program: Callable[[str], str]) -> None:
 
 
 def test_metrics_keep_the_rules_of_names(program: Callable[[str], str]) -> None:
-    for registry in (LoadedWorker().metrics.registry, _gateway(CollectorRegistry()).registry):
+    for registry in (LoadedWorker().metrics.registry, _gateway().exposed):
         # process_* and python_* are the client library's own.
         ours = [line for line in generate_latest(registry).decode().splitlines() if "pagestream_" in line]
         run([program("promtool"), "check", "metrics"], input="\n".join(ours) + "\n")
@@ -175,22 +175,25 @@ def _selected(expression: str) -> str:
     return expression.replace("$model", ".*").replace("$worker", ".*").replace("[5m]", "[10s]")
 
 
-def _gateway(registry: CollectorRegistry) -> GatewayMetrics:
-    metrics = GatewayMetrics(registry)
-    registry.register(DeliveryCollector(FakeInferenceClient()))
-    _serve_one_request(metrics)
-    return metrics
+def _gateway() -> GatewayMetrics:
+    """Of two models, whose families are joined."""
+    gateway = GatewayMetrics(CollectorRegistry())
+    for name in ("a", "b"):
+        metrics = gateway.of_model(name)
+        metrics.registry.register(DeliveryCollector(FakeInferenceClient()))
+        _serve_one_request(gateway, metrics)
+    return gateway
 
 
-def _serve_one_request(metrics: GatewayMetrics) -> None:
+def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
     for histogram in (metrics.time_to_first_token, metrics.inter_token_latency, metrics.time_per_output_token,
                       metrics.request_duration, metrics.prompt_tokens, metrics.generation_tokens):  # fmt: skip
         histogram.observe(0.5)
     metrics.choices_finished.labels("stop").inc()
     metrics.rejected.labels("queue_full").inc()
-    metrics.http_duration.labels("/v1/completions", "POST", "200").observe(0.5)
-    metrics.open_requests.labels("/v1/completions").set(1)
-    metrics.redis_up.set(1)
+    gateway.http_duration.labels("/v1/completions", "POST", "200").observe(0.5)
+    gateway.open_requests.labels("/v1/completions").set(1)
+    gateway.redis_up.set(1)
     metrics.ready_workers.set(1)
     metrics.queue_depth.labels("all").set(2)
     metrics.queue_pending.labels("all").set(1)

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import ModelMetrics
 from shared.vllm_metric_names import ALIASES, VllmNames
 from tests.monitoring.loaded_worker import LoadedWorker
 
@@ -21,7 +21,7 @@ def read(source: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...
 
 
 def test_each_alias_is_of_a_metric_that_exists() -> None:
-    registries = [LoadedWorker().metrics.registry, GatewayMetrics(CollectorRegistry()).registry]
+    registries = [LoadedWorker().metrics.registry, ModelMetrics(CollectorRegistry()).registry]
     ours = {family.name.removeprefix("pagestream_") for registry in registries for family in registry.collect()}
     assert {alias.ours for alias in ALIASES} <= ours
 
@@ -48,7 +48,7 @@ def test_values_are_summed_over_what_vllm_does_not_tell_apart() -> None:
 
 
 def test_histograms_keep_their_buckets() -> None:
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = ModelMetrics(CollectorRegistry())
     metrics.time_to_first_token.observe(0.03)
     found = read(metrics.registry)
     labels = (("engine", "0"), ("model_name", "m"))

@@ -219,7 +219,7 @@ async def test_another_gateway_goes_on_behind_the_last_result(
         stream.send(finish(stream.request, 0))
         await first.engine.next_stream()  # `b` is in flight, as only one gateway drives
         assert second.engine.requests == []
-        first.state.draining = True  # and so it lets go
+        first.state.open_requests.draining = True  # and so it lets go
         batch = await ended(client, batch)
         assert set(await results(client, batch.output_file_id)) == set("abc")
         assert len(second.engine.requests) == 2 and first.engine.cancelled == []

@@ -1,0 +1,31 @@
+"""Work that outlives the request handler which began it."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from shared.tasks import cancel_and_wait
+
+
+class BackgroundWork:
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lingering: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """For what must not be cancelled with the handler that asks for it."""
+        _keep(self._tasks, work)
+
+    def linger(self, work: Coroutine[Any, Any, None]) -> None:
+        """For what goes on without a client, at most until this gateway ends."""
+        _keep(self._lingering, work)
+
+    async def finish(self) -> None:
+        await cancel_and_wait(self._lingering)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _keep(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

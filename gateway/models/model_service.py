@@ -1,0 +1,104 @@
+"""One served model at this gateway: its files, its queue and workers in the store, its metrics, who is let in.
+
+What all models share (the count of open requests, background work) is handed in. Knows no HTTP.
+"""
+
+import asyncio
+import logging
+import time
+
+from prometheus_client import CollectorRegistry
+
+from gateway.admission import Limits, Load, Rejected, admit, unavailable
+from gateway.background import BackgroundWork
+from gateway.metrics import DeliveryCollector, ModelMetrics
+from gateway.models.model_options import ModelOptions
+from gateway.open_requests import OpenRequests
+from gateway.readiness import Readiness, assess, ready_workers
+from gateway.requests.planning import ModelLimits
+from gateway.store.inference_client import InferenceClient
+from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
+
+logger = logging.getLogger("gateway")
+
+MODEL_POLL_SECONDS = 0.2
+
+
+class ModelService:
+    def __init__(
+        self,
+        options: ModelOptions,
+        client: InferenceClient,
+        metrics: ModelMetrics,
+        open_requests: OpenRequests,
+        background: BackgroundWork,
+    ) -> None:
+        self.options = options
+        self.client = client
+        self.metrics = metrics
+        self.unrecorded = ModelMetrics(CollectorRegistry())  # for answers given again: each is measured once
+        self.background = background
+        self.loaded = asyncio.Event()
+        self.model: ServedModel | None = None
+        self._open_requests = open_requests
+        self._was_ready = False
+        self._started_at = time.monotonic()
+        metrics.registry.register(DeliveryCollector(client))
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    async def load(self) -> None:
+        """Waits for the directory: it may still be downloaded and converted. Raises ModelFilesError."""
+        directory = self.options.directory
+        while not is_complete(directory):
+            await asyncio.sleep(MODEL_POLL_SECONDS)
+        try:
+            self.model = await asyncio.to_thread(
+                load_served_model, directory, max_model_len=self.options.max_model_len
+            )
+        except ModelFilesError as error:
+            logger.error("the model %s cannot be served: %s", self.name, error)
+            raise
+        self.loaded.set()
+        logger.info("tokenizer of %s ready", self.name)
+
+    def readiness(self) -> Readiness:
+        readiness = assess(
+            self.client.fleet,
+            model_loaded=self.model is not None,
+            was_ready=self._was_ready,
+            draining=self._open_requests.draining,
+            elapsed_seconds=time.monotonic() - self._started_at,
+        )
+        self._was_ready = self._was_ready or readiness.is_ready
+        return readiness
+
+    def require_model(self) -> ServedModel:
+        """The tokenizer, for routes that need no worker. Raises Unavailable."""
+        if self.model is None:
+            raise unavailable("starting", "The model is being loaded; GET /ready tells how far it is.")
+        return self.model
+
+    def admit(self) -> ServedModel:
+        """Raises Unavailable."""
+        readiness = self.readiness()
+        load = Load(
+            draining=self._open_requests.draining,
+            model_loaded=self.model is not None,
+            ready_workers=readiness.ready_workers,
+            was_ready=self._was_ready,
+            open_requests=self._open_requests.num_open,
+            store_has_room=self.client.store_memory.has_room,
+        )
+        decision = admit(load, Limits(max_open_requests=self._open_requests.max_open))
+        if isinstance(decision, Rejected):
+            self.metrics.rejected.labels(decision.reason).inc()
+            raise unavailable(decision.reason, decision.message)
+        return self.require_model()
+
+    def limits(self, model: ServedModel) -> ModelLimits:
+        """The smallest context of all: any worker may be the one that takes the request."""
+        told = [beat.max_model_len for beat in ready_workers(self.client.fleet) if beat.max_model_len]
+        return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)
