@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +138,6 @@ class Api:
 
 
 @asynccontextmanager
-async def connected(url: str, model: str = MODEL) -> AsyncIterator[Api]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session:
+async def connected(url: str, model: str = MODEL, headers: Mapping[str, str] | None = None) -> AsyncIterator[Api]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240), headers=headers) as session:
         yield Api(url, session, model)
