@@ -12,6 +12,7 @@ PROGRAMS = {
     "delivery-cost": "bench.delivery_cost",  # CPU time of a token between the engine and the client
     "gateway-load": "bench.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
     "overload": "bench.overload",  # five times what fits: how fast the rest is refused
+    "batch-beside-chat": "bench.batch_beside_chat",  # first tokens of a chat load with and without a batch behind it
     "disconnects": "bench.disconnects",  # clients that leave at random: how soon their KV is free
     "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
     "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it

@@ -1,4 +1,4 @@
-"""A store, gateways and one scripted worker (bench/scripted_worker.py) of a benchmark's own, without a model."""
+"""A store, gateways and one worker of a benchmark's own: a scripted one without a model (bench/scripted_worker.py)."""
 
 import contextlib
 import socket
@@ -39,9 +39,17 @@ class OwnFleet:
 
 @asynccontextmanager
 async def own_fleet(
-    model: Path, worker_flags: Sequence[str], *, gateways: int = 1, gateway_flags: Sequence[str] = ()
+    model: Path,
+    worker_flags: Sequence[str],
+    *,
+    gateways: int = 1,
+    gateway_flags: Sequence[str] = (),
+    worker: str = "bench.scripted_worker",
 ) -> AsyncIterator[OwnFleet]:
-    """`model`: directory, for its tokenizer. Ready when entered; all processes are gone afterwards."""
+    """`model`: directory, for its tokenizer; `worker`: the module that runs as one.
+
+    Ready when entered; all processes are gone afterwards.
+    """
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         directory, port = Path(name), _free_port()
         store = EmbeddedStore.at(directory, STORE_BYTES)
@@ -50,7 +58,7 @@ async def own_fleet(
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
         listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
         commands = {f"gateway {number}": ["gateway", *common, *listen] for number in range(gateways)}
-        commands["worker"] = ["bench.scripted_worker", *common, *worker_flags, "--metrics-port", "0"]
+        commands["worker"] = [worker, *common, *worker_flags, "--metrics-port", "0"]
         try:
             with _running(commands, directory / "log") as processes:
                 _wait_until_ready(port, directory / "log")

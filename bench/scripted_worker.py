@@ -1,8 +1,8 @@
 """python -m bench.scripted_worker --step-seconds S WORKER FLAGS: a real worker whose device only tells the time.
 
-A step takes S seconds, whatever is in it, and samples tokens at random, or with --tell-time those that tell when it
-ended: id - TIME_BASE is milliseconds of the monotonic clock, modulo TIME_MODULUS. What is left to be measured is
-everything else: scheduling, journal, store, gateway, client.
+A step takes S seconds, and --token-seconds more for each token that it computes. It samples tokens at random, or with
+--tell-time those that tell when it ended: id - TIME_BASE is milliseconds of the monotonic clock, modulo TIME_MODULUS.
+What is left to be measured is everything else: scheduling, journal, store, gateway, client.
 """
 
 import argparse
@@ -35,15 +35,17 @@ TIME_BASE, TIME_MODULUS = 1_000, 48_000
 class ClockDevice:
     """Steps follow each other without a gap while they are submitted in time, as on a device with a queue."""
 
-    def __init__(self, step_seconds: float, *, tells_time: bool = False) -> None:
+    def __init__(self, step_seconds: float, token_seconds: float = 0.0, *, tells_time: bool = False) -> None:
         source = random.Random(1)
         self._step_seconds = step_seconds
+        self._token_seconds = token_seconds
         self._tells_time = tells_time
         self._ends_at = 0.0
         self._token_ids = cycle(source.randrange(100, VOCAB_SIZE) for _ in range(NUM_SCRIPTED_TOKENS))
 
     def submit(self, batch: ScheduledBatch) -> "ClockStep":
-        self._ends_at = max(self._ends_at, time.perf_counter()) + self._step_seconds
+        seconds = self._step_seconds + self._token_seconds * sum(one.num_new_tokens for one in batch.sequences)
+        self._ends_at = max(self._ends_at, time.perf_counter()) + seconds
         sampled = [self._token_id() if scheduled.samples else None for scheduled in batch.sequences]
         return ClockStep(self._ends_at, StepResult(sampled))
 
@@ -72,6 +74,7 @@ class LoggingEngine(Engine):
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--tell-time", action="store_true")
     parser.add_argument("--log-aborts", type=Path, help="a line for each: request id, seconds of the monotonic clock")
     script, worker_flags = parser.parse_known_args()
@@ -85,7 +88,7 @@ def main() -> int:
         )
         engine = (LoggingEngine if script.log_aborts else Engine)(
             Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)),
-            ClockDevice(script.step_seconds, tells_time=script.tell_time),
+            ClockDevice(script.step_seconds, script.token_seconds, tells_time=script.tell_time),
             eos_token_ids=(),
             vocab_size=VOCAB_SIZE,
             clock=time.perf_counter,

@@ -1,0 +1,65 @@
+"""2,000 lines, the chats beside them, and what the results must be: for run-batch and for /v1/batches."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.builders import expected_output, make_request
+from tests.e2e.fleet import Answer, Api, Fleet
+
+NUM_LINES = 2_000
+MAX_TOKENS = 3
+WORKER = str(Path(__file__).with_name("scripted_worker.py"))
+# Steps of 2 ms, so that the batch takes some seconds; a dead worker is missed after three instead of fifteen.
+WORKER_FLAGS = ["--script-step-seconds", "0.002", "--metrics-port", "0", "--dead-after-seconds", "3"]
+
+
+def start_workers(fleet: Fleet, common: Iterable[str], *names: str) -> None:
+    for name in names:
+        fleet.start(name, WORKER, *common, "--worker-id", name, *WORKER_FLAGS, PYTHONPATH=".")
+
+
+def prompt_of(number: int) -> list[int]:
+    return [3 + number % 300, 3 + number // 300, 7]
+
+
+def batch_lines() -> Iterator[str]:
+    for number in range(NUM_LINES):
+        body = {"model": "tiny", "prompt": prompt_of(number), "max_tokens": MAX_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        yield json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body})
+
+
+def check_results(lines: str) -> None:
+    """Each line has exactly one, and it is the right one."""
+    results: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
+    assert Counter(result["custom_id"] for result in results) == Counter(f"line-{n}" for n in range(NUM_LINES))
+    for result in results:
+        assert result["response"]["status_code"] == 200, result
+        (choice,) = result["response"]["body"]["choices"]
+        prompt = prompt_of(int(result["custom_id"].removeprefix("line-")))
+        request = make_request(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
+        assert choice["token_ids"] == expected_output(request, max_num_tokens=2048)
+
+
+@asynccontextmanager
+async def chats(api: Api, num_chats: int = 4) -> AsyncIterator[None]:
+    """Each asks again as soon as it is answered, and must be answered whole."""
+    ended = asyncio.Event()
+
+    async def chat() -> int:
+        num_answers = 0
+        while not ended.is_set():
+            answer = await api.complete(Answer(), prompt_of(num_answers), 8, ignore_eos=True)
+            assert answer.completion_tokens == 8
+            num_answers += 1
+        return num_answers
+
+    tasks = [asyncio.create_task(chat()) for _ in range(num_chats)]
+    yield
+    ended.set()
+    assert min(await asyncio.gather(*tasks)) > 0

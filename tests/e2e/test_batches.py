@@ -1,0 +1,74 @@
+"""/v1/batches: 2,000 lines beside a chat load, while the gateway that drives them and a worker are killed midway."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.conftest import Valkey
+from tests.e2e.batch_load import NUM_LINES, batch_lines, chats, check_results, start_workers
+from tests.e2e.fleet import Api, Fleet, connected, free_port, running_fleet
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+def other_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def fleet(valkey: Valkey, tmp_path: Path, other_port: int) -> Iterator[Fleet]:
+    model = write_tiny_model(tmp_path / "tiny")
+    with running_fleet(tmp_path / "logs") as fleet:
+        common = ["--model", str(model), "--served-model-name", "tiny", "--redis-url", valkey.url]
+        files = ["--files-dir", str(tmp_path / "files")]
+        fleet.start("gateway", "-m", "gateway", *common, *files, "--port", str(fleet.port))
+        fleet.start("other", "-m", "gateway", *common, *files, "--port", str(other_port))
+        start_workers(fleet, common, "w0", "w1")
+        yield fleet
+
+
+@pytest.fixture
+async def api(fleet: Fleet) -> AsyncIterator[Api]:
+    """At the gateway that stays."""
+    async with connected(f"http://127.0.0.1:{fleet.port}", "tiny") as api:
+        await api.wait_until_ready(fleet, num_workers=2)
+        yield api
+
+
+def client_at(port: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+
+
+async def begun(port: int) -> Batch:
+    """At the gateway that will be killed."""
+    async with client_at(port) as client:
+        content = "\n".join(batch_lines()).encode()
+        uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        return await client.batches.create(
+            input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+
+async def test_every_line_has_exactly_one_result(
+    api: Api, fleet: Fleet, other_port: int, tmp_path: Path
+) -> None:
+    async with chats(api), client_at(fleet.port) as client:
+        batch = await begun(other_port)
+        written = tmp_path / "files" / "batches" / batch.id / "output.jsonl"
+        for name, num_results in (("other", NUM_LINES // 3), ("w0", 2 * NUM_LINES // 3)):
+            while not written.exists() or written.read_bytes().count(b"\n") < num_results:
+                assert (await client.batches.retrieve(batch.id)).status in ("validating", "in_progress")
+                await asyncio.sleep(0.02)  # polls a file of another process
+            fleet.processes[name].kill()
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress", "finalizing"), fleet.all_logs()
+            await asyncio.sleep(0.05)  # as its users do
+            batch = await client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None and batch.error_file_id is None
+        check_results((await client.files.content(batch.output_file_id)).text)
