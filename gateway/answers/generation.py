@@ -2,7 +2,7 @@
 
     generation = Generation(service, model, request, planned, arrived_at)
     await generation.submit()                       # accepted, all or none
-    async for updates in generation.updates(): ...  # ChoiceUpdates that came together
+    async for updates in generation.updates(): ...  # ChoiceUpdates that came together; or listen(), and ready()
     generation.leave()                              # always, at the end: withdraws what has not finished
 
 A kept answer is attached to instead of submitted, any number of times, and goes on for a while when it is left.
@@ -10,7 +10,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from gateway.admission import unavailable
@@ -26,14 +26,12 @@ from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 from gateway.store.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
+from gateway.store.response_stream import news_of
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
 
 __all__ = ["ChoiceUpdate", "Generation"]
-
-# Behind a client that reads slowly, what more comes is joined in the streams, at 4 bytes a token.
-_MAX_MERGED_EVENTS = 64
 
 
 class Generation:
@@ -71,8 +69,6 @@ class Generation:
             )
             for plan in planned
         ]
-        self._pumps: list[asyncio.Task[None]] = []
-        self._merged: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue(_MAX_MERGED_EVENTS)
         prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
         self._prompt_tokens = sum(prompts.values())
         for num_tokens in prompts.values():
@@ -121,50 +117,43 @@ class Generation:
         except StoreUnavailable as error:
             raise unavailable("store_unavailable", "The request store cannot be read now.") from error
 
+    @property
+    def is_over(self) -> bool:
+        """Each choice has had its last update."""
+        return all(request.is_over for request in self._requests)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
+        for stream in self._streams:
+            stream.on_news = listener
+
+    def ready(self) -> Iterator[list[ChoiceUpdate]]:
+        """The updates that there are now. Raises GatewayError when a choice fails."""
+        for request in self._requests:
+            while (updates := request.read()) is not None:
+                if request.is_over and not request.has_ended:
+                    self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
+                if updates:
+                    yield updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
+
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
-        """Ends when each choice has had its last update. Raises GatewayError when one fails."""
-        streams = [request.stream for request in self._requests if request.stream is not None]
-        if len(streams) == 1 and self._requests[0].num_choices == 1:  # nearly always; spares a task and a queue
-            async for updates in self._updates_of_one(self._requests[0], streams[0]):
+        """Those and all that follow, to the end."""
+        while True:
+            for updates in self.ready():
                 yield updates
-            return
-        num_open = sum(not request.is_over for request in self._requests)
-        async for events in self._merged_events():
-            updates = []
-            for position, event in events:
-                request = self._requests[position]
-                if request.is_over:
-                    continue
-                updates += request.take(event)
-                if request.is_over:
-                    num_open -= 1
-                    if not request.has_ended:
-                        self._release(request, FinishReason.STOP)
-            if updates:
-                yield self._with_prompt(updates)
-            if num_open == 0:
+            if self.is_over:
                 return
+            await news_of(self._streams)
 
-    async def _updates_of_one(
-        self, request: "_RequestProgress", stream: ResponseStream
-    ) -> AsyncIterator[list[ChoiceUpdate]]:
-        async for event in stream:
-            updates = request.take(event)
-            if request.is_over and not request.has_ended:
-                self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
-            if updates:
-                yield self._with_prompt(updates)
-            if request.is_over:
-                return
-
-    def _with_prompt(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
-        return updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
+    @property
+    def _streams(self) -> list[ResponseStream]:
+        return [request.stream for request in self._requests if request.stream is not None]
 
     def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
         """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
         stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
         is_whole = all(request.stream is not None for request in self._requests)
-        if grace_seconds is not None and is_whole and not all(request.is_over for request in self._requests):
+        if grace_seconds is not None and is_whole and not self.is_over:
             self.service.background.linger(self._linger(grace_seconds, then))
         else:
             self._abandon()
@@ -182,8 +171,6 @@ class Generation:
             then()
 
     def _abandon(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
         for request in self._requests:
             if request.stream is not None and not request.is_over:
                 request.record_end("cancelled")
@@ -192,18 +179,6 @@ class Generation:
     def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
         if request.stream is not None:
             self.service.background.start(self._client.release(request.stream, reason))
-
-    async def _merged_events(self) -> AsyncIterator[list[tuple[int, StreamEvent]]]:
-        if not self._pumps:
-            streams = [request.stream for request in self._requests if request.stream is not None]
-            self._pumps = [
-                asyncio.create_task(_pump(position, stream, self._merged)) for position, stream in enumerate(streams)
-            ]
-        while True:
-            events = [await self._merged.get()]
-            while not self._merged.empty():
-                events.append(self._merged.get_nowait())
-            yield events
 
 
 class _RequestProgress:
@@ -226,10 +201,6 @@ class _RequestProgress:
         self._parsers = parsers
 
     @property
-    def num_choices(self) -> int:
-        return len(self._choices)
-
-    @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
 
@@ -243,7 +214,10 @@ class _RequestProgress:
                 return False
         return any(choice.stopped_early for choice in self._choices)
 
-    def take(self, event: StreamEvent) -> list[ChoiceUpdate]:
+    def read(self) -> list[ChoiceUpdate] | None:
+        """Of the stream's next event; None: there is none now, or nothing more is wanted."""
+        if self.stream is None or self.is_over or (event := self.stream.read()) is None:
+            return None
         updates = self._take(event)
         if self._best_of is not None:
             self._best_of.hold(updates)
@@ -279,11 +253,6 @@ def _best_of(request: CompletionRequest, plan: PlannedRequest) -> BestOf | None:
     if not request.choices.is_best_of:
         return None
     return BestOf(plan.first_choice, request.n, show_logprobs=request.num_logprobs is not None)
-
-
-async def _pump(position: int, stream: ResponseStream, queue: asyncio.Queue[tuple[int, StreamEvent]]) -> None:
-    async for event in stream:
-        await queue.put((position, event))
 
 
 def _output_text(

@@ -1,14 +1,17 @@
 """One open SSE response, and the watch over all of them: comments into silence, an end to clients that stopped reading.
 
-The watch looks at every stream on its own tick, because a timer a stream would have to be moved with every token. Knows
-the bytes of a comment, no other content.
+aiohttp writes the head and the end. Events in between go to the transport at once, in chunks of our own: its `write` is
+two coroutines, three buffers and 2.5 us an event, and only a coroutine can call it. The watch looks at every stream on
+its own tick, because a timer a stream would have to be moved with every token. Knows the bytes of a comment, no other
+content.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from gateway.http import sse
 
@@ -20,34 +23,64 @@ class EventStream:
         self._request = request
         self._response = web.StreamResponse(headers={**sse.HEADERS, **headers})
         self._watch = watch
+        self._transport: asyncio.WriteTransport | None = None
+        self._is_chunked = False
+        self._max_waiting_bytes = 0
         self.last_write_at = time.monotonic()
-        self.write_began_at: float | None = None
+        self.write_began_at: float | None = None  # what is written since then waits for the client
 
     @property
     def response(self) -> web.StreamResponse:
         return self._response
 
     async def open(self) -> None:
+        """ConnectionResetError: the client has gone."""
         await self._response.prepare(self._request)
+        self._transport = self._request.transport
+        if self._transport is None:
+            raise ConnectionResetError("the client has gone")
+        self._is_chunked = self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"  # not for HTTP/1.0
+        _, self._max_waiting_bytes = self._transport.get_write_buffer_limits()
         self._watch.add(self)
 
-    async def write(self, data: bytes) -> None:
-        """Waits while the client is behind by more than a socket's buffer. ConnectionResetError: it is gone."""
-        self.write_began_at = self.last_write_at = time.monotonic()
+    def push(self, data: bytes) -> bool:
+        """Write now. False: the client is behind by more than a socket's buffer, so drain() comes first.
+
+        ConnectionResetError: it is gone."""
+        transport = self._transport
+        assert transport is not None and data, "open, and an empty chunk would end the response"
+        if transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self.last_write_at = time.monotonic()
+        if transport.get_write_buffer_size() <= self._max_waiting_bytes:
+            return True
+        self.write_began_at = self.last_write_at
+        return False
+
+    async def drain(self) -> None:
+        """Until the client has caught up. ConnectionResetError: it is gone."""
         try:
-            await self._response.write(data)
+            await self._request.writer.drain()
         finally:
             self.write_began_at = None
 
-    async def write_keep_alive(self) -> None:
+    async def write(self, data: bytes) -> None:
+        """push, and wait for a client that is behind."""
+        if not self.push(data):
+            await self.drain()
+
+    async def end(self, data: bytes) -> None:
+        """The last of it."""
+        self.write_began_at = self.last_write_at = time.monotonic()
         try:
-            await self.write(sse.KEEP_ALIVE)
-        except ConnectionResetError:
-            return  # the handler is cancelled by aiohttp
+            await self._response.write_eof(data)
+        finally:
+            self.write_began_at = None
 
     def abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def close(self) -> None:
         self._watch.discard(self)
@@ -61,7 +94,6 @@ class StreamWatch:
         self._stall_seconds = stall_seconds
         self._on_stall = on_stall
         self._streams: set[EventStream] = set()
-        self._writes: set[asyncio.Task[None]] = set()
 
     def add(self, stream: EventStream) -> None:
         self._streams.add(stream)
@@ -82,6 +114,5 @@ class StreamWatch:
                     self._on_stall()
                     stream.abort()
             elif now - stream.last_write_at >= self._keep_alive_seconds:
-                task = asyncio.create_task(stream.write_keep_alive())
-                self._writes.add(task)
-                task.add_done_callback(self._writes.discard)
+                with suppress(ConnectionResetError):  # aiohttp cancels the handler
+                    stream.push(sse.KEEP_ALIVE)

@@ -292,11 +292,15 @@ class InferenceClient:
 
     def _deliver(self, events: Iterable[StreamEvent]) -> None:
         now = self._clock()
+        heard: dict[ResponseStream, None] = {}
         for event in events:
             for stream in self._streams.of(event.request_id):
                 stream.last_heard = now
                 stream.offer(event)
-                self._settle(stream)
+                heard[stream] = None
+        for stream in heard:
+            self._settle(stream)
+            stream.on_news()
 
     def _settle(self, stream: ResponseStream) -> None:
         if stream.has_ended:

@@ -8,7 +8,8 @@ store that lost its memory can be given the answer's beginning back. Knows no Re
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from shared.messages import (
     ErrorEvent,
@@ -83,7 +84,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
         self._is_exhausted = False
-        self._waiting: asyncio.Future[None] | None = None  # of the reader; cheaper than an Event, and there is one
+        self.on_news: Callable[[], None] = _nobody_listens  # something can be read; must not raise
 
     @property
     def request_id(self) -> str:
@@ -106,8 +107,9 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         return self._terminal is not None
 
     def offer(self, event: StreamEvent) -> None:
-        """An event from pub/sub: in order, repeated, or after a hole."""
-        if self.has_ended:
+        """An event from pub/sub: in order, repeated, or after a hole. `on_news` is the caller's to call, once for all
+        that came together."""
+        if self._terminal is not None:
             return
         if isinstance(event, TokenEvent):
             if event.prompt_logprobs:
@@ -118,7 +120,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
             self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
         elif self._is_complete(event):
-            self.end(event)
+            self._terminal = event
         else:
             self.is_behind = True
 
@@ -131,23 +133,28 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             self.prompt_logprobs |= choice.prompt_logprobs
             self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
         if terminal is not None:
-            self.end(terminal)
+            self._terminal = terminal
+        self.on_news()
 
     def end(self, terminal: TerminalEvent) -> None:
         self._terminal = terminal
-        self._wake_reader()
+        self.on_news()
 
-    async def __anext__(self) -> StreamEvent:
-        """Tokens of a choice that came since the last read are joined in one TokenEvent."""
-        while not self._unread and self._terminal is None:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+    def read(self) -> StreamEvent | None:
+        """Tokens of a choice that came since the last read, joined in one event; the end once; None: nothing now."""
         if self._unread:
-            return self._unread.popleft().read(self.request_id)
+            return self._unread.popleft().read(self.request.request_id)
         if self._is_exhausted or self._terminal is None:
-            raise StopAsyncIteration
+            return None
         self._is_exhausted = True
         return self._terminal
+
+    async def __anext__(self) -> StreamEvent:
+        while (event := self.read()) is None:
+            if self._is_exhausted:
+                raise StopAsyncIteration
+            await news_of([self])
+        return event
 
     def _take(
         self,
@@ -169,15 +176,9 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             token_ids = token_ids[num_known:]
         if logprobs:
             choice.logprobs.update(logprobs)
-        if choice.take(token_ids, finish_reason):
-            if not choice.is_queued:
-                choice.is_queued = True
-                self._unread.append(choice)
-            self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        if choice.take(token_ids, finish_reason) and not choice.is_queued:
+            choice.is_queued = True
+            self._unread.append(choice)
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
         """An error does not tell how many tokens came before it, so the journal is asked."""
@@ -190,6 +191,27 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self.request.sampling.prompt_logprobs is None:
             return True
         return len(self.prompt_logprobs) >= len(self.request.prompt_token_ids) - 1
+
+
+def _nobody_listens() -> None:
+    pass
+
+
+class Readable(Protocol):
+    on_news: Callable[[], None]
+
+
+async def news_of(streams: Iterable[Readable]) -> None:
+    """Until one of them may have something to read."""
+    waiting = asyncio.get_running_loop().create_future()
+
+    def wake() -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    for stream in streams:
+        stream.on_news = wake
+    await waiting
 
 
 def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogprobs | None:

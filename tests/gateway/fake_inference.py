@@ -1,6 +1,7 @@
 """An engine in the gateway's own process: answers by a script, or event by event as a test wishes."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -49,24 +50,21 @@ def finish(request: GenerationRequest, num_tokens: int, reason: FinishReason = F
     return FinishEvent(request.request_id, reason, usage)
 
 
-class FakeStream(AsyncIterator[StreamEvent]):
+class FakeStream:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
-        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
-        self._ended = False
+        self.on_news: Callable[[], None] = lambda: None
+        self._events: deque[StreamEvent] = deque()
 
     def send(self, event: StreamEvent) -> None:
         if isinstance(event, TokenEvent):
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self.on_news()
 
-    async def __anext__(self) -> StreamEvent:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        self._ended = not isinstance(event, TokenEvent)
-        return event
+    def read(self) -> StreamEvent | None:
+        return self._events.popleft() if self._events else None
 
 
 class FakeKVWatch:

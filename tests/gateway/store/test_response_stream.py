@@ -198,6 +198,7 @@ async def test_a_reader_that_waits_is_woken_and_may_be_cancelled():
     waiting = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     stream.offer(token(0, 5))
+    stream.on_news()
     assert await waiting == token(0, 5)
 
 
