@@ -1,5 +1,6 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
+# make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make mutants takes each guard of docs/security.md away and sees its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,10 +14,12 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
 
-.PHONY: help setup dev serve test faults soak mutants fuzz check bench paper doctor lock clean
+PEERS := lm-eval guidellm aiperf vllm-bench open-webui
+
+.PHONY: help setup dev serve test peers faults soak mutants fuzz check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | test | peers | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -39,6 +42,9 @@ test: dev
 
 fuzz: dev
 	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)
+
+peers: dev $(PEERS:%=$(VENV)/peers/%/.installed)
+	$(BIN)/python -m tests.peers $(ARGS)
 
 faults: dev
 	$(BIN)/python -m pytest tests/faults $(ARGS)
@@ -82,4 +88,11 @@ $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-l
 	$(BIN)/uv pip install --quiet --python $(VENV)/clients --require-hashes -r requirements/clients.txt
 	@if command -v npm > /dev/null; then cp tests/clients/npm/package*.json $(VENV)/clients && \
 		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
+	@touch $@
+
+# Clients of several hundred MB (7 GB in all), each in an environment of its own: only `make peers` wants them.
+$(VENV)/peers/%/.installed: requirements/peers/%.txt $(VENV)/.dev-installed
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D) --disable-pip-version-check install --quiet --require-hashes --no-deps \
+		$(TORCH_LINKS) -r $<
 	@touch $@

@@ -6,6 +6,7 @@
     serve.txt        `make serve`: gateway, engine on a CPU, embedded store
     dev.txt          serve.txt and what the tests need
     clients.txt      the clients of tests/clients, from clients.in
+    peers/*.txt      one heavy client each (`make peers`), from peers/*.in; *.overrides beside it leaves packages out
 
 Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on
 x86-64 and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of
@@ -59,7 +60,17 @@ def main() -> int:
     gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
     _write("engine-gpu.txt", compile_lock(gpu, others))
     _write("clients.txt", compile_lock(["requirements/clients.in"], _pins(FOLDER / "clients.txt")))
+    _write_peers(pins, wheels)
     return 0
+
+
+def _write_peers(pins: str, wheels: str) -> None:
+    torch = "\n".join(re.findall(r"^torch==.*$", pins, re.MULTILINE))
+    for source in sorted((FOLDER / "peers").glob("*.in")):
+        lock, overrides = source.with_suffix(".txt"), source.with_suffix(".overrides")
+        options = [str(source), *(["--override", str(overrides)] if overrides.exists() else [])]
+        kept = re.sub(r"^torch==.*$", "", _pins(lock), flags=re.MULTILINE)
+        _write(f"peers/{lock.name}", compile_lock([*options, "--find-links", wheels], f"{kept}\n{torch}\n"))
 
 
 def _pins(lock: Path) -> str:
