@@ -98,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # The same for every token of the prompt but the first, given those before it.
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Grammar | None = None  # every choice is a text of it, unless it is cut by its length
+    allowed_token_ids: tuple[int, ...] | None = None  # no other is ever sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never has
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: those of these tokens, in place of the likeliest
 
     @property
     def is_greedy(self) -> bool:

@@ -11,7 +11,6 @@ last token is still in flight when a step is submitted, and `tokens_in_flight` w
 What goes wrong in a grammar ends its own request.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +21,12 @@ from numpy.typing import NDArray
 
 from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.sampling_inputs import TokenMasks
+from engine_worker.execution.token_rules import TokensInFlight
 from engine_worker.scheduling.sequence import Sequence
 from shared.grammars import GrammarError, shortened
 from shared.messages import Grammar
 
 Int32Array = NDArray[np.int32]
-TokensInFlight = Callable[[], Mapping[Sequence, int]]
 
 
 @dataclass(slots=True)

@@ -61,7 +61,8 @@ class PromptScores:
         logits = logits_of(torch.arange(first_row, first_row + len(tokens), device=self._device))
         targets = to_device(np.array(sequence.prompt_token_ids[tokens.start : tokens.stop]), self._device)
         places = torch.arange(len(tokens), device=self._device)
-        return launch_logprobs(logits, targets, LogprobRows(places, [num_top] * len(tokens))).to_host()
+        rows = LogprobRows(places, [num_top] * len(tokens), [()] * len(tokens), None)
+        return launch_logprobs(logits, targets, rows).to_host()
 
 
 def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:

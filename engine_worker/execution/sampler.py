@@ -1,11 +1,12 @@
 """Logits of one step -> one token for each sequence.
 
-    inputs = sampler.prepare(sequences, indices) host -> device; grammars alone wait for the step before
+    inputs = sampler.prepare(sequences, indices) host -> device; grammars and bad words wait for the step before
     tokens = sampler.launch(logits, inputs)      enqueues the device's work; tokens.token_ids is there for the next step
     samples = tokens.collect()                   waits for it: token ids, failures, log-probabilities
 
 Order of the operations (that of vLLM, so that the same parameters mean the same here):
-    min_tokens mask, logit bias, repetition + frequency + presence penalties, the grammar's mask
+    min_tokens and bad words masked, logit bias, repetition + frequency + presence penalties,
+    the grammar's mask and that of allowed tokens
     then argmax (greedy), or temperature, min-p, top-k, top-p and a draw
 
 A draw depends on the distribution and on (seed, output index) alone: not on the batch, the slot, earlier draws or the
@@ -31,9 +32,11 @@ from engine_worker.execution.sampling_inputs import (
     ScoreEdits,
     TokenMasks,
     batch_parameters,
+    premature_ends,
     score_edits,
 )
 from engine_worker.execution.token_counts import PenaltyCounts
+from engine_worker.execution.token_rules import TokenRules, TokensInFlight
 from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling import sample_tokens
 from kernels.token_bitmask import apply_token_bitmask
@@ -102,6 +105,7 @@ class Sampler:
         self.device = device
         self._batch = batch_parameters([], device)
         self._penalty_counts = PenaltyCounts()
+        self._rules = TokenRules(vocab_size, device)
         self._grammars = grammars
         self._last_tokens: SampledTokens | None = None
 
@@ -116,43 +120,47 @@ class Sampler:
         if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
             self._batch = batch_parameters(sequences, self.device)
             self._penalty_counts.keep_only(sequences)
+            self._rules.keep_only(self._batch.sequences)
             if self._grammars is not None:
                 self._grammars.keep_only(sequences)
         edits: ScoreEdits | None = None
         refusals: dict[str, str] = {}
+        in_flight = cache(self._last_tokens.by_sequence if self._last_tokens is not None else dict[Sequence, int])
         if self._batch.may_edit:
-            edits, refusals = score_edits(
-                sequences, indices, self._penalty_counts, self._eos_token_ids, self._vocab_size, self.device
-            )
-        masks, broken = self._masks(indices) if self._batch.has_grammars else (None, {})
+            masked = [
+                [*premature_ends(sequence, index, self._eos_token_ids, self._vocab_size),
+                 *self._rules.word_ends(sequence, index, in_flight)]
+                for sequence, index in zip(sequences, indices, strict=True)
+            ]  # fmt: skip
+            edits, refusals = score_edits(sequences, masked, self._penalty_counts, self._vocab_size, self.device)
+        masks, broken = self._masks(indices, in_flight) if self._batch.has_grammars else (None, {})
         return SamplingInputs(
             sequences=self._batch.sequences,
             rows=self._batch.rows_at(indices, self.device),
             edits=edits,
             logprobs=self._batch.logprobs,
             refusals=refusals | broken,
-            masks=masks,
+            masks=tuple(masks for masks in (masks, self._rules.allowed) if masks is not None),
         )
 
     def launch(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
         """`logits` [N, V] in the order of the prepared sequences; not modified."""
         assert logits.shape == (len(inputs.sequences), self._vocab_size)
         scores = inputs.edits.applied_to(logits) if inputs.edits else logits
-        if inputs.masks is not None:
+        for masks in inputs.masks:
             scores = scores.clone() if scores is logits else scores
-            apply_token_bitmask(scores, inputs.masks.rows, inputs.masks.masks)
+            apply_token_bitmask(scores, masks.rows, masks.masks)
         token_ids, best = sample_tokens(scores, inputs.rows)
         logprobs = launch_logprobs(logits, token_ids, inputs.logprobs) if inputs.logprobs else None
         self._last_tokens = SampledTokens(inputs, token_ids, best, logprobs)
         return self._last_tokens
 
-    def _masks(self, indices: list[int]) -> tuple[TokenMasks | None, dict[str, str]]:
+    def _masks(self, indices: list[int], in_flight: TokensInFlight) -> tuple[TokenMasks | None, dict[str, str]]:
         sequences = self._batch.sequences
         if self._grammars is None:
             problem = "this worker has no llguidance to follow a grammar"
             return None, {sequence.request_id: problem for sequence in sequences if sequence.sampling.grammar}
-        in_flight = self._last_tokens.by_sequence if self._last_tokens is not None else dict[Sequence, int]
-        return self._grammars.of(sequences, indices, cache(in_flight))
+        return self._grammars.of(sequences, indices, in_flight)
 
 
 def _recorded_event() -> torch.cuda.Event:

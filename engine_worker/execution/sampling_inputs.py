@@ -1,8 +1,8 @@
 """What a step's sampling needs to know of its sequences, as tensors on the device; built without waiting for it.
 
 Of a sequence it reads the parameters and how many tokens are out, not which: so a step can be prepared while the one
-before still samples. Penalties need the tokens (Sequence.needs_last_token_on_host), and so do grammars, which wait for
-them while the forward pass runs (grammar_masks.py).
+before still samples. Penalties need the tokens (Sequence.needs_last_token_on_host), and so do grammars and bad words,
+which wait for them while the forward pass runs (grammar_masks.py, token_rules.py).
 """
 
 import math
@@ -53,11 +53,13 @@ class LogprobRows:
 
     rows: Tensor  # [P] int64
     num_top: list[int]  # [P], how many of the likeliest tokens each reports beside the chosen one
+    named: list[tuple[int, ...]]  # [P], the tokens that each reports instead, if any
+    named_token_ids: Tensor | None  # [P, the longest of `named`] int64, filled up with 0; None: nobody names any
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that grammars allow, as kernels.token_bitmask takes them."""
+    """The tokens that some rows allow, as kernels.token_bitmask takes them."""
 
     rows: Tensor  # [R] int32
     masks: Tensor  # [R, ceil(V / 32)] int32
@@ -70,7 +72,7 @@ class SamplingInputs:
     edits: ScoreEdits | None
     logprobs: LogprobRows | None
     refusals: dict[str, str]  # request id -> why it cannot be sampled
-    masks: TokenMasks | None = None
+    masks: tuple[TokenMasks, ...] = ()  # a token must be allowed by all
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def batch_parameters(sequences: list[Sequence], device: torch.device) -> BatchPa
         sequences=list(sequences),
         rows=_sampling_rows(samplings, device),
         logprobs=_logprob_rows(samplings, device),
-        may_edit=any(s.min_tokens > 0 or s.logit_bias or s.has_penalties for s in samplings),
+        may_edit=any(s.min_tokens > 0 or s.logit_bias or s.has_penalties or s.bad_words for s in samplings),
         has_grammars=any(s.grammar is not None for s in samplings),
     )
 
@@ -135,17 +137,12 @@ def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> Sam
 
 def score_edits(
     sequences: list[Sequence],
-    output_indices: list[int],
+    masked: list[list[int]],
     penalty_counts: PenaltyCounts,
-    eos_token_ids: Iterable[int],
     vocab_size: int,
     device: torch.device,
 ) -> tuple[ScoreEdits | None, dict[str, str]]:
-    """The edits, or None when no sequence has any; and why a sequence cannot be sampled."""
-    masked = [
-        _masked_token_ids(sequence, index, eos_token_ids, vocab_size)
-        for sequence, index in zip(sequences, output_indices, strict=True)
-    ]
+    """The edits, or None when no sequence has any; and why a sequence cannot be sampled. `masked`: of each row."""
     refusals = {}
     for sequence in sequences:
         outside = [token_id for token_id in sequence.sampling.logit_bias if not 0 <= token_id < vocab_size]
@@ -168,11 +165,22 @@ def score_edits(
 
 
 def _logprob_rows(samplings: list[SamplingParams], device: torch.device) -> LogprobRows | None:
-    asking = [(row, sampling.logprobs) for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+    asking = [
+        (row, sampling.logprobs, sampling.logprob_token_ids)
+        for row, sampling in enumerate(samplings)
+        if sampling.logprobs is not None
+    ]
     if not asking:
         return None
-    rows, num_top = zip(*asking, strict=True)
-    return LogprobRows(to_device(np.array(rows, dtype=np.int64), device), list(num_top))
+    rows, num_top, named = zip(*asking, strict=True)
+    most = max(map(len, named))
+    filled = np.array([(*ids, *(0,) * (most - len(ids))) for ids in named], dtype=np.int64) if most else None
+    return LogprobRows(
+        rows=to_device(np.array(rows, dtype=np.int64), device),
+        num_top=list(num_top),
+        named=list(named),
+        named_token_ids=None if filled is None else to_device(filled, device),
+    )
 
 
 def to_device(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
@@ -186,7 +194,7 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _masked_token_ids(
+def premature_ends(
     sequence: Sequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> list[int]:
     """The tokens that would end `sequence` before its min_tokens."""

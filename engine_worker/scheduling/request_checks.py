@@ -59,6 +59,9 @@ def _problems(request: GenerationRequest, stored: Sequence[StoredChoice], limits
         ("resumed_token_ids", [token_id for choice in stored for token_id in choice.token_ids]),
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words", [token_id for word in sampling.bad_words for token_id in word]),
+        ("logprob_token_ids", sampling.logprob_token_ids),
     ):
         if (token_id := _first_outside(token_ids, limits.vocab_size)) is not None:
             yield f"{name} holds {token_id}; token ids of this model are 0..{limits.vocab_size - 1}"
@@ -75,8 +78,9 @@ def _choice_problems(sampling: SamplingParams, limits: RequestLimits) -> Iterato
         yield f"n is {sampling.n}; it must be at least 1"
     if not sampling.use_beam_search:
         return
-    if sampling.grammar is not None:
-        yield "grammar: a beam search does not follow one"
+    for name in ("grammar", "allowed_token_ids", "bad_words", "logprob_token_ids"):
+        if getattr(sampling, name):
+            yield f"{name}: a beam search does not follow it"
     if sampling.beam_width < sampling.n:
         yield f"beam_width is {sampling.beam_width}; it must be at least n, {sampling.n}"
     # The first step chooses from the continuations of one sequence; ids of the model's end add a few to these.
@@ -112,5 +116,9 @@ def _sampling_problems(sampling: SamplingParams) -> Iterator[str]:
         yield f"repetition_penalty is {sampling.repetition_penalty}; it must be finite and above 0"
     if sampling.grammar is not None and (sampling.ignore_eos or sampling.min_tokens):
         yield "grammar: its end is the end of the output, which ignore_eos and min_tokens would put off"
+    if sampling.allowed_token_ids == ():
+        yield "allowed_token_ids is empty: no token could be sampled"
+    if not all(sampling.bad_words):
+        yield "bad_words holds a word without tokens"
     if not all(isfinite(bias) for bias in sampling.logit_bias.values()):
         yield "logit_bias holds a value that is not finite"

@@ -32,7 +32,7 @@ from gateway.requests.deadlines import timeouts_of, with_deadlines
 from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import plan_requests
-from gateway.requests.prompt_encoding import encode_prompts
+from gateway.requests.prompt_encoding import encode_prompts, encode_words
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from gateway.tracing import traceparent_of
 
@@ -100,6 +100,7 @@ async def _new_reply(
     model = service.admit()
     limits = service.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
+    completion = replace(completion, bad_words=encode_words(model, completion.fields.bad_words or ()))
     asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
     planned = plan_requests(
         completion, token_ids, limits, account.tenant, account.priority_class(asked), asker.traceparent

@@ -32,6 +32,9 @@ _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "stop": ([],),
     "logprobs": (False,),
     "top_logprobs": (0,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logprob_token_ids": ([],),
 }
 _ONLY_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
 
@@ -78,6 +81,6 @@ def _problems(fields: Any, n: int, num_candidates: int, use_beam_search: bool) -
     for param, neutral in not_beside.items():
         value = getattr(fields, param, None)
         if value is not None and not is_neutral(value, neutral):
-            values = " or ".join(map(repr, neutral))
+            values = "".join(f", or {allowed!r}" for allowed in neutral)
             where = "with use_beam_search" if use_beam_search else "without use_beam_search"
-            yield param, f"has no meaning {where}; leave it out, or {values}"
+            yield param, f"has no meaning {where}; leave it out{values}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest
-from gateway.requests.grammar_fields import GrammarFields
+from gateway.requests.token_fields import TokenFields
 from shared.messages import MAX_LOGPROBS
 from shared.redis_keys import PRIORITY_CLASSES
 
@@ -19,7 +19,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 )
 
 
-class ExtraFields(GrammarFields, kw_only=True):
+class ExtraFields(TokenFields, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # keep the last; -1: all that fit
     return_token_ids: bool | None = None

@@ -19,6 +19,7 @@ from gateway.requests.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_c
 from gateway.requests.extra_fields import ExtraFields, check_extra_fields
 from gateway.requests.grammar_fields import AskedGrammar, asked_grammar
 from gateway.requests.request_body import decode_body, is_neutral
+from gateway.requests.token_fields import TokenId, Words, check_token_fields
 from gateway.requests.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
 from gateway.text.chat_template import ChatMessage
 from shared.messages import MAX_LOGPROBS
@@ -28,7 +29,6 @@ MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of pro
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-_TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 _NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -56,7 +56,7 @@ class GenerationFields(ExtraFields, kw_only=True):
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
@@ -102,7 +102,7 @@ class ChatBody(GenerationFields, kw_only=True):
 
 
 class CompletionBody(GenerationFields, kw_only=True):
-    prompt: str | list[str | _TokenId | list[_TokenId]]
+    prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: _NumLogprobs | None = None
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None  # 0: the prompt alone, for those who score it
@@ -115,7 +115,6 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logprob_token_ids": ([],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -128,8 +127,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "documents": ([],),
     "chat_template": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
@@ -171,6 +168,7 @@ class CompletionRequest:
     background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
     repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
+    bad_words: Words = ()  # as tokens; set when the model is known
 
     @property
     def n(self) -> int:
@@ -286,6 +284,7 @@ def _request(
     if fields.stream_options is not None and not stream:
         raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
     check_extra_fields(fields, stream=stream, use_beam_search=choices.use_beam_search)
+    check_token_fields(fields)
     options = fields.stream_options or StreamOptions()
     return CompletionRequest(
         model=fields.model,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest, GenerationFields
+from gateway.requests.token_fields import check_something_is_allowed
 from shared.choice_seeds import SEED_BITS
 from shared.messages import GenerationRequest, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
@@ -96,6 +97,11 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
         )
     stop_token_ids = tuple(fields.stop_token_ids or ())
     _check_token_ids(stop_token_ids, "stop_token_ids", limits)
+    allowed = None if fields.allowed_token_ids is None else tuple(dict.fromkeys(fields.allowed_token_ids))
+    named = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
+    _check_token_ids(allowed or (), "allowed_token_ids", limits)
+    _check_token_ids(named, "logprob_token_ids", limits)
+    check_something_is_allowed(allowed, request.bad_words)
     temperature = 1.0 if fields.temperature is None else fields.temperature
     return SamplingParams(
         max_tokens=max_tokens,
@@ -117,9 +123,18 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         grammar=request.grammar.grammar if request.grammar else None,
-        logprobs=0 if choices.is_best_of and request.num_logprobs is None else request.num_logprobs,
+        allowed_token_ids=allowed,
+        bad_words=request.bad_words,
+        logprobs=_num_logprobs(request),
+        logprob_token_ids=named,
         prompt_logprobs=request.num_prompt_logprobs,
     )
+
+
+def _num_logprobs(request: CompletionRequest) -> int | None:
+    if request.num_logprobs is None:
+        return 0 if request.choices.is_best_of else None
+    return 0 if request.fields.logprob_token_ids else request.num_logprobs
 
 
 def _logit_bias(fields: GenerationFields, limits: ModelLimits) -> dict[int, float]:

@@ -1,13 +1,16 @@
-"""Prompts of a request -> token ids, without holding up the event loop, and no longer than the model's context."""
+"""Prompts of a request -> token ids, without holding up the event loop, and no longer than the model's context; and its
+bad words.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gateway.errors import InvalidRequest
 from gateway.requests.extra_fields import truncated
 from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
 from gateway.requests.planning import ModelLimits, context_exceeded
+from gateway.requests.token_fields import Words, words_token_ids
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
@@ -27,6 +30,11 @@ async def encode_prompts(model: ServedModel, limits: ModelLimits, request: Compl
         token_ids = await encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens)
         prompts.append(truncated(token_ids, truncate, room_tokens))
     return prompts
+
+
+def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
+    """Of `bad_words`. Raises InvalidRequest."""
+    return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
 
 
 async def encode_prompt(

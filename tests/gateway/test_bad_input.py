@@ -58,6 +58,7 @@ VALUE, JSON, UNSUPPORTED, MISSING = (
     "missing_required_parameter",
 )
 CONTEXT = "context_length_exceeded"
+TOKEN_A = 67  # "a" in the tiny tokenizer
 
 MALFORMED = [
     raw("empty body", b"", JSON, says="empty"),
@@ -155,6 +156,14 @@ PROMPTS = [
     chat("priority by name", VALUE, "priority", "int", priority="batch"),
     text("21 logprobs", VALUE, "logprobs", "<= 20", logprobs=21),
     text("logprobs is bool", VALUE, "logprobs", "int", logprobs=True),
+    text("tokens named without logprobs", VALUE, "logprob_token_ids", "logprobs", logprob_token_ids=[1]),
+    chat("tokens named, logprobs off", VALUE, "logprob_token_ids", "logprobs", logprob_token_ids=[1], logprobs=False),
+    text("tokens named, echo", VALUE, "logprob_token_ids", "echo", logprob_token_ids=[1], logprobs=1, echo=True),
+    text("129 named tokens", VALUE, "logprob_token_ids", "<= 128", logprob_token_ids=[1] * 129, logprobs=1),
+    text("a named token of no vocabulary", VALUE, "logprob_token_ids", logprob_token_ids=[VOCAB_SIZE], logprobs=1),
+    chat("bad words of beams", VALUE, "bad_words", "use_beam_search", bad_words=["a"], use_beam_search=True),
+    chat("allowed tokens of beams", VALUE, "allowed_token_ids", allowed_token_ids=[9], use_beam_search=True),
+    chat("nothing left to say", VALUE, "bad_words", "every one", bad_words=["a"], allowed_token_ids=[TOKEN_A]),
     text("top_logprobs of completions", UNSUPPORTED, "top_logprobs", top_logprobs=5),
 ]
 NUMBERS = [

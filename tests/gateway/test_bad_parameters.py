@@ -56,6 +56,9 @@ ODD = {
                    f'{{"{VOCAB_SIZE}":1}}', f'{{"{2**64}":1}}', '{"\\u0000":1}'),
     "stream_options": ("1", '"x"', "[]", "true", '{"include_usage":1}', '{"include_usage":"true"}',
                        '{"continuous_usage_stats":1}', '{"include_usage":[]}'),
+    "allowed_token_ids": ("1", '"1"', "{}", "[]", '["1"]', "[-1]", "[1.5]", "[true]", f"[{INT_MAX}]",
+                          f"[{VOCAB_SIZE}]"),
+    "bad_words": ("1", '"x"', "{}", "[1]", "[null]", '[""]', f'["{"x" * 257}"]', json.dumps(["x"] * 501)),
     "early_stopping": ('"often"', "1", "[]", "{}", '"Never"'),
 }  # fmt: skip
 OF_CHAT = {
