@@ -224,9 +224,7 @@ def main() -> int:
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         part = dict(list(chosen.items())[options.part :: options.parts])
         ends = _ends(tokenizer, options.end_bias) if options.end_bias else {}
-        answers = answer(
-            _engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens, logit_bias=ends
-        )
+        answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens, logit_bias=ends)
         result["answers"] = {
             "schemas": len(part),
             "valid": answers.valid,
