@@ -2,10 +2,11 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shared.messages import WorkerHeartbeat, decode_heartbeat
 from shared.redis_client import connect
@@ -28,6 +29,8 @@ class Site:
     worker_flags: list[str]
     gateway_flags: list[str] = field(default_factory=list)
     name: str = MODEL
+    worker_program: list[str] = field(default_factory=lambda: [SCRIPT, "--model", "/none"])
+    environs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by name of a process: g0, w0, ...
     ports: dict[str, int] = field(default_factory=dict)  # of gateways, by name
     _num_workers: int = 0
 
@@ -46,14 +49,14 @@ class Site:
     def start_gateway(self, name: str) -> None:
         port = self.ports.setdefault(name, free_port())
         argv = ["-m", "gateway", *self._common, "--model", str(self.model), "--port", str(port), *self.gateway_flags]
-        self.fleet.start(name, *argv, PYTHONPATH=str(ROOT))
+        self.fleet.start(name, *argv, **self._environ(name))
 
     def start_worker(self) -> str:
         """Under a name that no worker had before."""
         name = f"w{self._num_workers}"
         self._num_workers += 1
-        argv = ["--model", "/none", *self._common, "--metrics-port", "0", "--worker-id", name, *self.worker_flags]
-        self.fleet.start(name, SCRIPT, *argv, PYTHONPATH=str(ROOT))
+        argv = [*self.worker_program, *self._common, "--metrics-port", "0", "--worker-id", name, *self.worker_flags]
+        self.fleet.start(name, *argv, **self._environ(name))
         return name
 
     async def ready(self, num_workers: int) -> None:
@@ -88,6 +91,9 @@ class Site:
             await subscription.aclose()
             await connections.aclose()
 
+    def _environ(self, name: str) -> dict[str, str]:
+        return {"PYTHONPATH": str(ROOT), **self.environs.get(name, {})}
+
     @property
     def _common(self) -> list[str]:
         return ["--served-model-name", self.name, "--redis-url", self.store.url]
@@ -104,15 +110,17 @@ async def running_site(
     *,
     num_workers: int,
     worker_flags: list[str],
-    gateway_flags: list[str] | None = None,
-    name: str = MODEL,
+    environs: Mapping[str, Mapping[str, str]] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Site]:
+    """`environs`: of a Site, and of "store"; `options`: further fields of a Site."""
+    environs = environs or {}
     (directory / "store").mkdir()
-    store = Store(directory / "store", append_fsync="everysec")
+    store = Store(directory / "store", append_fsync="everysec", environ={**environs.get("store", {})})
     store.start()
     try:
         with running_fleet(directory / "logs") as fleet:
-            site = Site(store, fleet, model, worker_flags, gateway_flags or [], name)
+            site = Site(store, fleet, model, worker_flags, environs=environs, **options)
             for number in range(NUM_GATEWAYS):
                 site.start_gateway(f"g{number}")
             for _ in range(num_workers):

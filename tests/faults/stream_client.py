@@ -47,6 +47,11 @@ class Answer:
             self.finish_reasons[choice["index"]] = choice["finish_reason"]
 
 
+def empty_answer(body: dict[str, Any]) -> Answer:
+    num_choices = body.get("n", 1)
+    return Answer([""] * num_choices, [None] * num_choices)
+
+
 class StreamClient:
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str], source: random.Random) -> None:
         """`urls`: of all gateways, of which some may be down."""
@@ -54,9 +59,9 @@ class StreamClient:
         self._urls = urls
         self._random = source
 
-    async def complete(self, body: dict[str, Any]) -> Answer:
-        num_choices = body.get("n", 1)
-        answer = Answer([""] * num_choices, [None] * num_choices)
+    async def complete(self, body: dict[str, Any], answer: Answer | None = None) -> Answer:
+        """`answer`: an empty one that is filled while it comes."""
+        answer = answer or empty_answer(body)
         headers = {"Idempotency-Key": f"{self._random.getrandbits(128):032x}"}
         while not answer.num_ends:
             try:

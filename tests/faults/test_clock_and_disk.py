@@ -2,67 +2,102 @@
 
 import asyncio
 import os
+import random
 import shutil
 import subprocess
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import redis
+from tokenizers import Tokenizer
 
 from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
+from tests.e2e.fleet import STOP_SECONDS
 from tests.faults.conftest import Store, World
+from tests.faults.mixed_requests import RequestMix
+from tests.faults.site import MODEL, Site, running_site
+from tests.faults.stream_client import StreamClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 HOUR_SECONDS = 3600
+SEED = 3
 
 
 class JumpingClock:
-    """The wall clock of processes that are started with `environ`."""
+    """The wall clock of a process that is started with `environ`."""
 
-    def __init__(self, directory: Path) -> None:
-        library, self._file = directory / "jumping_clock.so", directory / "offset"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)], check=True)
-        self.jump_to(0)
-        self.environ = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(self._file)}
+    def __init__(self, library: Path, offset: Path) -> None:
+        self._file = offset
+        self._file.write_bytes(bytes(8))
+        self.environ = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(offset)}
 
     def jump_to(self, offset_seconds: int) -> None:
-        with self._file.open("r+b" if self._file.exists() else "wb") as file:  # the file is mapped: never a new one
+        with self._file.open("r+b") as file:  # it is mapped: never a new one
             file.write(offset_seconds.to_bytes(8, "little", signed=True))
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="the clock is bent by a library that gcc builds")
-@pytest.mark.parametrize("jump_seconds", [HOUR_SECONDS, -HOUR_SECONDS], ids=["forward", "back"])
-async def test_the_wall_clock_jumps_by_an_hour(
-    start_world: StartWorld, store: Store, tmp_path: Path, jump_seconds: int
+@pytest.fixture
+def clocks(tmp_path: Path) -> dict[str, JumpingClock]:
+    if shutil.which("gcc") is None:
+        pytest.skip("the clock is bent by a library that gcc builds")
+    library = tmp_path / "jumping_clock.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE)], check=True)
+    return {name: JumpingClock(library, tmp_path / f"{name}.clock") for name in ("store", "g0", "g1", "w0", "w1")}
+
+
+@pytest.mark.model
+async def test_the_wall_clock_of_each_process_jumps_by_an_hour(
+    clocks: dict[str, JumpingClock], demo_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Of the store and the workers. Nothing is reaped, no time is over: only monotonic clocks and ticks decide."""
-    clock = JumpingClock(tmp_path)
-    store.kill()
-    store.environ = clock.environ
-    store.start()
-    world = await start_world()
-    flags = ["--script-step-seconds", "0.02", "--dead-after", "3"]
-    world.start_worker("w0", *flags, **clock.environ)
-    readers = world.read(4, max_tokens=300)
-    await world.all_have(readers, 20)
-    world.start_worker("w1", *flags, **clock.environ)
-    await world.has_ready("w0", "w1")
+    """Forward and back, one process after the other and then all at once, while clients ask and are answered.
+
+    Nothing is reaped, no time is over, no stream breaks: only monotonic clocks and ticks decide.
+    """
+    environs = {name: clock.environ for name, clock in clocks.items()}
+    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
+    mix = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=60)
+    flags = ["--script-step-seconds", "0.02"]
+    async with running_site(tmp_path, demo_model_dir, num_workers=2, worker_flags=flags, environs=environs) as site:
+        jumped = asyncio.create_task(jump(site, clocks))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            client = StreamClient(session, site.urls, random.Random(SEED))
+            await asyncio.gather(*(ask_on(client, mix, jumped) for _ in range(6)))
+        await jumped
+        logs = site.fleet.all_logs()
+        assert "reaped" not in logs and "is fenced" not in logs and "is ended" not in logs
+        await site.nothing_is_left()
+
+
+async def ask_on(client: StreamClient, mix: RequestMix, until: "asyncio.Task[None]") -> None:
+    while not until.done():
+        request = mix.draw()
+        answer = await client.complete({**request.body, "timeout_seconds": 300, "queue_timeout_seconds": 200})
+        assert request.difference(answer) == ""
+        assert (answer.num_resumes, answer.num_refusals) == (0, 0)
+
+
+async def jump(site: Site, clocks: dict[str, JumpingClock]) -> None:
+    for together in [*([clock] for clock in clocks.values()), list(clocks.values())]:
+        for offset_seconds in (HOUR_SECONDS, -HOUR_SECONDS, 0):
+            for clock in together:
+                clock.jump_to(offset_seconds)
+            if clocks["store"] in together:
+                await store_shows(site.store, offset_seconds)
+            await asyncio.sleep(0.5)  # the fault's length: some of everybody's turns
+
+
+async def store_shows(store: Store, offset_seconds: int) -> None:
+    """It reads its clock when its event loop turns, not at each command."""
     with store.client() as client:
-        before_seconds, _ = client.time()
-        clock.jump_to(jump_seconds)
-        async with asyncio.timeout(10):  # the store reads its clock when its event loop turns, not at each command
-            while abs(client.time()[0] - before_seconds - jump_seconds) > 60:
+        async with asyncio.timeout(10):
+            while abs(client.time()[0] - time.time() - offset_seconds) > 60:
                 await asyncio.sleep(0.02)
-    await world.all_complete(readers)
-    later = world.read(2, max_tokens=20)
-    await world.all_complete(later)
-    assert await world.attempts(later) == [1, 1]
-    assert "reaped" not in world.fleet.all_logs()
-    await world.nothing_is_left()
 
 
 @pytest.fixture
@@ -86,10 +121,7 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
     world.start_worker("w0", "--script-step-seconds", "0.02")
     readers = world.read(4, max_tokens=200)
     await world.all_have(readers, 20)
-    ballast = small_disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(4096))
+    ballast = fill(small_disk)
     with store.client() as client:
         async with asyncio.timeout(20):
             while await asyncio.to_thread(takes_writes, client):
@@ -103,6 +135,37 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
     await world.all_complete(readers)
     assert await world.attempts(readers) == [1] * len(readers)
     await world.nothing_is_left()
+
+
+async def test_a_store_that_syncs_each_write_ends_on_a_full_disk(
+    start_world: StartWorld, store: Store, small_disk: Path
+) -> None:
+    """It cannot promise what it has answered, so it ends itself; with room again it comes back with every token."""
+    store.kill()
+    store.directory, store.append_fsync = small_disk, "always"
+    store.start()
+    world = await start_world()
+    world.start_worker("w0", "--script-step-seconds", "0.02")
+    readers = world.read(4, max_tokens=200)
+    await world.all_have(readers, 20)
+    ballast = fill(small_disk)
+    assert store.process is not None
+    assert await asyncio.to_thread(store.process.wait, STOP_SECONDS) == 1
+    with pytest.raises(StoreUnavailable):
+        await world.client.submit(make_request(5))
+    ballast.unlink()
+    store.start()
+    await world.all_complete(readers)
+    await world.nothing_is_left()
+
+
+def fill(disk: Path) -> Path:
+    """To its last block; the file that takes the room."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    return ballast
 
 
 def takes_writes(client: redis.Redis) -> bool:

@@ -65,9 +65,9 @@ async def test_paused_past_the_limit_it_is_fenced_on_waking_and_serves_on(start_
 
 async def test_paused_under_the_limit_nobody_is_reaped(start_world: StartWorld) -> None:
     """Half of the limit, as 8 s are of 15."""
-    world, readers = await on_first_of_two(start_world, "--dead-after", "6")
+    world, readers = await on_first_of_two(start_world, "--dead-after", "8")
     world.fleet.processes["w0"].send_signal(signal.SIGSTOP)
-    await asyncio.sleep(3.2)  # the fault's length
+    await asyncio.sleep(4.0)  # the fault's length
     world.fleet.processes["w0"].send_signal(signal.SIGCONT)
     await world.all_complete(readers)
     assert await world.attempts(readers) == [1] * len(readers)

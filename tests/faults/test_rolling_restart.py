@@ -20,7 +20,7 @@ NUM_CLIENTS = 8
 async def test_all_parts_one_after_the_other_under_load(demo_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     mix = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=60)
-    flags = ["--script-step-seconds", "0.02", "--dead-after", "3"]
+    flags = ["--script-step-seconds", "0.02"]
     async with running_site(tmp_path, demo_model_dir, num_workers=2, worker_flags=flags) as site:
         rolled = asyncio.create_task(roll(site))
         connector = aiohttp.TCPConnector(force_close=True)

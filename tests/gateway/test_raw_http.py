@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ CHUNKED = b"Transfer-Encoding: chunked"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 POST = b"POST /v1/completions HTTP/1.1"
 HOST = b"Host: 127.0.0.1"
+ANSWER_SECONDS = 20.0  # 5 ms on an idle machine; behind 200 others that wait it would be minutes
 
 
 def post(*headers: bytes, body: bytes = BODY, host: bytes = HOST, line: bytes = POST) -> bytes:
@@ -140,7 +140,7 @@ async def status_of(port: int, data: bytes) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
-        line = await asyncio.wait_for(reader.readline(), 10)
+        line = await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)
         return int(line.split()[1]) if line else 0
     finally:
         writer.close()
@@ -226,9 +226,7 @@ async def test_clients_that_leave_or_dawdle_cost_nothing(gateway: Gateway) -> No
     waiting = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(200)]
     for _, writer in waiting:
         writer.write(b"P")
-    started = time.monotonic()
     assert await status_of(gateway.port, whole) == 200
-    assert time.monotonic() - started < 5.0  # 5 ms on an idle machine; one after another they would hold it for minutes
     for _, writer in waiting:
         writer.close()
     assert await status_of(gateway.port, whole) == 200

@@ -46,7 +46,7 @@ async def test_a_refusal_says_when_to_come_again(one_seat: World) -> None:
 
 
 async def test_what_was_begun_in_time_is_not_ended_by_the_queue_timeout(world: World) -> None:
-    begun = asyncio.create_task(world.gateways[0].post(COMPLETIONS, {**BODY, "queue_timeout_seconds": 0.2}))
+    begun = asyncio.create_task(world.gateways[0].post(COMPLETIONS, {**BODY, "queue_timeout_seconds": 1.0}))
     while not world.worker.gate.batches:
         await asyncio.sleep(0.005)
     while not any(stream.has_begun for stream in world.gateways[0].client._streams):  # it was looked at, over its time
@@ -58,7 +58,7 @@ async def test_what_was_begun_in_time_is_not_ended_by_the_queue_timeout(world: W
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_deadline_ends_what_runs(world: World, stream: bool) -> None:
     world.worker.gate.allow(3)
-    body = {**BODY, "timeout_seconds": 0.4, "detach_seconds": 60}
+    body = {**BODY, "timeout_seconds": 1.5, "detach_seconds": 60}
     if stream:
         async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
             events = await reader.rest()
@@ -91,7 +91,7 @@ async def test_a_worker_computes_nothing_of_what_comes_too_late(world: World) ->
 
 
 async def test_the_defaults_and_the_limit_are_the_gateways(world: World, demo_model_dir: Any) -> None:
-    options = {"default_queue_timeout_seconds": 0.2, "max_timeout_seconds": 60}
+    options = {"default_queue_timeout_seconds": 0.8, "max_timeout_seconds": 60}
     async with world.another_gateway(demo_model_dir, **options) as gateway:
         for param in ("timeout_seconds", "queue_timeout_seconds"):
             for value in (61, 0, -1, "1"):

@@ -148,11 +148,11 @@ class TestEmit:
         await start(scripts, "a", "b")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=1)
+            await heard.get_message(timeout=10)
             for _ in range(3):
                 assert await scripts.emit(WORKER, 1, [("a", b"A"), ("b", b"B")], {"g": b"blob1"}) == []
             await scripts.emit(WORKER, 2, [("a", b"C")], {"g": b"blob2"})
-            assert [(await heard.get_message(timeout=1))["data"] for _ in range(2)] == [b"blob1", b"blob2"]
+            assert [(await heard.get_message(timeout=10))["data"] for _ in range(2)] == [b"blob1", b"blob2"]
         assert await redis.mget(keys.journal("a"), keys.journal("b")) == [b"AC", b"B"]
 
     async def test_without_a_fence_nothing_is_written(self, scripts, redis, keys):
@@ -203,11 +203,11 @@ class TestFinish:
         ending = Ending("a", entry.queue, entry.entry_id, b"the end")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=1)
+            await heard.get_message(timeout=10)
             assert [await scripts.finish(WORKER, [ending], {"g": b"blob"}) for _ in range(3)] == [1, 0, 0]
-            assert (await heard.get_message(timeout=1))["data"] == b"blob"
+            assert (await heard.get_message(timeout=10))["data"] == b"blob"
             await connections.commands.publish(keys.gateway_channel("g"), b"after")
-            assert (await heard.get_message(timeout=1))["data"] == b"after"
+            assert (await heard.get_message(timeout=10))["data"] == b"after"
         stored = await state(redis, keys)
         assert (stored["state"], stored["terminal"]) == ("done", "the end")
         assert await redis.get(keys.journal("a")) == b"A"
@@ -257,9 +257,9 @@ class TestCancel:
         await start(scripts, "a")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.control_channel(WORKER))
-            await heard.get_message(timeout=1)
+            await heard.get_message(timeout=10)
             await scripts.cancel("a", "interactive")
-            assert (await heard.get_message(timeout=1))["data"] == b"a"
+            assert (await heard.get_message(timeout=10))["data"] == b"a"
 
     async def test_does_not_touch_an_entry_of_another_request_with_the_same_id(self, scripts, redis, keys):
         entry_id = await redis.xadd(keys.queue("interactive"), {"r": "b", "a": "1", "s": "0"})
@@ -335,14 +335,14 @@ class TestReap:
         await accept(scripts, "poison")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=1)
+            await heard.get_message(timeout=10)
             solo, summaries = [], []
             for life in range(3):
                 worker_id = f"w.{life}"
                 (entry,) = await start(scripts, worker_id=worker_id)
                 solo.append(entry.solo)
                 summaries.append(await reap_worker(scripts, worker_id))
-            (event,) = decode_event_batch((await heard.get_message(timeout=1))["data"]).events
+            (event,) = decode_event_batch((await heard.get_message(timeout=10))["data"]).events
         assert solo == [False, False, True]
         assert summaries == [ReapSummary(requeued=1)] * 2 + [ReapSummary(dead_letters=1)]
         assert (event.request_id, event.code) == ("poison", "request_failed")

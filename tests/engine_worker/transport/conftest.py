@@ -28,14 +28,14 @@ def heard(connections: RedisConnections) -> Callable[[str], Any]:
 
         async def __aenter__(self) -> "Heard":
             await self.pubsub.subscribe(self.channel)
-            await self.pubsub.get_message(timeout=5)
+            await self.pubsub.get_message(timeout=20)
             return self
 
         async def __aexit__(self, *_: object) -> None:
             await self.pubsub.aclose()
 
         async def next(self) -> bytes:
-            message = await self.pubsub.get_message(timeout=5)
+            message = await self.pubsub.get_message(timeout=20)
             assert message is not None, f"nothing came on {self.channel}"
             return message["data"]
 

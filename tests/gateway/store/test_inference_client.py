@@ -258,9 +258,9 @@ class TestCancel:
         assert await anext(stream) == TokenEvent("a", 0, [5])
         async with connections.subscriber.pubsub() as hints:
             await hints.subscribe(keys.control_channel(WORKER))
-            await hints.get_message(timeout=5)
+            await hints.get_message(timeout=20)
             await client.release(stream)
-            assert (await hints.get_message(timeout=5))["data"] == b"a"
+            assert (await hints.get_message(timeout=20))["data"] == b"a"
         tokens, end = await rest(stream)
         assert (tokens, end.reason, end.usage.completion_tokens) == ([], FinishReason.CANCELLED, 1)
         assert await worker.emit("a", 1, 6) == ["a"]
