@@ -48,7 +48,9 @@ class EventStream:
 
         ConnectionResetError: it is gone."""
         transport = self._transport
-        assert transport is not None and data, "open, and an empty chunk would end the response"
+        assert transport is not None, "open"
+        if not data:
+            return True  # an empty chunk would end the response
         if transport.is_closing():
             raise ConnectionResetError("the client has gone")
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
