@@ -86,10 +86,19 @@ function busy(is) {
   if (is) $("status").textContent = "Generating …";
 }
 
-async function copyCurl() {
+// With a key the browser sends it by itself, and the page never sees it: whoever runs the command has it in a variable.
+async function curlCommand() {
   const quoted = JSON.stringify(body()).replaceAll("'", "'\\''");
   const url = new URL("v1/chat/completions", location.href);
-  await navigator.clipboard.writeText(`curl -N ${url} -H 'Content-Type: application/json' -d '${quoted}'`);
+  const isOpen = (await fetch("v1/models", { credentials: "omit" })).status !== 401;
+  const key = isOpen ? "" : ' -H "Authorization: Bearer $PAGESTREAM_API_KEY"';
+  return `curl -N ${url} -H 'Content-Type: application/json'${key} -d '${quoted}'`;
+}
+
+async function copyCurl() {
+  // A promise, as Safari lets nobody write once a click has been waited for.
+  const text = curlCommand().then((command) => new Blob([command], { type: "text/plain" }));
+  await navigator.clipboard.write([new ClipboardItem({ "text/plain": text })]);
   $("status").textContent = "Copied.";
 }
 

@@ -9,6 +9,7 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,32 +66,30 @@ def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="session")
-def stack_processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stack]:
+@contextmanager
+def running_stack(directory: Path, config: pytest.Config, num_blocks: int, num_host_blocks: int) -> Iterator[Stack]:
     """On a store of its own: it outlives this folder's tests, and its worker would take others' requests."""
-    directory = tmp_path_factory.mktemp("browser")
     model = str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN))
     metrics_port = free_port()
-    with running_server(request.config, ["--port", "0"]) as valkey, running_fleet(directory / "logs") as fleet:
+    with running_server(config, ["--port", "0"]) as valkey, running_fleet(directory / "logs") as fleet:
         common = ["--model", model, "--served-model-name", MODEL, "--redis-url", valkey.url]
         stack = Stack(fleet, metrics_port, directory / "pace")
         stack.pace(QUICK_STEP_SECONDS)
         script = ["--script-pace-file", str(directory / "pace"), "--script-vocab-size", str(VOCAB_SIZE)]
-        script += ["--script-ignore-eos"]
-        script += [
-            "--script-block-size",
-            str(BLOCK_SIZE),
-            "--script-num-blocks",
-            str(NUM_BLOCKS),
-            "--script-num-host-blocks",
-            str(NUM_HOST_BLOCKS),
-        ]
+        script += ["--script-ignore-eos", "--script-block-size", str(BLOCK_SIZE)]
+        script += ["--script-num-blocks", str(num_blocks), "--script-num-host-blocks", str(num_host_blocks)]
         fleet.start("worker", SCRIPT, *script, *common, "--metrics-port", str(metrics_port), PYTHONPATH=".")
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         try:
             eventually(stack.is_ready, START_SECONDS)
         except AssertionError:
             pytest.fail(fleet.all_logs())
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def stack_processes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("browser"), request.config, NUM_BLOCKS, NUM_HOST_BLOCKS) as stack:
         yield stack
 
 
@@ -129,7 +128,8 @@ def page(browser: Browser, stack: Stack, request: pytest.FixtureRequest) -> Iter
 
     def hear(message: ConsoleMessage) -> None:
         # A refused request is one that some tests make: the browser tells of it, whatever the page does.
-        if message.type == "error" and not message.location["url"].endswith("/v1/chat/completions"):
+        refused = message.location["url"].endswith(("/v1/chat/completions", "/v1/models"))
+        if message.type == "error" and not refused:
             errors.append(message.text)
 
     page.on("console", hear)

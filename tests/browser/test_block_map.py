@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -37,6 +38,15 @@ def lit(page: Page) -> set[int]:
 
 def states(stack: Stack, pool: str = "device") -> str:
     return str(stack.kv()[pool]["states"])
+
+
+def begin_completion(page: Page, **fields: Any) -> None:
+    """A request that the page sends and nobody reads."""
+    body = json.dumps({"model": MODEL, "prompt": "the user", "ignore_eos": True, "stream": True, **fields})
+    page.evaluate(
+        "([headers, body]) => { fetch('v1/completions', {method: 'POST', headers, body}); }",
+        [{"Content-Type": "application/json"}, body],
+    )
 
 
 @pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
@@ -102,14 +112,8 @@ def test_what_the_host_holds_is_shown_too(page: Page, stack: Stack) -> None:
 
 
 def test_copies_flash_and_enter_the_timeline(page: Page, stack: Stack) -> None:
-    body = {"model": MODEL, "prompt": "the user", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
-    body |= {"use_beam_search": True, "n": 4, "stream": True}
     stack.pace(SLOW_STEP_SECONDS)
-    headers = {"Content-Type": "application/json"}
-    page.evaluate(
-        "([headers, body]) => { fetch('v1/completions', {method: 'POST', headers, body}); }",
-        [headers, json.dumps(body)],
-    )
+    begin_completion(page, max_tokens=1900, temperature=0, use_beam_search=True, n=4)
     eventually(lambda: "flash" in colours(page))
     expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* copied"))
     expect(page.locator("#events li").first).to_contain_text("a shared block is written to")

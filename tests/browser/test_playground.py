@@ -88,3 +88,12 @@ def test_the_copied_command_is_the_request(page: Page) -> None:
     body["messages"].append({"role": "user", "content": "the end"})
     done = subprocess.run([*command[:-1], json.dumps(body)], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_where_a_key_is_needed_the_copied_command_takes_it_from_the_environment(page: Page) -> None:
+    expect(page.locator("#model_choice")).to_have_value(MODEL)
+    page.route("**/v1/models", lambda route: route.fulfill(status=401))  # what the gateway says to who shows no key
+    page.locator("#curl").click()
+    expect(page.locator("#status")).to_have_text("Copied.")
+    command = page.evaluate("navigator.clipboard.readText()")
+    assert ' -H "Authorization: Bearer $PAGESTREAM_API_KEY" ' in command
