@@ -25,11 +25,19 @@ from monitoring.panels import (
 )  # fmt: skip
 
 DASHBOARDS = Path(__file__).parent / "grafana" / "dashboards"
-SELECTED = 'model=~"$model",worker=~"$worker"'  # series of workers; those of gateways have neither label
+PROCESS = 'job=~"$job"'  # series that every program has, or only gateways
+MODEL = f'{PROCESS},model=~"$model"'  # of a gateway, by model
+ALL_QUEUES = f'{MODEL},stream="all"'
+SELECTED = f'{MODEL},worker=~"$worker"'  # of a worker
 
 
 def requests_in(state: str) -> str:
     return f'sum(pagestream_requests{{{SELECTED},state="{state}"}})'
+
+
+def in_queue(metric: str, selected: str = MODEL) -> str:
+    """Of all models. Every gateway tells the same of one: they look at the same store."""
+    return f"sum(max by (model) ({metric}{{{selected}}}))"
 
 
 def average(ratio: str) -> str:
@@ -133,55 +141,60 @@ def kv_panels() -> list[Panel]:
 
 def service_panels() -> list[Panel]:
     http = "pagestream_http_request_duration_seconds"
-    failures = f'sum(rate({http}_count{{code=~"5.."}}[$__rate_interval])) or vector(0)'
+    failures = f'sum(rate({http}_count{{{PROCESS},code=~"5.."}}[$__rate_interval])) or vector(0)'
     generated = "pagestream_generation_tokens_total"
-    inference = 'route=~"/v1/.*completions"'
+    inference = f'{PROCESS},route=~"/v1/(.*completions|messages|responses|embeddings)"'
     return [
         stat("Requests", "Answered a second", "reqps", f"sum(rate({http}_count{{{inference}}}[$__rate_interval]))"),
         stat("Errors", "Answers with a status of 500 or more, a second", "reqps", failures),
-        stat("Open", "Inference requests being answered", "short", "sum(pagestream_gateway_streams)"),
+        stat("Open", "Inference requests being answered", "short", f"sum(pagestream_gateway_streams{{{PROCESS}}})"),
         stat("Output", "Tokens generated a second", "short", total_rate(generated, SELECTED)),
-        stat("Ready workers", "Whose heartbeats say ready", "short", "max(pagestream_gateway_ready_workers)"),
-        stat("Store", "1 if every gateway reached it at its last scrape", "short", "min(pagestream_redis_up)"),
+        stat("Ready workers", "Whose heartbeats say ready", "short", in_queue("pagestream_gateway_ready_workers")),
+        stat("Store", "1 if all gateways reach it", "short", f"min(pagestream_redis_up{{{PROCESS}}})"),
         lines(
             "Time to first token",
             "From a request's arrival at the gateway",
             "s",
-            quantiles("pagestream_time_to_first_token_seconds"),
+            quantiles("pagestream_time_to_first_token_seconds", MODEL),
         ),
-        lines("Inter-token latency", "As clients see it", "s", quantiles("pagestream_inter_token_latency_seconds")),
+        lines(
+            "Inter-token latency",
+            "As clients see it",
+            "s",
+            quantiles("pagestream_inter_token_latency_seconds", MODEL),
+        ),
         lines(
             "Request duration",
             "From a request's arrival to its last token",
             "s",
-            quantiles("pagestream_request_duration_seconds"),
+            quantiles("pagestream_request_duration_seconds", MODEL),
         ),
         heatmap(
             "Time to first token, spread",
             "How many requests got their first token after how long",
             "s",
             "pagestream_time_to_first_token_seconds",
-            "",
+            MODEL,
         ),
         stack(
             "Answers by status",
             "HTTP requests a second",
             "reqps",
-            {"{{route}} {{code}}": f"sum by (route, code) (rate({http}_count[$__rate_interval]))"},
+            {"{{route}} {{code}}": f"sum by (route, code) (rate({http}_count{{{PROCESS}}}[$__rate_interval]))"},
         ),
         stack(
             "Ends of choices",
             "By reason, as their clients saw it",
             "ops",
-            {"{{reason}}": rate("pagestream_gateway_choices_finished_total", "reason", "")},
+            {"{{reason}}": rate("pagestream_gateway_choices_finished_total", "reason", MODEL)},
         ),
         lines(
             "Lengths",
             "Mean tokens of a prompt and of a choice",
             "short",
             {
-                "prompt": mean("pagestream_request_prompt_tokens", ""),
-                "output": mean("pagestream_request_generation_tokens", ""),
+                "prompt": mean("pagestream_request_prompt_tokens", MODEL),
+                "output": mean("pagestream_request_generation_tokens", MODEL),
             },
         ),
         lines(
@@ -189,8 +202,8 @@ def service_panels() -> list[Panel]:
             "Gone before their answer's end, or dropped because they read nothing",
             "ops",
             {
-                "gone": total_rate("pagestream_gateway_client_disconnects_total", ""),
-                "stalled": total_rate("pagestream_gateway_write_stalls_total", ""),
+                "gone": total_rate("pagestream_gateway_client_disconnects_total", PROCESS),
+                "stalled": total_rate("pagestream_gateway_write_stalls_total", PROCESS),
             },
         ),
     ]
@@ -212,9 +225,9 @@ def engine_panels() -> list[Panel]:
             "s",
             f"max(time() - (pagestream_worker_last_step_timestamp_seconds{{{SELECTED}}} > 0))",
         ),
-        stat("Queued", "Accepted, not claimed by a worker", "short", 'max(pagestream_queue_depth{stream="all"})'),
-        stat("Oldest", "Age of the oldest unclaimed request", "s", "max(pagestream_queue_oldest_age_seconds)"),
-        stat("Claimed", "Held by workers, not finished", "short", 'max(pagestream_queue_pending{stream="all"})'),
+        stat("Queued", "Accepted, not claimed by a worker", "short", in_queue("pagestream_queue_depth", ALL_QUEUES)),
+        stat("Oldest", "Age of the oldest unclaimed one", "s", f"max(pagestream_queue_oldest_age_seconds{{{MODEL}}})"),
+        stat("Claimed", "Held by workers, not finished", "short", in_queue("pagestream_queue_pending", ALL_QUEUES)),
         stack(
             "Step by phase",
             "Mean time of an engine step",
@@ -237,9 +250,9 @@ def engine_panels() -> list[Panel]:
             "Requests that wait for a worker, those that a worker holds, and those that kept killing workers",
             "short",
             {
-                "waiting": 'max(pagestream_queue_depth{stream="all"})',
-                "claimed": 'max(pagestream_queue_pending{stream="all"})',
-                "dead letters": "max(pagestream_dead_letters)",
+                "waiting": in_queue("pagestream_queue_depth", ALL_QUEUES),
+                "claimed": in_queue("pagestream_queue_pending", ALL_QUEUES),
+                "dead letters": in_queue("pagestream_dead_letters"),
             },
         ),
         stack(
@@ -262,8 +275,8 @@ def engine_panels() -> list[Panel]:
             "Mean time of the gateways' commands; their failures are beside",
             "s",
             {
-                "{{command}}": mean("pagestream_redis_command_duration_seconds", "", "command"),
-                "failures a second": total_rate("pagestream_redis_errors_total", ""),
+                "{{command}}": mean("pagestream_redis_command_duration_seconds", PROCESS, "command"),
+                "failures a second": total_rate("pagestream_redis_errors_total", PROCESS),
             },
         ),
         lines(
@@ -285,17 +298,17 @@ def engine_panels() -> list[Panel]:
             "Refused before acceptance",
             "By reason; clients are told when to come again",
             "ops",
-            {"{{reason}}": rate("pagestream_requests_rejected_total", "reason", "")},
+            {"{{reason}}": rate("pagestream_requests_rejected_total", "reason", MODEL)},
         ),
         lines(
             "Delivery",
             "Journals read after a gap or quiet, requests given back to a store that lost them, unreadable messages",
             "ops",
             {
-                "journal reads": total_rate("pagestream_gateway_journal_reads_total", ""),
-                "gaps": total_rate("pagestream_gateway_pubsub_gaps_total", ""),
-                "restored": total_rate("pagestream_gateway_restored_requests_total", ""),
-                "unreadable": total_rate("pagestream_gateway_bad_messages_total", ""),
+                "journal reads": total_rate("pagestream_gateway_journal_reads_total", MODEL),
+                "gaps": total_rate("pagestream_gateway_pubsub_gaps_total", MODEL),
+                "restored": total_rate("pagestream_gateway_restored_requests_total", MODEL),
+                "unreadable": total_rate("pagestream_gateway_bad_messages_total", MODEL),
             },
         ),
     ]  # fmt: skip

@@ -48,7 +48,7 @@ def mean(histogram: str, selected: str, by: str = "") -> str:
     return f"{total} / {count}"
 
 
-def quantiles(histogram: str, selected: str = "") -> dict[str, str]:
+def quantiles(histogram: str, selected: str) -> dict[str, str]:
     buckets = f"sum by (le) (rate({histogram}_bucket{{{selected}}}{RATE}))"
     shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
     return {name: f"histogram_quantile({share}, {buckets})" for name, share in shares.items()}
@@ -71,8 +71,9 @@ def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
         "templating": {
             "list": [
                 {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                _variable("model", "label_values(pagestream_worker_up, model)"),
-                _variable("worker", 'label_values(pagestream_worker_up{model=~"$model"}, worker)'),
+                _variable("job", 'label_values({__name__=~"pagestream_worker_up|pagestream_redis_up"}, job)'),
+                _variable("model", 'label_values(pagestream_worker_up{job=~"$job"}, model)'),
+                _variable("worker", 'label_values(pagestream_worker_up{job=~"$job",model=~"$model"}, worker)'),
             ]
         },
         "panels": _placed(panels),

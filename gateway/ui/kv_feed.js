@@ -5,6 +5,7 @@ import { RequestTable } from "./kv_requests.js";
 import { KVTimeline } from "./kv_timeline.js";
 
 const RETRY_MS = 3000;
+const SILENT_MS = 15000; // a worker tells every second: this one has ended, and another one may have taken its work
 const KEPT_EVENTS = 500;
 const LISTED_EVENTS = 100;
 const $ = (id) => document.getElementById(id);
@@ -49,7 +50,9 @@ async function read(controller) {
 }
 
 function take(snapshot) {
-  latest.set(snapshot.worker, snapshot);
+  const heard = performance.now();
+  latest.set(snapshot.worker, { ...snapshot, heard });
+  for (const [name, last] of latest) if (heard - last.heard > SILENT_MS) { latest.delete(name); history.delete(name); }
   history.set(snapshot.worker, [...snapshot.events.toReversed(), ...(history.get(snapshot.worker) || [])].slice(0, KEPT_EVENTS));
   offerWorkers();
   if (snapshot.worker === $("worker").value) draw();

@@ -90,6 +90,7 @@ def test_every_panel_can_be_read(panel: dict[str, Any]) -> None:
     assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
     for target in panel["targets"]:
         assert target["legendFormat"]
+        assert "job=~" in target["expr"], f"the variables select nothing of {target['expr']}"
         # A ratio of one worker plus that of another says nothing.
         assert not ("_ratio" in target["expr"] and target["expr"].startswith("sum")), target["expr"]
 
