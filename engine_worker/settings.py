@@ -37,7 +37,9 @@ MIN_DEAD_AFTER_SECONDS = 3  # beats are also late by a step
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     model: Path = setting(help="model directory: config.json and *.safetensors")
-    served_model_name: str = setting("", help="name in the API and in the Redis keys; default: the directory's name")
+    served_model_name: tuple[str, ...] = setting(
+        (), help="name in the API and in the Redis keys (aliases are the gateway's); default: the directory's name"
+    )
     redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
     worker_id: str = setting("", help="base of this worker's ids; default: host name and process id")
 
@@ -129,7 +131,7 @@ class WorkerSettings:
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name[0] if self.served_model_name else self.model.resolve().name
 
     def for_device(self, device: str) -> "WorkerSettings":
         """The same with every None that depends on the device (`cpu` or `cuda`) filled in."""

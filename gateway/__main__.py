@@ -26,7 +26,7 @@ from shared.logs import configure_logging
 from shared.processes import ParentGone, exit_with_parent
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
-from shared.settings import settings_or_exit
+from shared.settings import SettingsError, settings_or_exit
 from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("gateway")
@@ -51,9 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(settings: GatewaySettings) -> int:
     try:
+        models = model_options(settings)
         access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
         check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
-    except ApiKeysError as error:
+    except (ApiKeysError, SettingsError) as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
     try:
@@ -62,7 +63,7 @@ async def serve(settings: GatewaySettings) -> int:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
     metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)
-    connections = connect(settings.redis_url, observe=metrics.observe_redis)
+    connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
     gateway_id = secrets.token_hex(8)
     clients = {
         options: InferenceClient(
@@ -72,7 +73,7 @@ async def serve(settings: GatewaySettings) -> int:
             max_queued_requests=settings.max_num_queued_reqs,
             max_queued_tokens=settings.max_num_queued_tokens,
         )
-        for options in model_options(settings)
+        for options in models
     }
     try:
         app = create_app(settings, clients, metrics, access, tracing)
@@ -83,7 +84,7 @@ async def serve(settings: GatewaySettings) -> int:
     await runner.setup()
     try:
         try:
-            sites = await _listen(runner, settings)
+            sites = await _listen(runner, settings, ", ".join(options.name for options in models))
         except _CannotListen as error:
             sys.stderr.write(f"pagestream gateway: cannot listen on {error}\n")
             return 1
@@ -107,7 +108,7 @@ class _CannotListen(Exception):
     """The message is the address and what is wrong with it."""
 
 
-async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> list[web.TCPSite]:
+async def _listen(runner: web.AppRunner, settings: GatewaySettings, names: str) -> list[web.TCPSite]:
     sites = []
     ports = [(settings.port, settings.reuse_port)]
     if settings.own_port is not None:
@@ -120,7 +121,7 @@ async def _listen(runner: web.AppRunner, settings: GatewaySettings) -> list[web.
             raise _CannotListen(f"{settings.host}:{asked_port}: {error.strerror}") from error
         sites.append(site)
         host, port = runner.addresses[-1][:2]
-        logger.info("listening on http://%s:%s", host, port, extra={"model": settings.model_name})
+        logger.info("listening on http://%s:%s", host, port, extra={"model": names})
     return sites
 
 

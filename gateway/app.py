@@ -21,6 +21,7 @@ from gateway.routes import (
     chat,
     completions,
     description,
+    embeddings,
     files,
     kv,
     messages,
@@ -70,7 +71,9 @@ def create_app(
     )
     app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
-    groups = [chat, completions, messages, requests, models, tokenize, admin, kv, *([page] if settings.ui else [])]
+    groups = [chat, completions, messages, embeddings, requests, models, tokenize, admin, kv]
+    if settings.ui:
+        groups.append(page)
     if settings.files_dir is not None:
         app[BATCHES] = BatchService(settings, app[STATE], access)
         app[BATCHES].prepare()

@@ -23,6 +23,7 @@
     │                                           | max_concurrent_exceeded
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
+    ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
     │                                           | gateway_full | store_unavailable | store_full
     └── DeadlineExceeded                504     deadline_exceeded
@@ -203,6 +204,15 @@ class GenerationFailed(GatewayError):
 class InternalError(GatewayError):
     def __init__(self) -> None:
         super().__init__("The server had an error while handling the request.")
+
+
+class NotServed(GatewayError):
+    """A part of the API that this server does not have, and never has by itself."""
+
+    status = 501
+    error_type = "invalid_request_error"
+    default_code = "not_served"
+    should_retry = False
 
 
 class Unavailable(GatewayError):

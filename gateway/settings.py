@@ -8,11 +8,19 @@ from pathlib import Path
 
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("", "qwen3", "deepseek_r1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    model: Path = setting(help="model directory: tokenizer.json, tokenizer_config.json, config.json", parse=Path)
-    served_model_name: str = setting("", help="name in the API and in the Redis keys; default: the directory's name")
+    model: Path | None = setting(
+        None, parse=Path, help="model directory: tokenizer.json, tokenizer_config.json, config.json"
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), help="name in the API and in the Redis keys, and aliases of it; default: the directory's name"
+    )
+    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models, instead of --model")
     redis_url: str = setting("redis://127.0.0.1:6379/0", help="the store; unix:///path/to/socket works too")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, parse=int, help="port to listen on; 0 takes a free one and prints it")
@@ -47,11 +55,11 @@ class GatewaySettings:
     max_detach_seconds: float = setting(3600.0, parse=float, help="the most that a request may ask for")
     drain_seconds: float = setting(30.0, parse=float, help="time after SIGTERM for open streams to end")
     tool_call_parser: str = setting(
-        "auto", choices=("auto", "hermes", "llama3_json", "mistral"),
+        "auto", choices=TOOL_CALL_PARSERS,
         help="how the model writes tool calls of its own accord; auto: as its chat template says",
     )  # fmt: skip
     reasoning_parser: str = setting(
-        "", choices=("", "qwen3", "deepseek_r1"), help="how the model marks its thoughts; default: it has none"
+        "", choices=REASONING_PARSERS, help="how the model marks its thoughts; default: it has none"
     )
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
@@ -68,6 +76,11 @@ class GatewaySettings:
     vllm_metric_names: bool = setting(False, help="metrics once more under vLLM's names, on /metrics")
 
     def __post_init__(self) -> None:
+        _require((self.model is None) != (self.models_file is None), "--model", "it or --models-file", self.model)
+        _require(
+            self.models_file is None or not self.served_model_name,
+            "--served-model-name", "none beside --models-file, which has the names", self.served_model_name,
+        )  # fmt: skip
         _require(0 <= self.port <= 65535, "--port", "0 to 65535", self.port)
         _require(0 <= (self.own_port or 0) <= 65535, "--own-port", "0 to 65535", self.own_port)
         for flag, count in (
@@ -95,10 +108,6 @@ class GatewaySettings:
             ("--max-timeout-seconds", self.max_timeout_seconds),
         ):
             _require(seconds >= 0, flag, "0 or more", seconds)
-
-    @property
-    def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
 
 
 def _require(holds: bool, flag: str, expected: str, value: object) -> None:

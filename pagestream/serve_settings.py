@@ -40,7 +40,7 @@ GATEWAY_FLAGS = frozenset(
         "--allow-unauthenticated",
     }
 )
-SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
+SET_BY_SERVE = frozenset({"--models-file", "--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
 
 
 @dataclass(frozen=True, kw_only=True)

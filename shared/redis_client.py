@@ -65,16 +65,20 @@ class RedisConnections:
 Observe = Callable[[str, float, bool], None]  # command, seconds until its reply, whether it failed
 
 
-def connect(url: str, *, max_command_connections: int = 8, observe: Observe | None = None) -> RedisConnections:
+def connect(
+    url: str, *, max_command_connections: int = 8, observe: Observe | None = None, num_models: int = 1
+) -> RedisConnections:
     """Open nothing yet: each client connects on first use. `url` is redis://, rediss:// or unix://.
 
-    `observe` hears of each command of `commands`, pipelines excepted.
+    `observe` hears of each command of `commands`, pipelines excepted. `num_models`: that they are for, each with
+    subscriptions and commands of its own.
     """
-    commands = _client(url, BlockingConnectionPool, max_command_connections, timeout=SOCKET_TIMEOUT_SECONDS)
+    max_commands = max_command_connections * num_models
+    commands = _client(url, BlockingConnectionPool, max_commands, timeout=SOCKET_TIMEOUT_SECONDS)
     return RedisConnections(
         commands=_ObservedRedis(commands.connection_pool, observe) if observe else commands,
         blocking=_client(url, ConnectionPool, 2),
-        subscriber=_client(url, ConnectionPool, 8),
+        subscriber=_client(url, ConnectionPool, 8 * num_models),
     )
 
 

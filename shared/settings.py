@@ -158,7 +158,8 @@ def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParse
         else:
             choices = field.metadata["choices"]
             metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
-            parser.add_argument(*names, dest=field.name, metavar=metavar, help=help_text)
+            nargs = "+" if _is_list(_value_type(cls, field)) else None
+            parser.add_argument(*names, dest=field.name, metavar=metavar, help=help_text, nargs=nargs)
     parser.add_argument("--config", metavar="FILE", help="TOML file with further settings")
     show_help = "print each value and its origin, and exit"
     parser.add_argument("--show-config", nargs="?", const="text", choices=("text", "json"), help=show_help)
@@ -196,8 +197,13 @@ def _parse(cls: type[_SettingsClass], field: Field[Any], text: Any, source: str)
     return value
 
 
+def _is_list(kind: Any) -> bool:
+    """Given with commas, or as a flag with spaces too."""
+    return typing.get_origin(kind) is tuple
+
+
 def _parser_of(kind: Any) -> Callable[[str], Any]:
-    if typing.get_origin(kind) is tuple:
+    if _is_list(kind):
         item = _parser_of(typing.get_args(kind)[0])
         return lambda text: tuple(item(part.strip()) for part in text.split(",") if part.strip())
     return _PARSERS[kind]

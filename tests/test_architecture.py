@@ -31,7 +31,7 @@ SERVE_OPTIONS = """
     drain_seconds log_format otlp_traces_endpoint vllm_metric_names
 """
 GATEWAY_OPTIONS = """
-    model served_model_name redis_url host port reuse_port own_port api_key api_keys_file ui
+    model served_model_name models_file redis_url host port reuse_port own_port api_key api_keys_file ui
     allowed_hosts allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds

@@ -3,9 +3,10 @@
     [[keys]]                      # the file of --api-keys-file
     name = "team-a"               # in logs, and the tenant within which prompts share cached KV
     sha256 = "<64 hex digits>"    # of the key, which is itself nowhere
-    requests_per_minute = 600     # these four are optional
+    requests_per_minute = 600     # these five are optional
     tokens_per_minute = 200000
     max_concurrent = 32
+    models = ["qwen"]             # those that it may use, by any of their names; default: all
     highest_priority_class = "batch"  # its requests wait behind those of `interactive` ones, whatever they ask for
 
 `pagestream new-key NAME` makes a key and its entry.
@@ -39,6 +40,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
     max_concurrent: _Positive | None = None
+    models: tuple[str, ...] | None = None
     highest_priority_class: Literal["interactive", "batch"] = "interactive"
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 Each gateway process counts for itself, so behind N of them a key can spend N times its limits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.auth.api_keys import ApiKey
@@ -54,6 +54,11 @@ class Account:
     @property
     def tenant(self) -> str:
         return self.key.name if self.key else ""
+
+    def may_use(self, model_names: Iterable[str]) -> bool:
+        """A model of these names."""
+        allowed = self.key.models if self.key else None
+        return allowed is None or any(name in allowed for name in model_names)
 
     def priority_class(self, asked: str = PRIORITY_CLASSES[0]) -> str:
         """The class that a request runs in: the one it asks for, or the key's highest if that is lower."""

@@ -16,12 +16,12 @@ class ModelTable:
 
     def of(self, account: Account) -> list[ModelService]:
         """Those that the account may use."""
-        return list(self._services)
+        return [service for service in self._services if account.may_use(service.options.names)]
 
     def find(self, name: str | None, account: Account) -> ModelService:
         """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
         services = self.of(account)
-        names = ", ".join(repr(known) for service in services for known in service.options.names)
+        names = ", ".join(repr(known) for service in services for known in service.options.names) or "none for this key"
         if name is None:
             if len(services) == 1:
                 return services[0]

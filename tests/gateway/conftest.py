@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,15 @@ class Gateway:
 async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def start(engine: FakeInferenceClient | None = None, *, wait: bool = True, **changes: Any) -> Gateway:
-            engine = engine or FakeInferenceClient()
-            settings = replace(GatewaySettings(model=tiny_model_dir, port=0), **changes)
-            (options,) = model_options(settings)
+        async def start(*engines: FakeInferenceClient, wait: bool = True, **changes: Any) -> Gateway:
+            """One engine a model; of the tiny one, unless `models_file` names others."""
+            model = None if "models_file" in changes else tiny_model_dir
+            settings = GatewaySettings(**{"model": model, "port": 0, **changes})
+            options = model_options(settings)
+            engine, *others = engines or (FakeInferenceClient(),)
+            clients = dict(zip(options, (engine, *others), strict=True))
             metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
-            app = create_app(settings, {options: engine}, metrics)  # type: ignore[dict-item]
+            app = create_app(settings, clients, metrics)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -91,6 +91,12 @@ def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> No
     assert process.returncode == 1 and "--max-model-len: 1048576 is more than the model's own 256" in errors
 
 
+def test_models_that_cannot_be_told_apart(start: Start) -> None:
+    process = start("--port", "0", "--model", "/m", "--served-model-name", "a", "a")
+    _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 2 and errors == "pagestream gateway: error: model name 'a' is given twice\n"
+
+
 def test_a_wrong_flag(start: Start) -> None:
     process = start("--model", "/m", "--port", "x")
     _, errors = process.communicate(timeout=START_SECONDS)

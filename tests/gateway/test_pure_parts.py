@@ -7,6 +7,7 @@ import pytest
 
 from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
+from gateway.models.model_options import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, plan_requests
 from gateway.settings import GatewaySettings
@@ -95,13 +96,52 @@ def test_settings() -> None:
     settings = load_settings(
         GatewaySettings, ["--model", "/m/name", "--max-model-len", "2k"], {}, prog="gateway"
     ).settings
-    assert (settings.host, settings.port, settings.model_name, settings.max_model_len) == (
+    assert (settings.host, settings.port, model_options(settings)[0].name, settings.max_model_len) == (
         "127.0.0.1",
         8000,
         "name",
         2000,
     )
-    assert GatewaySettings(model=Path("/m/name"), served_model_name="other").model_name == "other"
+    (named,) = model_options(GatewaySettings(model=Path("/m/name"), served_model_name=("other", "alias")))
+    assert (named.name, named.names) == ("other", ("other", "alias"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "--model: expected it or --models-file"),
+        (("--model", "/m", "--models-file", "FILE"), "--model: expected it or --models-file"),
+        (("--models-file", "FILE", "--served-model-name", "a"), "--served-model-name: expected none"),
+        (("--models-file", "FILE"), "tool_call_parser is 'x'; expected one of auto, hermes, llama3_json, mistral"),
+    ],
+)
+def test_models_that_cannot_be_used(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text('[[models]]\nmodel = "/a"\ntool_call_parser = "x"\n')
+    argv = [str(path) if flag == "FILE" else flag for flag in flags]
+    with pytest.raises(SettingsError) as refused:
+        model_options(load_settings(GatewaySettings, argv, {}, prog="gateway").settings)
+    assert told in str(refused.value)
+
+
+def test_what_an_entry_does_not_say_is_as_the_flags_say(tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(
+        '[[models]]\nmodel = "/m/first"\n'
+        '[[models]]\nmodel = "/m/x"\nnames = ["second"]\nmax_model_len = 8\nreasoning_parser = ""\n'
+        'tool_call_parser = "mistral"\n'
+    )
+    settings = GatewaySettings(models_file=path, max_model_len=64, reasoning_parser="qwen3", tool_call_parser="hermes")
+    assert model_options(settings) == (
+        ModelOptions(
+            names=("first",), directory=Path("/m/first"), max_model_len=64, reasoning_parser="qwen3",
+            tool_call_parser="hermes",
+        ),
+        ModelOptions(
+            names=("second",), directory=Path("/m/x"), max_model_len=8, reasoning_parser="",
+            tool_call_parser="mistral",
+        ),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,19 @@ async def test_models(gateway: Gateway) -> None:
 
 
 async def test_a_model_name_with_a_slash(start_gateway: Any) -> None:
-    gateway = await start_gateway(served_model_name="org/model")
+    gateway = await start_gateway(served_model_name=("org/model",))
     assert (await get(gateway, "/v1/models/org/model"))[1]["id"] == "org/model"
+
+
+async def test_embeddings_are_refused_and_the_rest_is_unknown(gateway: Gateway) -> None:
+    async with gateway.session.post("/v1/embeddings", json={"model": "tiny", "input": "a"}) as response:
+        assert (response.status, response.headers["x-should-retry"]) == (501, "false")
+        error = (await response.json())["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "not_served", None)
+    assert error["message"].startswith("Embeddings are not served")
+    for path in ("moderations", "audio/transcriptions", "images/generations", "embeddings/x"):
+        async with gateway.session.post(f"/v1/{path}", json={}) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_url")
 
 
 async def test_version(gateway: Gateway) -> None:

@@ -125,7 +125,7 @@ class World:
             max_queued_tokens=settings.get("max_num_queued_tokens"),
             quiet_seconds=0.3,
         )
-        options = GatewaySettings(model=model, served_model_name=self.keys.model_name, port=0, **settings)
+        options = GatewaySettings(model=model, served_model_name=(self.keys.model_name,), port=0, **settings)
         (served,) = model_options(options)
         app = create_app(options, {served: client}, GatewayMetrics(CollectorRegistry()))
         runner = web.AppRunner(app, shutdown_timeout=0.05, **RUNNER_OPTIONS)

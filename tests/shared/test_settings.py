@@ -47,6 +47,12 @@ def test_defaults_and_their_origin() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("words", [("a,b",), ("a", "b"), ("a,", "b")])
+def test_a_list_is_given_with_commas_or_spaces(words: tuple[str, ...]) -> None:
+    loaded = load("--names", *words, "--ratio", "0.25")
+    assert (loaded.settings.names, loaded.settings.ratio) == (("a", "b"), 0.25)
+
+
 def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "pagestream.toml"
     file.write_text('block_size = 8\nratio = 0.25\nnames = ["a", "b"]\n[worker]\nmemory-bytes = "1K"\nratio = 0.75\n')

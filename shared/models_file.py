@@ -1,0 +1,78 @@
+"""The file of --models-file: several models behind one gateway, each with a queue and workers of its own.
+
+    [[models]]
+    model = "/models/qwen"              # as --model takes it
+    names = ["qwen", "gpt-4o-mini"]     # the first is its name, the others are aliases; default: the directory's name
+    max_model_len = 8192                # these three are as the flags, whose values hold where nothing is said
+    tool_call_parser = "hermes"
+    reasoning_parser = "qwen3"
+    workers = 2                         # what only `pagestream serve` reads: it starts them
+    worker = { kv-cache-memory-bytes = "4G" }   # further flags of `pagestream worker`, for this model's alone
+
+Read once at the start. Knows no setting of any program: who uses a value checks it.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from shared.settings import SettingsError
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    names: tuple[str, ...] = ()
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    workers: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    worker: dict[str, str | int | float | bool] = {}
+
+
+class _ModelsFile(msgspec.Struct, forbid_unknown_fields=True):
+    models: Annotated[list[ModelEntry], msgspec.Meta(min_length=1)]
+
+
+def read_models(path: Path) -> list[ModelEntry]:
+    """Raises SettingsError, which names the file and what is wrong in it."""
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _ModelsFile).models
+    except OSError as error:
+        raise SettingsError(f"--models-file {path}: {error.strerror}") from error
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError and msgspec's ValidationError are ValueErrors
+        raise SettingsError(f"--models-file {path}: {error}") from error
+
+
+def models_text(entries: Iterable[ModelEntry]) -> str:
+    """What read_models() reads as `entries`."""
+    tables = []
+    for entry in entries:
+        fields: dict[str, Any] = msgspec.to_builtins(entry)
+        worker = fields.pop("worker", {})
+        lines = ["[[models]]", *(f"{key} = {_toml(value)}" for key, value in fields.items())]
+        if worker:
+            lines += ["[models.worker]", *(f"{_toml(key)} = {_toml(value)}" for key, value in worker.items())]
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables) + "\n"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Of all models together. Raises SettingsError."""
+    seen = set()
+    for name in names:
+        if not name or len(name) > 255 or any(character in "{}," or not character.isprintable() for character in name):
+            raise SettingsError(
+                f"model name {name[:80]!r}: expected 1 to 255 printable characters, without braces and commas"
+            )
+        if name in seen:
+            raise SettingsError(f"model name {name!r} is given twice")
+        seen.add(name)
+
+
+def _toml(value: Any) -> str:
+    # JSON writes strings, numbers, booleans and lists of them as TOML does; DEL alone TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
