@@ -28,6 +28,7 @@ from gateway.routes import (
     models,
     page,
     requests,
+    responses,
     tokenize,
 )
 from gateway.settings import GatewaySettings
@@ -71,7 +72,7 @@ def create_app(
     )
     app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
-    groups = [chat, completions, messages, embeddings, requests, models, tokenize, admin, kv]
+    groups = [chat, completions, messages, responses, embeddings, requests, models, tokenize, admin, kv]
     if settings.ui:
         groups.append(page)
     if settings.files_dir is not None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from gateway.answers.anthropic_response import AnthropicFormat
 from gateway.answers.openai_response import ChatFormat, CompletionFormat, ResponseFormat
+from gateway.answers.responses_format import ResponsesFormat
 from gateway.requests.anthropic_schema import parse_messages
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
+from gateway.requests.responses_schema import parse_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +25,5 @@ class AnswerKind:
 CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat)
 COMPLETION = AnswerKind("text_completion", parse_completion, CompletionFormat)
 MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat)
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE)}
+RESPONSE = AnswerKind("response", parse_response, ResponsesFormat)
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE, RESPONSE)}

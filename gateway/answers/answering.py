@@ -21,7 +21,7 @@ from gateway.answers.keeping import Wish, new_keeps, wish_of
 from gateway.answers.kept_answers import KeptAnswer, find_answer, find_named
 from gateway.auth.access import ACCOUNT, begin
 from gateway.errors import GatewayError, Unavailable
-from gateway.http.event_numbers import END, EventNumbers
+from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.http.http_body import read_body
@@ -46,7 +46,7 @@ async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
     arrived_at = time.monotonic()
     body = await read_body(http, http.app[STATE].settings.body_timeout_seconds)
     return await answered(
-        asker_of(http), kind, body, arrived_at, give=partial(_give, http), give_again=partial(_answer_again, http)
+        asker_of(http), kind, body, arrived_at, give=partial(give, http), give_again=partial(answer_again, http)
     )
 
 
@@ -123,18 +123,22 @@ async def _fleet_seconds(service: ModelService) -> float:
         raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
 
-async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+async def answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
     """As its body asked: streamed, or collected, or as it stands."""
     if kept.completion.background and not kept.completion.stream:
         return web.Response(body=await show_again(http, kept), content_type="application/json")
     return await _give_again(http, kept, kept.completion)
 
 
-async def stream_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
-    """As events, whatever its body asked; a collected answer has its usage, so its stream has it too."""
+async def stream_again(
+    http: web.Request, kept: KeptAnswer, *, num_known: int | None = None
+) -> web.StreamResponse:
+    """As events, whatever its body asked; a collected answer has its usage, so its stream has it too. `num_known`:
+    how many events the client has of the one choice, where it does not say so with Last-Event-ID."""
     completion = kept.completion
     include_usage = completion.include_usage or not completion.stream
-    return await _give_again(http, kept, replace(completion, stream=True, include_usage=include_usage))
+    completion = replace(completion, stream=True, include_usage=include_usage)
+    return await _give_again(http, kept, completion, None if num_known is None else first_events(num_known))
 
 
 async def collect_again(asker: Asker, kept: KeptAnswer) -> bytes:
@@ -168,12 +172,18 @@ def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -
     return reply, partial(generation.attach, kept.keeps())
 
 
-async def _give_again(http: web.Request, kept: KeptAnswer, completion: CompletionRequest) -> web.StreamResponse:
-    if completion.stream and http.headers.get(LAST_EVENT_ID) == END:
+async def _give_again(
+    http: web.Request, kept: KeptAnswer, completion: CompletionRequest, last_event_id: str | None = None
+) -> web.StreamResponse:
+    """`last_event_id`: in place of what the headers say."""
+    asker = asker_of(http)
+    if last_event_id is not None:
+        asker = replace(asker, headers={LAST_EVENT_ID: last_event_id})
+    if completion.stream and asker.headers.get(LAST_EVENT_ID) == END:
         return web.Response(status=204)  # which tells an EventSource to stay away
     # The place of a request in the background is held until it ends: who reads it takes no second one.
     is_charged = not completion.background
-    return await _give(http, *reply_again(asker_of(http), kept, completion), is_charged=is_charged)
+    return await give(http, *reply_again(asker, kept, completion), is_charged=is_charged)
 
 
 def _reply(
@@ -213,7 +223,7 @@ def _reply(
     )
 
 
-async def _give(
+async def give(
     http: web.Request, reply: Reply, begin_generation: Begin, *, is_charged: bool = True
 ) -> web.StreamResponse:
     """Submission or attachment is done within the account and the count of open requests."""

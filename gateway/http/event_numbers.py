@@ -40,6 +40,11 @@ class EventNumbers:
         return b"".join(others) + b"id: %s\n%s" % (END.encode(), last)
 
 
+def first_events(count: int) -> str:
+    """The id of the event of an only choice with which its client has so many."""
+    return f"{count}-0"
+
+
 def _split(events: bytes) -> list[bytes]:
     """JSON holds no line break, so an empty line ends an event."""
     return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]

@@ -22,6 +22,11 @@ class RequestArchive:
         replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
         return [stored_request(fields, journal) for fields, journal in replies]
 
+    async def erase(self, request_ids: Iterable[str]) -> None:
+        """What was asked and answered, of requests that have ended. That they have is told a while longer, to gateways
+        that still read them. Raises StoreUnavailable."""
+        await self._calls.ask(self._erase(list(request_ids)))
+
     async def named(self, digest: str) -> tuple[str, str] | None:
         """(id, fingerprint) of the request that a client's own name stands for. Raises StoreUnavailable."""
         return await self._calls.ask(self._read_name(digest))
@@ -44,6 +49,13 @@ class RequestArchive:
                 pipeline.get(self._keys.journal(request_id))
             replies = await pipeline.execute(raise_on_error=False)
         return list(zip(replies[::2], replies[1::2], strict=True))
+
+    async def _erase(self, request_ids: list[str]) -> None:
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request_id in request_ids:
+                pipeline.hdel(self._keys.request(request_id), "body", "record", "owner")
+                pipeline.unlink(self._keys.journal(request_id))
+            await pipeline.execute()
 
     async def _read_name(self, digest: str) -> tuple[str, str] | None:
         named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])

@@ -1,0 +1,136 @@
+"""Texts, calls and counts -> the events and bodies of OpenAI's Responses API, as bytes ready to be sent. Pure.
+
+The order of a stream's events: response.created, response.in_progress, those of each output item
+(responses_output.py), and last response.completed, .incomplete or .failed, which have the whole response. Each has a
+sequence_number, by which a stream can be read again from where it was cut. There is one choice, and no [DONE].
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, one_line
+from gateway.answers.responses_output import EventWriter, OutputItems
+from gateway.errors import GatewayError
+from gateway.parsing.message import ToolCallDelta
+from gateway.text.logprobs import LogprobEntry
+from shared.messages import FinishReason
+
+ID_PREFIX = "resp_"
+_CANCELLED = "request_cancelled"  # the code of the error that readers of a cancelled answer get
+_STATUSES = {"running": "in_progress"}  # the others are of one name
+
+
+class ResponsesFormat:
+    prompt_in_choice = False
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        *,
+        usage_in_chunks: bool = False,
+        created: int | None = None,
+        prompt_tokens: int = 0,
+        repeated: Mapping[str, Any] = NOTHING,
+    ) -> None:
+        """`repeated`: what a response says of its request. A stream always has its usage."""
+        self._head = {
+            "id": ID_PREFIX + response_id,
+            "object": "response",
+            "created_at": int(time.time()) if created is None else created,
+            "model": model,
+        }
+        self._repeated = repeated
+        self._writer = EventWriter()
+        self._output = OutputItems(response_id, self._writer)
+        self._is_cut = False
+        self._usage: UsageCount | None = None
+
+    def begin(self) -> bytes:
+        response = self._response("in_progress")
+        created = self._writer.event("response.created", response=response)
+        return created + self._writer.event("response.in_progress", response=response)
+
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        return b""
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return self._output.say(text, logprobs)
+
+    def delta(
+        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
+    ) -> bytes:
+        events = self._output.reason(reasoning) if reasoning else b""
+        return events + b"".join(map(self._output.call, tool_calls))
+
+    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+        self._is_cut = reason == FinishReason.LENGTH.value
+        return self._output.say_nothing() + self._output.close("incomplete" if self._is_cut else "completed")
+
+    def usage(self, usage: UsageCount) -> bytes:
+        """Told with the end."""
+        self._usage = usage
+        return b""
+
+    @property
+    def done(self) -> bytes:
+        kind = "response.incomplete" if self._is_cut else "response.completed"
+        return self._writer.event(kind, response=self._ended())
+
+    def error(self, error: GatewayError) -> bytes:
+        """OpenAI has no event for what is cancelled: it is a failure whose response says so."""
+        status = "cancelled" if error.code == _CANCELLED else "failed"
+        return self._writer.event("response.failed", response=self._failed(status, error))
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        (choice,) = choices
+        for update in choice.updates:
+            self.delta(0, update.reasoning, update.tool_calls)
+            self.text(0, update.text, None, update.logprobs)
+        self.finish(0, choice.finish_reason)
+        self.usage(usage)
+        return one_line(msgspec.json.encode(self._ended()))
+
+    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
+        """`status`: queued | running | failed | cancelled."""
+        return one_line(msgspec.json.encode(self._failed(_STATUSES.get(status, status), error)))
+
+    def _ended(self) -> dict[str, Any]:
+        assert self._usage is not None
+        if not self._is_cut:
+            return self._response("completed", output=self._output.items, usage=_usage(self._usage))
+        details = {"reason": "max_output_tokens"}
+        return self._response(
+            "incomplete", output=self._output.items, usage=_usage(self._usage), incomplete_details=details
+        )
+
+    def _failed(self, status: str, error: GatewayError | None) -> dict[str, Any]:
+        if error is None or status == "cancelled":
+            return self._response(status)
+        code = "invalid_prompt" if error.status < 500 else "server_error"  # the words that OpenAI's clients know
+        return self._response(status, error={"code": code, "message": error.message})
+
+    def _response(self, status: str, **ended: Any) -> dict[str, Any]:
+        nothing_yet: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return {**self._head, "status": status, **nothing_yet, **ended, **self._repeated}
+
+
+def _usage(usage: UsageCount) -> dict[str, Any]:
+    """Nothing is charged for writing the prefix cache, so nobody counts that."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,78 @@
+"""Responses that go on from others: `previous_response_id` -> the items of both, in one body.
+
+The body that is stored has all items of the conversation, so an answer can be given again, and continued, when those
+before it are gone. Instructions are each request's own, as OpenAI has it.
+"""
+
+import json
+from typing import Any
+
+from gateway.answers.answer_kinds import RESPONSE
+from gateway.answers.answering import collect_again
+from gateway.answers.asker import Asker
+from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.errors import GatewayError, InvalidRequest, RequestNotFound, Unavailable
+from gateway.requests.request_body import decode_body
+from gateway.requests.responses_schema import EARLIER_ITEMS, ResponsesBody
+
+PARAM = "previous_response_id"
+
+
+async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswer:
+    """One that its request let be stored. Raises RequestNotFound, and as find_answer() does."""
+    try:
+        kept = await find_answer(asker.state.models, response_id, asker.account.owner_key_hash)
+    except RequestNotFound:
+        kept = None
+    if kept is None or kept.kind is not RESPONSE or _fields(kept).get("store") is False:
+        raise RequestNotFound(
+            f"{param}: there is no such response of this key, or it is not kept any more.", param=param
+        )
+    return kept
+
+
+async def with_history(asker: Asker, body: bytes) -> bytes:
+    """The body to be read and stored. Raises InvalidRequest."""
+    fields, given = decode_body(body, ResponsesBody)
+    if fields.previous_response_id is None:
+        return body
+    earlier = await _items_of(asker, fields.previous_response_id)
+    merged = {**given, "input": earlier + _given_items(given), EARLIER_ITEMS: len(earlier)}
+    return json.dumps(merged, ensure_ascii=False).encode()
+
+
+def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
+    """What came into a response."""
+    return _given_items(_fields(kept))
+
+
+async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
+    """What came into a response, and out of it."""
+    try:
+        kept = await find_response(asker, response_id, PARAM)
+    except RequestNotFound as error:
+        raise InvalidRequest(error.message, param=PARAM, code="previous_response_not_found") from error
+    if kept.state != "finished":
+        raise InvalidRequest(
+            f"{PARAM}: that response is {kept.state}; only one that has ended can be continued.", param=PARAM
+        )
+    try:
+        response = json.loads(await collect_again(asker, kept))
+    except Unavailable:
+        raise
+    except GatewayError as error:
+        raise InvalidRequest(f"{PARAM}: that response has failed.", param=PARAM) from error
+    output: list[dict[str, Any]] = response["output"]
+    if any(item["type"] == "function_call" and item["status"] == "incomplete" for item in output):
+        raise InvalidRequest(f"{PARAM}: that response was cut within the arguments of a call.", param=PARAM)
+    return items_of(kept) + output
+
+
+def _given_items(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """`input` as a list, of a body that was checked."""
+    given = fields["input"]
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _fields(kept: KeptAnswer) -> dict[str, Any]:
+    return json.loads(kept.record.body)  # type: ignore[no-any-return]

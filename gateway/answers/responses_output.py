@@ -1,0 +1,176 @@
+"""The output items of one response, as its tokens come, and the events that tell of each step. Pure.
+
+    output = OutputItems(response_id, EventWriter())
+    output.reason(text) · output.call(delta) · output.say(text, logprobs)   -> bytes of events, maybe none
+    output.close("completed")                                               -> the end of the item that is open
+
+An item begins where something else is said than before, so items stand in the order in which the model wrote them. The
+events of an item: output_item.added, for texts content_part.added, deltas, the whole, content_part.done,
+output_item.done. Whole answers are made of the same items, so what is streamed is what is answered.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.answers.openai_response import json_text, one_line
+from gateway.parsing.message import ToolCallDelta
+from gateway.text.logprobs import LogprobEntry, chat_logprobs
+
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+_NO_LOGPROBS = b'"logprobs":[],'
+_encode = msgspec.json.encode
+
+
+class EventWriter:
+    """Numbers the events of a stream from 0."""
+
+    def __init__(self) -> None:
+        self._next_number = 0
+
+    def event(self, kind: str, **content: Any) -> bytes:
+        data = _encode({"type": kind, **content, "sequence_number": self._number()})
+        return b"event: " + kind.encode() + b"\ndata: " + one_line(data) + b"\n\n"
+
+    def delta(self, head: bytes, text: str) -> bytes:
+        """`head`: of delta_head(), and further fields. The rest of the object is not encoded again for every token."""
+        return b'%b"sequence_number":%d,"delta":%b}\n\n' % (head, self._number(), json_text(text))
+
+    @staticmethod
+    def delta_head(kind: str, **content: Any) -> bytes:
+        return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **content})[:-1] + b","
+
+    def _number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+
+class _OpenItem:
+    """The item that grows. `place`: what its events say of where it is; `text_kind`: what their names call its text."""
+
+    def __init__(self, item: dict[str, Any], place: dict[str, Any], text_kind: str) -> None:
+        self.item = item
+        self.kind = item["type"]
+        self.place = place
+        self.text_kind = text_kind
+        self.delta_head = EventWriter.delta_head(f"response.{text_kind}.delta", **place)
+        self.pieces: list[str] = []
+        self.logprobs: list[LogprobEntry] = []
+        self.call_index: int | None = None
+
+
+class OutputItems:
+    def __init__(self, response_id: str, writer: EventWriter) -> None:
+        self.items: list[dict[str, Any]] = []  # those that are whole
+        self._response_id = response_id
+        self._writer = writer
+        self._open: _OpenItem | None = None
+        self._held_logprobs: list[LogprobEntry] = []  # of tokens that have no text yet
+
+    def reason(self, text: str) -> bytes:
+        self._held_logprobs.clear()
+        opened, events = self._texts(REASONING)
+        opened.pieces.append(text)
+        return events + self._writer.delta(opened.delta_head, text)
+
+    def say(self, text: str, logprobs: Sequence[LogprobEntry] = ()) -> bytes:
+        """Log-probabilities without a text are those of the next one, unless the model thinks or calls."""
+        if not text and self._open is not None and self._open.kind != MESSAGE:
+            return b""
+        self._held_logprobs += logprobs
+        if not text:
+            return b""
+        opened, events = self._texts(MESSAGE)
+        return events + self._grow(opened, text)
+
+    def say_nothing(self) -> bytes:
+        """An answer without any item is a message without text."""
+        return b"" if self.items or self._open else self._texts(MESSAGE)[1]
+
+    def call(self, call: ToolCallDelta) -> bytes:
+        self._held_logprobs.clear()
+        opened, events = self._open, b""
+        if opened is None or opened.call_index != call.index:
+            opened, events = self._begin(CALL, call_id=call.id, name=call.name, arguments="")
+            opened.call_index = call.index
+        if not call.arguments:
+            return events
+        opened.pieces.append(call.arguments)
+        return events + self._writer.delta(opened.delta_head, call.arguments)
+
+    def close(self, status: str) -> bytes:
+        """`status`: completed | incomplete, of the item that is open."""
+        opened = self._open
+        if opened is None:
+            return b""
+        events = self._grow(opened, "") if opened.kind == MESSAGE and self._held_logprobs else b""
+        events += self._whole_text(opened)
+        opened.item["status"] = status
+        self._open = None
+        self.items.append(opened.item)
+        index = opened.place["output_index"]
+        return events + self._writer.event("response.output_item.done", output_index=index, item=opened.item)
+
+    def _texts(self, kind: str) -> tuple[_OpenItem, bytes]:
+        if self._open is not None and self._open.kind == kind:
+            return self._open, b""
+        fields: dict[str, Any] = {"role": "assistant"} if kind == MESSAGE else {"summary": []}
+        opened, events = self._begin(kind, **fields, content=[])
+        part = _part(kind, "", [])
+        return opened, events + self._writer.event("response.content_part.added", **opened.place, part=part)
+
+    def _begin(self, kind: str, **fields: Any) -> tuple[_OpenItem, bytes]:
+        """The id is the same at every gateway that gives this answer."""
+        closed, index = self.close("completed"), len(self.items)
+        item = {"id": f"{_PREFIXES[kind]}_{self._response_id}{index:04x}", "type": kind, **fields}
+        item["status"] = "in_progress"
+        added = self._writer.event("response.output_item.added", output_index=index, item=item)
+        place = {"item_id": item["id"], "output_index": index}
+        if kind == CALL:
+            opened = _OpenItem(item, place, "function_call_arguments")
+        else:
+            text_kind = "output_text" if kind == MESSAGE else "reasoning_text"
+            opened = _OpenItem(item, {**place, "content_index": 0}, text_kind)
+        self._open = opened
+        return opened, closed + added
+
+    def _grow(self, message: _OpenItem, text: str) -> bytes:
+        message.pieces.append(text)
+        if not self._held_logprobs:
+            return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
+        logprobs, self._held_logprobs = self._held_logprobs, []
+        message.logprobs += logprobs
+        shown = one_line(_encode({"logprobs": _scores(logprobs)}))[1:-1] + b","
+        return self._writer.delta(message.delta_head + shown, text)
+
+    def _whole_text(self, opened: _OpenItem) -> bytes:
+        text, done = "".join(opened.pieces), f"response.{opened.text_kind}.done"
+        if opened.kind == CALL:
+            opened.item["arguments"] = text
+            return self._writer.event(done, **opened.place, arguments=text)
+        part = _part(opened.kind, text, opened.logprobs)
+        opened.item["content"] = [part]
+        scores = {"logprobs": _scores(opened.logprobs)} if opened.kind == MESSAGE else {}
+        events = self._writer.event(done, **opened.place, text=text, **scores)
+        return events + self._writer.event("response.content_part.done", **opened.place, part=part)
+
+
+def _part(kind: str, text: str, logprobs: Sequence[LogprobEntry]) -> dict[str, Any]:
+    if kind == REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": chat_logprobs(logprobs)["content"]}
+
+
+def _scores(logprobs: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
+    """As events have them: without bytes."""
+    return [
+        {
+            "token": entry.chosen.text,
+            "logprob": entry.chosen.logprob,
+            "top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in entry.top],
+        }
+        for entry in logprobs
+    ]

@@ -1,0 +1,154 @@
+"""OpenAI's Responses API: responses that are made, kept, read again at any gateway, cancelled and deleted.
+
+    POST    /v1/responses
+    GET     /v1/responses/{id}               as it stands; with `stream` as events, from the first or after a number
+    DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
+    POST    /v1/responses/{id}/cancel        one that has ended stays as it was
+    GET     /v1/responses/{id}/input_items   what came into it, the newest first
+"""
+
+import time
+from functools import partial
+from typing import Literal
+
+from aiohttp import web
+
+from gateway.admission import unavailable
+from gateway.answers.answer_kinds import RESPONSE
+from gateway.answers.answering import answer_again, answered, asker_of, give, show_again, stream_again
+from gateway.answers.kept_answers import KeptAnswer
+from gateway.answers.responses_format import ID_PREFIX
+from gateway.answers.responses_history import find_response, items_of, with_history
+from gateway.answers.responses_input import InputItemsBody, input_items
+from gateway.answers.responses_shapes import DeletedResponseBody, ResponseBody
+from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
+from gateway.http.http_body import read_body
+from gateway.http.query_fields import query_choice, query_flag, query_number
+from gateway.keys import STATE
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
+from gateway.requests.responses_schema import ResponsesBody
+from gateway.store.inference_client import StoreUnavailable
+
+_PATH = "/v1/responses/{id}"
+_MAX_NUMBER = 10**8
+_MAX_ITEMS = 100
+
+
+async def create_response(http: web.Request) -> web.StreamResponse:
+    arrived_at = time.monotonic()
+    asker = asker_of(http)
+    body = await with_history(asker, await read_body(http, http.app[STATE].settings.body_timeout_seconds))
+    return await answered(
+        asker, RESPONSE, body, arrived_at, give=partial(give, http), give_again=partial(answer_again, http)
+    )
+
+
+async def show_response(http: web.Request) -> web.StreamResponse:
+    """A stream's last event is told in any case, so that no stream is silent."""
+    is_stream = query_flag(http.query, "stream")
+    number = query_number(http.query, "starting_after", 0, _MAX_NUMBER)
+    if number is not None and not is_stream:
+        raise InvalidRequest("starting_after: only allowed when stream is true.", param="starting_after")
+    kept = await _find(http)
+    if is_stream:
+        return await stream_again(http, kept, num_known=None if number is None else number + 1)
+    return await _shown(http, kept)
+
+
+async def cancel_response(http: web.Request) -> web.Response:
+    return await _shown(http, await _cancelled(http, await _find(http)))
+
+
+async def delete_response(http: web.Request) -> web.Response:
+    kept = await _cancelled(http, await _find(http))
+    if kept.state in ("queued", "running"):
+        raise unavailable("store_unavailable", "The request store does not take requests now.")
+    try:
+        await kept.service.client.archive.erase([request.request_id for request in kept.requests])
+    except StoreUnavailable as error:
+        raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+    return web.json_response({"id": ID_PREFIX + kept.answer_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(http: web.Request) -> web.Response:
+    limit = query_number(http.query, "limit", 1, _MAX_ITEMS) or 20
+    order = query_choice(http.query, "order", ("asc", "desc"), "desc")
+    kept = await _find(http)
+    page = input_items(
+        items_of(kept), kept.answer_id, limit=limit, newest_first=order == "desc", after=http.query.get("after")
+    )
+    return web.json_response(page)
+
+
+async def _find(http: web.Request) -> KeptAnswer:
+    return await find_response(asker_of(http), http.match_info["id"], "id")
+
+
+async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
+    for request in kept.requests:
+        await kept.service.client.cancel(request)
+    return await _find(http)
+
+
+async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
+    return web.Response(body=await show_again(http, kept), content_type="application/json")
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.post("/v1/responses", create_response),
+        web.get(_PATH, show_response),
+        web.delete(_PATH, delete_response),
+        web.post(_PATH + "/cancel", cancel_response),
+        web.get(_PATH + "/input_items", list_input_items),
+    ]
+
+
+_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
+
+OPERATIONS = (
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        summary="Make a response; with `stream` as events, with `background` without waiting for it",
+        body=ResponsesBody,
+        answer=ResponseBody,
+        media=(EVENTS,),
+        errors=INFERENCE_ERRORS,
+        parameters=KEEPING_PARAMETERS,
+    ),
+    Operation(
+        method="GET",
+        path=_PATH,
+        summary="A stored response as it stands, or its events",
+        answer=ResponseBody,
+        media=(EVENTS,),
+        errors=(*_ERRORS, InvalidRequest, RateLimited),
+        parameters=(
+            Parameter(name="stream", where="query", description="As events", kind=bool),
+            Parameter(name="starting_after", where="query", description="Only events behind this number", kind=int),
+        ),
+    ),
+    Operation(
+        method="DELETE", path=_PATH, summary="Forget a stored response", answer=DeletedResponseBody, errors=_ERRORS
+    ),
+    Operation(
+        method="POST",
+        path=_PATH + "/cancel",
+        summary="Cancel a response that is being made",
+        answer=ResponseBody,
+        errors=_ERRORS,
+    ),
+    Operation(
+        method="GET",
+        path=_PATH + "/input_items",
+        summary="What came into a stored response",
+        answer=InputItemsBody,
+        errors=(*_ERRORS, InvalidRequest),
+        parameters=(
+            Parameter(name="limit", where="query", description="At most so many", kind=int),
+            Parameter(name="order", where="query", description="Newest first by default", kind=Literal["asc", "desc"]),
+            Parameter(name="after", where="query", description="The last item of the page before"),
+        ),
+    ),
+)

@@ -1,0 +1,67 @@
+"""What tests of /v1/responses ask and how they read the answers: OpenAI's types are the oracle of every event."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pydantic
+from openai.types.responses import Response, ResponseStreamEvent
+
+from gateway.text.served_model import ServedModel
+from shared.messages import FinishReason
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+from tests.gateway.test_spec_types import unknown_fields
+
+URL = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+_EVENT: pydantic.TypeAdapter[ResponseStreamEvent] = pydantic.TypeAdapter(ResponseStreamEvent)
+
+
+def tokens_of(model: ServedModel, text: str) -> list[int]:
+    return model.encoder.encode_text(text, add_special_tokens=False)
+
+
+def model_says(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP) -> int:
+    """Token by token; the number of them."""
+    token_ids = tokens_of(gateway.service.require_model(), text)
+    gateway.engine.script = says(*([token_id] for token_id in token_ids), reason=reason)
+    return len(token_ids)
+
+
+def checked_response(data: Any) -> Response:
+    response = Response.model_validate(data, strict=True)
+    assert list(unknown_fields(response)) == []
+    return response
+
+
+def checked_events(text: str) -> list[Any]:
+    """The events of a stream's text: each one of OpenAI's, named as its type, numbered from the first."""
+    events = []
+    for block in text.split("\n\n")[:-1]:
+        lines = [line for line in block.split("\n") if not line.startswith(("id: ", ":"))]
+        name, data = (line.partition(": ")[2] for line in lines)
+        event = _EVENT.validate_python(json.loads(data), strict=True)
+        assert event.type == name and list(unknown_fields(event)) == []
+        events.append(event)
+    first = events[0].sequence_number if events else 0
+    assert [event.sequence_number for event in events] == list(range(first, first + len(events)))
+    return events
+
+
+async def asked(session: aiohttp.ClientSession, **body: Any) -> Response:
+    async with session.post(URL, json={"input": "hi", **body}) as reply:
+        assert reply.status == 200, await reply.text()
+        return checked_response(await reply.json())
+
+
+async def streamed(session: aiohttp.ClientSession, **body: Any) -> list[Any]:
+    async with session.post(URL, json={"input": "hi", **body, "stream": True}) as reply:
+        assert reply.status == 200, await reply.text()
+        return checked_events(await reply.text())

@@ -1,0 +1,232 @@
+"""/v1/responses with a scripted engine: items, events in their order, what the engine is asked, what is repeated."""
+
+from typing import Any
+
+import pytest
+
+from gateway.text.served_model import ServedModel
+from shared.messages import ErrorCode, ErrorEvent, FinishReason, GrammarKind, TokenEvent
+from tests.gateway.conftest import Gateway
+from tests.gateway.responses import WEATHER, asked, model_says, streamed, tokens_of
+from tests.gateway.text.test_logprobs import says_scored
+from tests.tiny_model import write_tiny_model
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+MESSAGE_EVENTS = [
+    "output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done"
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Definitions of tools are long when every character is a token."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "roomy", max_model_len=4096)
+
+
+def names_without_deltas(events: list[Any]) -> list[str]:
+    names = [event.type.removeprefix("response.") for event in events]
+    return [name for name in names if not name.endswith(".delta")]
+
+
+async def test_a_text_whole_and_streamed(gateway: Gateway) -> None:
+    num_tokens = model_says(gateway, "It is é, and more\u2028.")
+    whole = await asked(gateway.session)
+    events = await streamed(gateway.session)
+    assert names_without_deltas(events) == ["created", "in_progress", *MESSAGE_EVENTS, "completed"]
+    assert "".join(event.delta for event in events if event.type.endswith(".delta")) == whole.output_text
+    assert whole.output_text == "It is é, and more\u2028." and whole.status == "completed"
+    last = events[-1].response
+    assert [item.model_dump(exclude={"id"}) for item in last.output] == [
+        item.model_dump(exclude={"id"}) for item in whole.output
+    ]
+    assert last.usage == whole.usage and last.usage is not None
+    num_prompt_tokens = len(gateway.engine.requests[0].prompt_token_ids)
+    assert (last.usage.input_tokens, last.usage.output_tokens) == (num_prompt_tokens, num_tokens)
+    assert {event.response.id for event in (events[0], events[1], events[-1])} == {last.id}
+    assert last.id.startswith("resp_")
+
+
+async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway) -> None:
+    model_says(gateway, "It is", reason=FinishReason.LENGTH)
+    for response in (await asked(gateway.session), (await streamed(gateway.session))[-1].response):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert response.output[0].status == "incomplete" and response.output_text == "It is"
+    assert (await streamed(gateway.session))[-1].type == "response.incomplete"
+
+
+async def test_an_answer_without_text_is_an_empty_message(gateway: Gateway) -> None:
+    model_says(gateway, "")
+    whole = await asked(gateway.session)
+    assert [item.type for item in whole.output] == ["message"] and whole.output_text == ""
+    assert names_without_deltas(await streamed(gateway.session))[2:-1] == MESSAGE_EVENTS
+
+
+async def test_thoughts_text_and_calls_are_items_in_their_order(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
+    model_says(gateway, f"<think>hm</think>I look.\n{CALL}\n{CALL}")
+    whole = await asked(gateway.session, tools=[WEATHER])
+    events = await streamed(gateway.session, tools=[WEATHER])
+    for output in (whole.output, events[-1].response.output):
+        thoughts, message, *calls = output
+        assert thoughts.content[0].text == "hm" and message.content[0].text.strip() == "I look."
+        assert [(call.type, call.name, call.arguments) for call in calls] == [
+            ("function_call", "get_weather", '{"city": "Rome"}')
+        ] * 2
+        assert len({item.id for item in output} | {call.call_id for call in calls}) == 6
+    call_events = ["output_item.added", "function_call_arguments.done", "output_item.done"]
+    reasoning_events = [name.replace("output_text", "reasoning_text") for name in MESSAGE_EVENTS]
+    assert names_without_deltas(events) == [
+        "created", "in_progress", *reasoning_events, *MESSAGE_EVENTS, *call_events, *call_events, "completed"
+    ]  # fmt: skip
+    for index, item in enumerate(events[-1].response.output):
+        of_item = [event for event in events if getattr(event, "output_index", None) == index]
+        assert {event.item_id for event in of_item if hasattr(event, "item_id")} == {item.id}
+        done = next(event for event in of_item if event.type == "response.output_item.done")
+        assert done.item == item
+        text = getattr(item, "arguments", None) or item.content[0].text
+        assert "".join(event.delta for event in of_item if event.type.endswith(".delta")) == text
+
+
+async def test_text_behind_a_call_is_another_message(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    model_says(gateway, f"One.{CALL}Two.")
+    whole = await asked(gateway.session, tools=[WEATHER])
+    assert [item.type for item in whole.output] == ["message", "function_call", "message"]
+    last = (await streamed(gateway.session, tools=[WEATHER]))[-1].response
+    assert [item.type for item in last.output] == ["message", "function_call", "message"]
+    assert whole.output_text == last.output_text == "One.Two."
+
+
+async def test_logprobs_are_asked_for_with_include(gateway: Gateway, tiny_model: ServedModel) -> None:
+    gateway.engine.script = says_scored(tokens_of(tiny_model, "It is é."), group=2)
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = await asked(gateway.session, **body)
+    events = await streamed(gateway.session, **body)
+    scores = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert scores and bytes(byte for entry in scores for byte in entry.bytes).decode() == "It is é."
+    assert all(len(entry.top_logprobs) == 2 for entry in scores)
+    told = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]
+    assert [(entry.token, entry.logprob) for entry in told] == [(entry.token, entry.logprob) for entry in scores]
+    assert events[-1].response.output[0].content[0].logprobs == scores
+    assert whole.top_logprobs == 2
+    assert gateway.engine.requests[0].sampling.logprobs == 2
+    model_says(gateway, "It")
+    await asked(gateway.session)
+    assert gateway.engine.requests[-1].sampling.logprobs is None
+
+
+async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedModel) -> None:
+    model_says(gateway, "ok")
+    items = [
+        {"role": "developer", "content": "be"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}, {"type": "input_text", "text": "you"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "It is", "annotations": []}]},
+        {"type": "message", "role": "user", "content": "?"},
+    ]  # fmt: skip
+    await asked(gateway.session, input=items, instructions="sys", temperature=0.5, top_p=0.9, top_k=3,
+                max_output_tokens=7, seed=5)  # fmt: skip
+    request = gateway.engine.requests[0]
+    turns = ["system\nsys", "system\nbe", "user\nhi\nyou", "assistant\nIt is", "user\n?"]
+    prompt = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    assert request.prompt_token_ids == tiny_model.encoder.encode_text(prompt)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 3, 5)
+    assert sampling.max_tokens == 7
+
+
+async def test_calls_and_their_outputs_become_messages(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    model_says(gateway, "ok")
+    call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome"}'}
+    items = [
+        {"role": "user", "content": "Rome, and Oslo?"},
+        {"role": "assistant", "content": "I look."},
+        call,
+        {**call, "call_id": "c2", "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    await asked(gateway.session, input=items)
+    decoded = gateway.service.require_model().encoder.decode(gateway.engine.requests[0].prompt_token_ids)
+    assert decoded.count("assistant\n") == 2  # both calls in one, with its text
+    assert decoded.index("I look.") < decoded.index("Rome\"}") < decoded.index("Oslo\"}") < decoded.index("sunny")
+    assert "rain" in decoded
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ({"type": "json_object"}, GrammarKind.JSON_SCHEMA),
+        ({"type": "json_schema", "name": "t", "schema": {"type": "integer"}, "strict": True}, GrammarKind.JSON_SCHEMA),
+        ({"type": "text"}, None),
+    ],
+)
+async def test_the_form_of_the_text(gateway: Gateway, form: Any, kind: GrammarKind | None) -> None:
+    model_says(gateway, "7")
+    response = await asked(gateway.session, text={"format": form})
+    grammar = gateway.engine.requests[0].sampling.grammar
+    assert (grammar and grammar.kind) == kind
+    assert response.text is not None and response.text.format is not None and response.text.format.type == form["type"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "names"),
+    [
+        ({"type": "function", "name": "get_weather"}, '{"city": "Rome"}', ["get_weather"]),
+        ("required", '[{"name": "get_weather", "arguments": {"city": "Rome"}}]', ["get_weather"]),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+         '[{"name": "get_weather", "arguments": {"city": "Rome"}}]', ["get_weather"]),
+        ("none", '{"city": "Rome"}', []),
+    ],
+)  # fmt: skip
+async def test_tool_choice(
+    start_gateway: Any, roomy_model_dir: Any, choice: Any, text: str, names: list[str]
+) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    model_says(gateway, text)
+    other = {"type": "function", "name": "clock", "parameters": None, "strict": None}
+    response = await asked(gateway.session, tools=[WEATHER, other], tool_choice=choice)
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [call.name for call in calls] == names
+    grammar = gateway.engine.requests[0].sampling.grammar
+    assert (grammar is not None) is bool(names)
+    if grammar is not None and isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        assert "clock" not in grammar.text
+
+
+async def test_what_is_repeated_of_the_request(gateway: Gateway) -> None:
+    model_says(gateway, "ok")
+    asked_for: dict[str, Any] = {
+        "instructions": "sys", "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s", "temperature": 0.5,
+        "top_p": 0.25, "max_output_tokens": 9, "parallel_tool_calls": False, "tool_choice": "none",
+        "truncation": "disabled", "prompt_cache_key": "k", "max_tool_calls": 2, "model": "tiny", "tools": [WEATHER],
+    }  # fmt: skip
+    response = await asked(gateway.session, **asked_for, reasoning={"effort": "low", "summary": "auto"}, store=False)
+    told = response.model_dump()
+    assert {name: told[name] for name in asked_for if name != "tools"} == {
+        name: value for name, value in asked_for.items() if name != "tools"
+    }
+    assert told["tools"][0]["name"] == "get_weather" and response.reasoning is not None
+    assert response.reasoning.effort == "low"
+
+
+async def test_an_error_within_a_stream_is_a_failed_response(gateway: Gateway) -> None:
+    def breaks(request: Any) -> Any:
+        yield TokenEvent(request.request_id, 0, [70])
+        yield ErrorEvent(request.request_id, ErrorCode.REQUEST_FAILED, "")
+
+    gateway.engine.script = breaks
+    last = (await streamed(gateway.session))[-1]
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    async with gateway.session.post("/v1/responses", json={"input": "hi"}) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (500, "request_failed")
+
+
+async def test_a_stream_tells_its_id_before_there_is_a_token(gateway: Gateway) -> None:
+    async with gateway.session.post("/v1/responses", json={"input": "hi", "stream": True}) as reply:
+        source = await gateway.engine.next_stream()
+        while not (line := await reply.content.readline()).startswith(b"data: "):
+            pass
+        assert source.request.request_id.encode() in line and b'"response.created"' in line
