@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,14 @@ PROMPT_CHARS = 400  # of the schema, to leave room in the context for the answer
 _NUMBERS = re.compile(r"[\d.]+")
 _SPACE = "\u0120\u010a"  # a blank and a new line in a byte-level vocabulary
 _ENDS = '"]}' + _SPACE
+_BIAS_OF_A_ROUND, _MOST_BIAS = 3.0, 6.0
 _UNSTEADY_STEPS = 8  # whose masks are the first of fresh matchers
 
 
 @dataclass(slots=True)
 class Answers:
     valid: int = 0
-    cut: int = 0  # by max_tokens
+    cut: list[str] = field(default_factory=list)  # by max_tokens
     invalid: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -92,7 +93,7 @@ def answer(
                 case FinishEvent(reason=FinishReason.STOP):
                     _judge(answers, event.request_id, schemas, tokenizer.decode(outputs[event.request_id]))
                 case _:
-                    answers.cut += 1
+                    answers.cut.append(event.request_id)
     answers.tokens = sum(map(len, outputs.values()))
     return answers
 
@@ -197,7 +198,7 @@ def main() -> int:
     parser.add_argument("--parts", type=int, default=1, help="answer only every so manieth of them,")
     parser.add_argument("--part", type=int, default=0, help="beginning with this one")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
-    parser.add_argument("--end-bias", type=float, default=0.0, help="of tokens that end strings, lists and objects")
+    parser.add_argument("--rounds", type=int, default=6, help="in each but the first, those that the last one cut")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -223,20 +224,20 @@ def main() -> int:
         started = time.perf_counter()
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         part = dict(list(chosen.items())[options.part :: options.parts])
-        ends = _ends(tokenizer, options.end_bias) if options.end_bias else {}
-        answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens, logit_bias=ends)
+        rounds = []
+        while part and len(rounds) < options.rounds:
+            bias = min(_BIAS_OF_A_ROUND * len(rounds), _MOST_BIAS)
+            ends = _ends(tokenizer, bias) if bias else {}
+            answers = answer(_engine(runner), tokenizer, part, _prompt, max_tokens=options.max_tokens, logit_bias=ends)
+            rounds.append({"schemas": len(part), "end_bias": bias, **asdict(answers)})
+            part = {name: part[name] for name in answers.cut}
         result["answers"] = {
-            "schemas": len(part),
-            "valid": answers.valid,
+            "valid": sum(found["valid"] for found in rounds),
             "max_tokens": options.max_tokens,
-            "end_bias": options.end_bias,
-            "cut_by_max_tokens": answers.cut,
-            "invalid": answers.invalid,
-            "failed": answers.failed,
-            "tokens": answers.tokens,
+            "rounds": rounds,
             "seconds": round(time.perf_counter() - started, 1),
         }
-        is_good = not answers.invalid and not answers.failed
+        is_good = not part and not any(found["invalid"] or found["failed"] for found in rounds)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 0 if is_good else 1

@@ -83,9 +83,19 @@ class TextCompletionBody(msgspec.Struct, kw_only=True):
     usage: UsageBody
 
 
-class TextBlockBody(msgspec.Struct, kw_only=True):
-    type: Literal["text"]
+class TextBlockBody(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
+
+
+class ThinkingBlockBody(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlockBody(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
 
 
 class AnthropicUsageBody(msgspec.Struct, kw_only=True):
@@ -100,8 +110,8 @@ class AnthropicMessageBody(msgspec.Struct, kw_only=True):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlockBody]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    content: list[TextBlockBody | ThinkingBlockBody | ToolUseBlockBody]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: AnthropicUsageBody
 

@@ -1,14 +1,16 @@
 """Texts and counts -> Anthropic's events and bodies, as bytes ready to be sent. Pure.
 
-The order of a stream's events: message_start, content_block_start, content_block_delta ..., content_block_stop,
-message_delta (stop_reason, usage), message_stop. An error is the stream's last event. There is one choice.
+The order of a stream's events: message_start, then for each block (thinking, text, tool_use) content_block_start,
+content_block_delta ..., content_block_stop, then message_delta (stop_reason, usage), message_stop. An error is the
+stream's last event. There is one choice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from gateway.answers.message_blocks import MessageBlocks, Piece, content_blocks
 from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, json_text
 from gateway.errors import GatewayError
 from gateway.http.sse import named_event
@@ -18,9 +20,10 @@ from shared.messages import FinishReason
 
 _encode = msgspec.json.encode
 _ERROR_TYPES = {"server_error": "api_error"}  # the others are of one name
-_DELTA_HEAD = (
+_STOP_REASONS = {FinishReason.LENGTH.value: "max_tokens", "tool_calls": "tool_use"}  # all else is end_turn
+_TEXT_DELTA = (
     b"event: content_block_delta\n"
-    b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%s}}\n\n'
 )
 
 
@@ -33,15 +36,18 @@ class AnthropicFormat:
         response_id: str,
         model: str,
         *,
-        usage_in_chunks: bool = False,
-        created: int | None = None,
         prompt_tokens: int = 0,
         repeated: Mapping[str, Any] = NOTHING,
+        **_openai: Any,
     ) -> None:
-        """As the other formats; nothing here says when an answer was made, and a stream always has its usage."""
+        """`repeated`: whether thoughts are shown. Of the other formats' options: nothing here says when an answer was
+        made, and a stream always has its usage."""
         self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._shows_thoughts = bool(repeated.get("shows_thoughts"))
+        self._blocks = MessageBlocks(shows_thoughts=self._shows_thoughts)
+        self._num_begun = 0  # blocks
 
     def begin(self) -> bytes:
         return b""
@@ -49,9 +55,7 @@ class AnthropicFormat:
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
         usage = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
         message = {**self._head, "content": [], **self._stop, "usage": usage}
-        block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        start = named_event("message_start", {"type": "message_start", "message": message})
-        return start + named_event("content_block_start", block)
+        return named_event("message_start", {"type": "message_start", "message": message})
 
     def text(
         self,
@@ -61,16 +65,16 @@ class AnthropicFormat:
         logprobs: Sequence[LogprobEntry] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
-        return _DELTA_HEAD + json_text(text) + b"}}\n\n" if text else b""
+        return self._events(self._blocks.pieces("", (), text))
 
     def delta(
         self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
     ) -> bytes:
-        raise AssertionError("a message is not parsed")
+        return self._events(self._blocks.pieces(reasoning, tool_calls, ""))
 
     def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
         self._stop = _stop(reason, stop_string)
-        return named_event("content_block_stop", {"type": "content_block_stop", "index": 0})
+        return self._events(self._blocks.ending()) + self._block_stop()
 
     def usage(self, usage: UsageCount) -> bytes:
         return named_event("message_delta", {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)})
@@ -80,12 +84,39 @@ class AnthropicFormat:
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
-        content = [{"type": "text", "text": choice.text}]
+        blocks = MessageBlocks(shows_thoughts=self._shows_thoughts)
+        told = (piece for update in choice.updates for piece in
+                blocks.pieces(update.reasoning, update.tool_calls, update.text))  # fmt: skip
+        content = content_blocks([*told, *blocks.ending()])
         stop = _stop(choice.finish_reason, choice.stop_string)
         return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
         raise AssertionError("never in the background")
+
+    def _events(self, pieces: Iterable[Piece]) -> bytes:
+        events = b""
+        for piece in pieces:
+            if piece.begins:
+                events += self._block_start(piece)
+            if piece.text:
+                events += self._block_delta(piece)
+        return events
+
+    def _block_start(self, piece: Piece) -> bytes:
+        before = self._block_stop() if self._num_begun else b""
+        index, self._num_begun = self._num_begun, self._num_begun + 1
+        start = {"type": "content_block_start", "index": index, "content_block": piece.start()}
+        return before + named_event("content_block_start", start)
+
+    def _block_delta(self, piece: Piece) -> bytes:
+        if piece.kind == "text":
+            return _TEXT_DELTA % (self._num_begun - 1, json_text(piece.text))
+        delta = {"type": "content_block_delta", "index": self._num_begun - 1, "delta": piece.delta()}
+        return named_event("content_block_delta", delta)
+
+    def _block_stop(self) -> bytes:
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._num_begun - 1})
 
 
 def anthropic_error(error: GatewayError) -> dict[str, Any]:
@@ -98,7 +129,7 @@ def anthropic_error(error: GatewayError) -> dict[str, Any]:
 def _stop(reason: str, stop_string: str | None) -> dict[str, Any]:
     if stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
-    return {"stop_reason": "max_tokens" if reason == FinishReason.LENGTH.value else "end_turn", "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: UsageCount) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.errors import InvalidRequest
 from gateway.models.model_options import ModelOptions
 from gateway.parsing.message import MessageParser
 from gateway.parsing.parts import Parser
@@ -33,7 +34,12 @@ class Encoder(Protocol):
 def message_parsers(
     options: ModelOptions, encoder: Encoder, request: CompletionRequest, plan: PlannedRequest
 ) -> Mapping[int, MessageParser]:
-    """One for each choice of the answer to this prompt; none if its text is content as it is."""
+    """One for each choice of the answer to this prompt; none if its text is content as it is. Raises InvalidRequest."""
+    if request.must_think and not options.reasoning_parser:
+        raise InvalidRequest(
+            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
+            param="thinking",
+        )
     if not request.is_chat:
         return {}
     parsers = {}

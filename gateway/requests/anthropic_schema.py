@@ -1,7 +1,8 @@
 """Anthropic's request bodies -> CompletionRequest, the same form that OpenAI's take. Pure.
 
-Text in and out. Roles, blocks and stop sequences are said in the words of a chat; what would change the answer and is
-not supported is refused, as in openai_schema.py. A `system` text is the chat's first message.
+Said in the words of a chat (anthropic_blocks.py); what would change the answer and is not supported is refused, as in
+openai_schema.py. A `system` text is the chat's first message. Thoughts are told if `thinking` asks for them, which
+takes a parser of them. Their budget is not enforced.
 """
 
 from dataclasses import replace
@@ -10,6 +11,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from gateway.errors import InvalidRequest
+from gateway.requests.anthropic_blocks import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    AnthropicTools,
+    TextPart,
+    ToolUseBlock,
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+)
 from gateway.requests.openai_schema import (
     ChatBody,
     CompletionRequest,
@@ -21,12 +33,12 @@ from gateway.requests.openai_schema import (
 )
 from gateway.requests.request_body import decode_body
 
-System: TypeAlias = str | list[ContentPart]
+System: TypeAlias = str | list[TextPart]
 
 
-class AnthropicMessage(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | list[ContentPart]
+class Thinking(msgspec.Struct, kw_only=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
@@ -35,6 +47,9 @@ class PromptFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
     system: System | None = None
+    tools: AnthropicTools | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
 
 
 class MessagesBody(PromptFields, kw_only=True):
@@ -47,13 +62,7 @@ class MessagesBody(PromptFields, kw_only=True):
 
 
 # field -> the values at which it changes nothing, null aside
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-    "mcp_servers": ([],),
-    "container": (),
-}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 
 
 def parse_messages(body: bytes) -> CompletionRequest:
@@ -61,35 +70,81 @@ def parse_messages(body: bytes) -> CompletionRequest:
     ignored = check_other_fields(MessagesBody, given, UNSUPPORTED)
     request = chat_request(
         ChatBody(
-            model=fields.model,
-            messages=_chat_messages(fields),
             max_tokens=fields.max_tokens,
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
             stop=fields.stop_sequences,
             stream=fields.stream,
-            continue_final_message=_is_begun(fields),
+            **_prompt(fields),
         ),
         ignored,
         include_usage=bool(fields.stream),
     )
-    return replace(request, is_chat=False)  # its text is not read for calls and thoughts
+    if request.tools is not None and request.tools.grammar is not None:  # in the field's own words
+        param = request.tools.grammar.param.replace(".function.parameters", ".input_schema")
+        request = replace(request, grammar=replace(request.tools.grammar, param=param))
+    must_think = _must_think(fields)
+    return replace(request, must_think=must_think, repeated={"shows_thoughts": must_think})
 
 
 def parse_count(body: bytes) -> CompletionRequest:
     """Of /v1/messages/count_tokens: the prompt alone."""
     fields, given = decode_body(body, PromptFields)
     check_other_fields(MessagesBody, given, {})
-    chat = ChatBody(model=fields.model, messages=_chat_messages(fields), continue_final_message=_is_begun(fields))
-    return chat_request(chat, ())
+    return chat_request(ChatBody(**_prompt(fields)), ())
+
+
+def _prompt(fields: PromptFields) -> dict[str, Any]:
+    """Of a ChatBody: what its prompt is made of."""
+    tools, choice = fields.tools or [], fields.tool_choice
+    _check_thinking(fields)
+    return {
+        "model": fields.model,
+        "messages": _chat_messages(fields),
+        "continue_final_message": _is_begun(fields),
+        "tools": chat_tools(tools),
+        "tool_choice": chat_tool_choice(choice, tools) if choice else None,
+        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+        # Templates whose models can leave out thinking take it by this name; the others pass over it.
+        "chat_template_kwargs": {"enable_thinking": _must_think(fields)},
+    }
+
+
+def _must_think(fields: PromptFields) -> bool:
+    return fields.thinking is not None and fields.thinking.type != "disabled"
+
+
+def _check_thinking(fields: PromptFields) -> None:
+    thinking = fields.thinking
+    if thinking is None or not _must_think(fields):
+        return
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        param = "thinking.budget_tokens"
+        raise InvalidRequest(f"{param}: needed when thinking is enabled.", param=param)
+    if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
+        param = "tool_choice"
+        raise InvalidRequest(f"{param}: a forced call leaves no room for thinking; expected auto or none.", param=param)
+    if _is_begun(fields):
+        raise InvalidRequest("thinking: cannot be given with an answer that is begun already.", param="thinking")
 
 
 def _is_begun(fields: PromptFields) -> bool:
     """An assistant's last message is the beginning of the answer."""
-    return fields.messages[-1].role == "assistant"
+    last = fields.messages[-1]
+    if last.role == "assistant" and not isinstance(last.content, str):
+        for index, block in enumerate(last.content):
+            if isinstance(block, ToolUseBlock):
+                param = f"messages[{len(fields.messages) - 1}].content[{index}]"
+                raise InvalidRequest(f"{param}: a call of the last message has no result.", param=param)
+    return last.role == "assistant"
 
 
 def _chat_messages(fields: PromptFields) -> list[MessageFields]:
-    system = [MessageFields("system", fields.system)] if fields.system else []
-    return [*system, *(MessageFields(message.role, message.content) for message in fields.messages)]
+    told = list[MessageFields]()
+    if fields.system:
+        texts = [fields.system] if isinstance(fields.system, str) else [block.text for block in fields.system]
+        told.append(MessageFields("system", [ContentPart("text", text) for text in texts]))
+    for index, message in enumerate(fields.messages):
+        told += chat_messages(message, f"messages[{index}]")
+    return told

@@ -165,6 +165,7 @@ class CompletionRequest:
     grammar: AskedGrammar | None = None
     tools: ToolUse | None = None
     is_chat: bool = False
+    must_think: bool = False  # refused where nothing tells thoughts apart
     background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
     repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only

@@ -21,11 +21,11 @@ from shared.grammars import json_schema_grammar
 
 MAX_TOOLS = 128  # OpenAI's limit
 
-_FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionFields(msgspec.Struct, kw_only=True):
-    name: _FunctionName
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

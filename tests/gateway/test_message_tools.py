@@ -1,0 +1,197 @@
+"""Tools and thinking in Anthropic's words: what the model is shown and bound to, and the blocks that come back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.requests.anthropic_schema import parse_messages
+from shared.messages import FinishReason
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+from tests.tiny_model import write_tiny_model
+
+URL = "/v1/messages"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "The weather of a city", "input_schema": SCHEMA}
+CLOCK = {"name": "clock", "type": "custom"}
+HI: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, CLOCK]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+THINKING = {"type": "enabled", "budget_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "roomy", max_model_len=4096)
+
+
+@pytest.fixture
+async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
+    return await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")  # type: ignore[no-any-return]
+
+
+async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:
+    """(blocks, stop reason) of a model that says `text` token by token: streamed and not, which must be equal."""
+    encoder = gateway.service.require_model().encoder
+    gateway.engine.script = says(*([token_id] for token_id in encoder.encode_text(text)), reason=reason)
+    async with gateway.session.post(URL, json={**HI, **fields}) as response:
+        whole = await response.json()
+        assert response.status == 200, whole
+    async with gateway.session.post(URL, json={**HI, **fields, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in (await response.text()).splitlines() if line.startswith("data: ")]
+    blocks, stop_reason, usage = joined(events)
+    for block, same in zip(blocks, whole["content"], strict=True):
+        if block["type"] == "tool_use" and reason is FinishReason.LENGTH:  # half a call is none, but for who streams it
+            assert same["input"] == {}
+        elif block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"])
+            assert block == same | {"id": block["id"]} and block["id"].startswith("toolu_")
+        else:
+            assert block == same
+    assert (stop_reason, usage) == (whole["stop_reason"], whole["usage"])
+    return [{key: value for key, value in block.items() if key != "id"} for block in whole["content"]], stop_reason
+
+
+def joined(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """As Anthropic's client puts a stream together; a block is open from its start to its stop, one at a time."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    fields = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+    assert (events[0]["type"], events[-2]["type"], events[-1]["type"]) == (
+        "message_start", "message_delta", "message_stop",
+    )  # fmt: skip
+    for event in events[1:-2]:
+        kind = event["type"]
+        assert event["index"] == len(blocks) - (kind != "content_block_start") and is_open == (
+            kind != "content_block_start"
+        )
+        if kind == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+            if blocks[-1]["type"] == "tool_use":
+                assert blocks[-1]["input"] == {}
+                blocks[-1]["input"] = ""
+        elif kind == "content_block_delta":
+            field = fields[event["delta"]["type"]]
+            blocks[-1][{"partial_json": "input"}.get(field, field)] += event["delta"][field]
+        is_open = kind != "content_block_stop"
+    assert not is_open
+    return blocks, events[-2]["delta"]["stop_reason"], events[-2]["usage"]
+
+
+def text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def tool_block(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "name": name, "input": arguments}
+
+
+async def test_a_call_of_the_models_own_accord(gateway: Gateway) -> None:
+    weather = tool_block("get_weather", city="Zürich")
+    assert await ask(gateway, CALL) == ([weather], "tool_use")
+    assert await ask(gateway, f"Let me see. {CALL}") == ([text_block("Let me see. "), weather], "tool_use")
+    assert await ask(gateway, CALL * 2) == ([weather, weather], "tool_use")
+    assert await ask(gateway, "No need.") == ([text_block("No need.")], "end_turn")
+    assert await ask(gateway, "") == ([text_block("")], "end_turn")
+    cut = CALL[: CALL.index("rich")]
+    assert await ask(gateway, cut, FinishReason.LENGTH) == ([tool_block("get_weather")], "max_tokens")
+    assert await ask(gateway, CALL, tool_choice={"type": "none"}) == ([text_block(CALL)], "end_turn")
+
+
+async def test_forced_calls(gateway: Gateway) -> None:
+    named = {"type": "tool", "name": "get_weather"}
+    found = await ask(gateway, '{"city": "Rome"}', tool_choice=named)
+    assert found == ([tool_block("get_weather", city="Rome")], "tool_use")
+    grammar = gateway.engine.requests[-1].sampling.grammar
+    assert grammar is not None and json.loads(grammar.text) == SCHEMA
+    listed = '[{"name": "clock", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "Rome"}}]'
+    found = await ask(gateway, listed, tool_choice={"type": "any"})
+    assert found == ([tool_block("clock"), tool_block("get_weather", city="Rome")], "tool_use")
+    one = parse(tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    assert json.loads(one.grammar.grammar.text)["maxItems"] == 1
+
+
+async def test_thoughts_are_blocks_for_who_asks_for_them(gateway: Gateway) -> None:
+    text = f"<think>\nHm, Zürich.\n</think>\n\nSo: {CALL}"
+    thoughts = {"type": "thinking", "thinking": "Hm, Zürich.\n", "signature": ""}
+    rest = [text_block("So: "), tool_block("get_weather", city="Zürich")]
+    assert await ask(gateway, text, thinking=THINKING) == ([thoughts, *rest], "tool_use")
+    assert await ask(gateway, text) == (rest, "tool_use")
+    without = await ask(gateway, text, thinking={"type": "disabled"}, tools=None)
+    assert without == ([text_block(f"So: {CALL}")], "end_turn")
+    plain = await ask(gateway, "<think>a</think>b", thinking={"type": "adaptive"}, tools=[])
+    assert plain == ([{"type": "thinking", "thinking": "a", "signature": ""}, text_block("b")], "end_turn")
+
+
+async def test_thinking_needs_a_parser_of_thoughts(start_gateway: Any, roomy_model_dir: Path) -> None:
+    gateway = await start_gateway(model=roomy_model_dir)
+    async with gateway.session.post(URL, json={**HI, "thinking": THINKING}) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "thinking") and "thoughts" in error["message"]
+
+
+async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gateway) -> None:
+    used = {"type": "tool_use", "id": "toolu_0123abcde", "name": "get_weather", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": [{"type": "text", "text": "sunny"}]}
+    failed = {"type": "tool_result", "tool_use_id": used["id"], "content": "no net", "is_error": True}
+    thought = {"type": "thinking", "thinking": "Hm", "signature": "x"}
+    messages = [
+        *HI["messages"],
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, used]},
+        {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
+    ]
+    (prompt,) = parse(messages=messages).prompts
+    function = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    assert list(prompt.messages[1:]) == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "0123abcde", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "0123abcde"},
+        {"role": "tool", "content": "Error: no net", "tool_call_id": "0123abcde"},
+        {"role": "user", "content": "And?"},
+    ]
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["get_weather", "clock"]
+    body = {"messages": messages, "tools": HI["tools"]}
+    async with gateway.session.post(f"{URL}/count_tokens", json=body) as response:
+        counted = (await response.json())["input_tokens"]
+    assert (await ask(gateway, "x", messages=messages))[1] == "end_turn"
+    assert len(gateway.engine.requests[-1].prompt_token_ids) == counted
+
+
+def parse(**fields: Any) -> Any:
+    return parse_messages(json.dumps({**HI, **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0].type"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].name"),
+        ({"tools": [{"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"name": "a", "input_schema": {"type": 7}}], "tool_choice": {"type": "tool", "name": "a"}},
+         "tools[0].input_schema"),
+        ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": THINKING, "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": THINKING, "messages": [*HI["messages"], {"role": "assistant", "content": "It"}]}, "thinking"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+         "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named_in_anthropics_words(
+    gateway: Gateway, fields: dict[str, Any], param: str
+) -> None:
+    async with gateway.session.post(URL, json={**HI, **fields}) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param) and param in error["message"]
