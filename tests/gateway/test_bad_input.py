@@ -254,7 +254,7 @@ OTHER_FIELDS = [
     chat("model is a number", VALUE, "model", "str", model=3),
 ]
 HTTP = [
-    Bad("unknown URL", 404, "unknown_url", url="/v1/embeddings", body=b"{}"),
+    Bad("unknown URL", 404, "unknown_url", url="/v1/audio/speech", body=b"{}"),
     Bad("unknown model by id", 404, "model_not_found", "model", url="/v1/models/gpt", method="GET"),
     Bad("GET", 405, "method_not_allowed", says="POST", method="GET"),
     Bad("DELETE", 405, "method_not_allowed", says="POST", method="DELETE"),
