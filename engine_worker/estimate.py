@@ -53,7 +53,8 @@ def estimate(
     if not fitting[max_model_len]:
         raise DoesNotFit(
             f"{parameters * itemsize / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
-            f"sequence of {max_model_len} tokens takes {per_token * max_model_len / 2**30:.1f} GiB"
+            f"sequence of {max_model_len} tokens takes {per_token * max_model_len / 2**30:.1f} GiB. "
+            + (f"This would fit: --max-model-len {blocks * block_size}" if blocks else "Use more or larger devices.")
         )
     return Estimate(
         parameters=parameters,

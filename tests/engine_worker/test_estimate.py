@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,8 +55,14 @@ def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(DoesNotFit, match=r"15.0 GiB of weights leave 3.9 GiB for KV; .* 131072 tokens takes 16.0 GiB"):
+    told = r"15.0 GiB of weights leave 3.9 GiB for KV; .* 131072 tokens takes 16.0 GiB"
+    with pytest.raises(DoesNotFit, match=told) as refused:
         of_llama(memory_bytes=21 * 2**30, max_model_len=131072)
+    advised = re.search(r"would fit: --max-model-len (\d+)", str(refused.value))
+    assert advised is not None
+    assert of_llama(memory_bytes=21 * 2**30, max_model_len=int(advised[1])).sequences_at_tokens[int(advised[1])] == 1
+    with pytest.raises(DoesNotFit, match=r"leave 0.0 GiB for KV; .* Use more or larger devices"):
+        of_llama(memory_bytes=8 * 2**30, max_model_len=1024)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

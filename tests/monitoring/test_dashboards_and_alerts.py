@@ -91,6 +91,7 @@ def test_every_panel_can_be_read(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         assert target["legendFormat"]
         assert "job=~" in target["expr"], f"the variables select nothing of {target['expr']}"
+        assert "[" not in target["expr"].replace("[$__rate_interval]", ""), "a window that scrapes may be missing from"
         # A ratio of one worker plus that of another says nothing.
         assert not ("_ratio" in target["expr"] and target["expr"].startswith("sum")), target["expr"]
 

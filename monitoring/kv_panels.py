@@ -1,0 +1,93 @@
+"""Where the KV blocks are, what moved them, and how long they stay."""
+
+from monitoring.panels import Panel, heatmap, lines, mean, quantile, rate, stack, stat, total_rate
+from monitoring.queries import SELECTED, average, hit_rate, requests_in
+
+
+def kv_panels() -> list[Panel]:
+    return [
+        stat("KV usage", "Active blocks / capacity", "percentunit", average("pagestream_kv_usage_ratio")),
+        stat(
+            "Internal waste",
+            "Empty slots / slots in active blocks: the ends of the last blocks",
+            "percentunit",
+            average("pagestream_kv_internal_waste_ratio"),
+        ),
+        stat(
+            "Sharing",
+            "Blocks saved by sharing / blocks in all block tables",
+            "percentunit",
+            average("pagestream_kv_sharing_ratio"),
+        ),
+        stat("Prefix hits", "Prompt tokens found in the cache / all prompt tokens", "percentunit", hit_rate()),
+        stat("Running", "Requests in the batch", "short", requests_in("running")),
+        stat("Waiting", "Claimed by a worker, without blocks on the device", "short", requests_in("waiting")),
+        stack(
+            "KV blocks by state",
+            "Active, cached and free add up to the capacity of each device",
+            "short",
+            {"{{device}} {{state}}": f"sum by (device, state) (pagestream_kv_blocks{{{SELECTED}}})"},
+        ),
+        lines(
+            "Requests by state",
+            "In the engines; waiting ones hold no blocks, swapped ones hold blocks of the host",
+            "short",
+            {"{{state}}": f"sum by (state) (pagestream_requests{{{SELECTED}}})"},
+        ),
+        lines(
+            "Swap",
+            "Bytes moved between device and host memory",
+            "Bps",
+            {"{{direction}}": rate("pagestream_kv_swap_bytes_total", "direction", SELECTED)},
+        ),
+        lines(
+            "Swap time",
+            "Of one step's transfers, which run beside the step",
+            "s",
+            {
+                "mean {{direction}}": mean("pagestream_kv_swap_duration_seconds", SELECTED, "direction"),
+                "p99 {{direction}}": quantile(0.99, "pagestream_kv_swap_duration_seconds", SELECTED, "direction"),
+            },
+        ),
+        lines(
+            "Preemptions",
+            "Sequences that gave up their blocks, by the way they get them back",
+            "ops",
+            {"{{mode}}": rate("pagestream_preemptions_total", "mode", SELECTED)},
+        ),
+        stack(
+            "KV blocks on the host",
+            "Of swapped requests, and prefixes that the device evicted",
+            "short",
+            {"{{state}}": f"sum by (state) (pagestream_kv_host_blocks{{{SELECTED}}})"},
+        ),
+        stack(
+            "Prompt tokens by source",
+            "Computed, or found in a cache",
+            "short",
+            {"{{source}}": rate("pagestream_prompt_tokens_total", "source", SELECTED)},
+        ),
+        lines(
+            "Copied and evicted blocks",
+            "Copy-on-write of shared blocks, and cached blocks given up",
+            "ops",
+            {
+                "copy on write": total_rate("pagestream_kv_copy_on_write_blocks_total", SELECTED),
+                "evicted": total_rate("pagestream_kv_evicted_blocks_total", SELECTED),
+            },
+        ),
+        heatmap(
+            "Block lifetime in use",
+            "How long blocks were held by requests, those that were given up in each interval",
+            "s",
+            "pagestream_kv_block_lifetime_seconds",
+            f'{SELECTED},state="active"',
+        ),
+        heatmap(
+            "Block lifetime in the cache",
+            "How long prefixes lay there until a request used them again, or an eviction took them",
+            "s",
+            "pagestream_kv_block_lifetime_seconds",
+            f'{SELECTED},state="cached"',
+        ),
+    ]
