@@ -91,6 +91,7 @@ def failing(tests: Iterable[str], tree: Path, environ: dict[str, str]) -> frozen
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
+        print(f"          no end within {END_SECONDS:g} s", flush=True)
         return frozenset(tests)
     return frozenset(f"{file}::{name}" for file, name in _FAILED.findall(ran.stdout))
 

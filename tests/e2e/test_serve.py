@@ -23,7 +23,7 @@ from shared.redis_keys import RedisKeys
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper and his dog."}]
-START_SECONDS = 90.0  # with cached weights it takes 8 s; a busy CI machine is given ten times as much
+START_SECONDS = 180.0  # with cached weights it takes 8 s; a busy CI machine is given twenty times as much
 STOP_SECONDS = 45.0
 MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
@@ -31,7 +31,7 @@ NUM_STORY_TOKENS = 60
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.model,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(sys.platform != "linux", reason="that no orphan stays is promised for Linux"),
 ]
 
