@@ -36,6 +36,7 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     guard: str = ""
     without: str = ""
     environ: dict[str, str] = {}
+    seconds: int = 20  # for each test: what should have been refused may wait for ever
 
     def remove_from(self, text: str) -> str:
         """Raises ValueError unless the guard is there, once."""
@@ -72,16 +73,17 @@ def survivors(removal: Removal, tree: Path) -> frozenset[str]:
     try:
         if removal.file:
             path.write_text(removal.remove_from(whole))
-        return removal.caught_by - failing(removal.caught_by, tree, removal.environ)
+        return removal.caught_by - failing(removal.caught_by, tree, removal.environ, removal.seconds)
     finally:
         if removal.file:
             path.write_text(whole)
 
 
-def failing(tests: Iterable[str], tree: Path, environ: dict[str, str]) -> frozenset[str]:
+def failing(tests: Iterable[str], tree: Path, environ: dict[str, str], seconds: int) -> frozenset[str]:
     """Those of the tests that fail; all of them when they have no end."""
     files, names = zip(*(test.split("::") for test in sorted(tests)), strict=True)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"]
+    command += ["--timeout", f"{seconds}"]
     command += ["-k", " or ".join(names), *sorted({f"tests/{file}" for file in files})]
     # No bytecode: a file that is changed and changed back within a second looks the same to Python's cache.
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environ}
