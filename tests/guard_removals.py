@@ -83,7 +83,7 @@ def failing(tests: Iterable[str], tree: Path, environ: dict[str, str], seconds: 
     """Those of the tests that fail; all of them when they have no end."""
     files, names = zip(*(test.split("::") for test in sorted(tests)), strict=True)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"]
-    command += ["--timeout", f"{seconds}"]
+    command += ["--timeout", f"{seconds}", *(["--exitfirst"] if len(names) == 1 else [])]
     command += ["-k", " or ".join(names), *sorted({f"tests/{file}" for file in files})]
     # No bytecode: a file that is changed and changed back within a second looks the same to Python's cache.
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **environ}
