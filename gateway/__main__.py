@@ -16,6 +16,7 @@ from aiohttp import web
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
+from gateway.garbage_collection import search_rarely
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import model_options
@@ -89,8 +90,12 @@ async def serve(settings: GatewaySettings) -> int:
             sys.stderr.write(f"pagestream gateway: cannot listen on {error}\n")
             return 1
         state = app[STATE]
-        if not await _until_signal(state):
-            return 1
+        settling = asyncio.create_task(_settle(state))
+        try:
+            if not await _until_signal(state):
+                return 1
+        finally:
+            settling.cancel()
         state.open_requests.draining = True
         for site in sites:
             await site.stop()
@@ -102,6 +107,11 @@ async def serve(settings: GatewaySettings) -> int:
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
     return 0
+
+
+async def _settle(state: GatewayState) -> None:
+    await state.models_loaded.wait()
+    search_rarely()
 
 
 class _CannotListen(Exception):

@@ -153,7 +153,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[TokenLogprobs]
 
 
-class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True):
+class TokenEvent(msgspec.Struct, frozen=True, tag="t", array_like=True, gc=False):
     """Tokens [index, index + len(token_ids)) of one choice; `index` lets the gateway see gaps and repeats.
 
     `finish_reason` is the end of a choice of several: nothing of it follows. A request of one choice ends with its

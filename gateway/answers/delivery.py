@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.answers.answer_extras import AnswerExtras
 from gateway.answers.generation import ChoiceUpdate, Generation
-from gateway.answers.openai_response import ChoiceResult, ResponseFormat
+from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat
 from gateway.errors import GatewayError, InternalError
 from gateway.http.event_numbers import EventNumbers
 from gateway.http.event_stream import EventStream
@@ -44,7 +44,7 @@ class _Chunks:
         self._reply = reply
         self._format = reply.response_format
         self._numbers = reply.numbers
-        self._extras = reply.extras
+        self._extras = reply.extras or None  # nearly always: nothing to ask it once a token
         self._continuous_usage = reply.completion.continuous_usage
         self._begun: set[int] = set()
 
@@ -56,24 +56,26 @@ class _Chunks:
         chunks = []
         for update in updates:
             is_first = update.index not in self._begun
-            if is_first:
-                self._begun.add(update.index)
-                chunks.append(self._numbered(update, self._format.first(update.index, self._extras.of_first_chunk())))
-            chunks += [self._numbered(update, event) for event in self._events(update, is_first)]
+            events = self._first(update.index) if is_first else b""
+            events += self._said(update, is_first)
             if update.reason is not None:
-                event = self._format.finish(update.index, update.finish_name, update.stop_string)
-                chunks.append(self._numbered(update, event))
+                events += self._format.finish(update.index, update.finish_name, update.stop_string)
+            chunks.append(events if self._numbers is None else self._numbers.of_choice(update.index, events))
         return b"".join(chunks)
 
-    def _events(self, update: ChoiceUpdate, is_first: bool) -> list[bytes]:
-        """What one token says: thoughts and calls, and then content; at least something, until the end."""
+    def _first(self, index: int) -> bytes:
+        self._begun.add(index)
+        return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING)
+
+    def _said(self, update: ChoiceUpdate, is_first: bool) -> bytes:
+        """By one token: thoughts and calls, and then content; at least something, until the end."""
         usage = self.generation.usage if self._continuous_usage else None
-        events = []
+        events = b""
         if update.reasoning or update.tool_calls:
-            events.append(self._format.delta(update.index, update.reasoning, update.tool_calls, usage))
+            events = self._format.delta(update.index, update.reasoning, update.tool_calls, usage)
         if update.text or update.logprobs or (update.reason is None and (self._extras or not events)):
             extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
-            events.append(self._format.text(update.index, update.text, usage, update.logprobs, extra))
+            events += self._format.text(update.index, update.text, usage, update.logprobs, extra)
         return events
 
     def last(self) -> bytes:
@@ -85,9 +87,6 @@ class _Chunks:
     def error(self, error: GatewayError) -> bytes:
         event = self._format.error(error)
         return event if self._numbers is None else self._numbers.of_end(event)
-
-    def _numbered(self, update: ChoiceUpdate, event: bytes) -> bytes:
-        return event if self._numbers is None else self._numbers.of_choice(update.index, event)
 
 
 class _LiveEvents:

@@ -69,6 +69,7 @@ class Generation:
             )
             for plan in planned
         ]
+        self._num_open = len(self._requests)  # kept, since it is asked once a token
         prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
         self._prompt_tokens = sum(prompts.values())
         for num_tokens in prompts.values():
@@ -120,7 +121,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Each choice has had its last update."""
-        return all(request.is_over for request in self._requests)
+        return self._num_open == 0
 
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
@@ -131,8 +132,10 @@ class Generation:
         """The updates that there are now. Raises GatewayError when a choice fails."""
         for request in self._requests:
             while (updates := request.read()) is not None:
-                if request.is_over and not request.has_ended:
-                    self._release(request, FinishReason.STOP)  # before the yield, behind which the client may have gone
+                if request.is_over:
+                    self._num_open -= 1
+                    if not request.has_ended:
+                        self._release(request, FinishReason.STOP)  # before the yield, behind which the client may go
                 if updates:
                     yield updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
 
@@ -195,6 +198,7 @@ class _RequestProgress:
         self.request = request
         self.stream: ResponseStream | None = None  # once it is accepted
         self.has_ended = False  # the engine has nothing more of it
+        self.is_over = False  # so it is then, and when nothing more of it is wanted since a stop string was met
         self.cached_tokens = 0
         self._choices = choices
         self._best_of = best_of
@@ -203,16 +207,6 @@ class _RequestProgress:
     @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
-
-    @property
-    def is_over(self) -> bool:
-        """Ended by the engine, or nothing more of it is wanted since a stop string was met."""
-        if self.has_ended:
-            return True
-        for choice in self._choices:  # asked once a token: all() would take half a microsecond
-            if not choice.finished:
-                return False
-        return any(choice.stopped_early for choice in self._choices)
 
     def read(self) -> list[ChoiceUpdate] | None:
         """Of the stream's next event; None: there is none now, or nothing more is wanted."""
@@ -228,8 +222,14 @@ class _RequestProgress:
     def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):
             choice = self._choices[event.choice]
-            return [] if choice.finished else choice.take(event.token_ids, event.finish_reason, event.logprobs)
-        self.has_ended = True
+            if choice.finished:
+                return []
+            updates = choice.take(event.token_ids, event.finish_reason, event.logprobs)
+            if choice.finished:
+                stopped_early = any(choice.stopped_early for choice in self._choices)
+                self.is_over = stopped_early and all(choice.finished for choice in self._choices)
+            return updates
+        self.has_ended = self.is_over = True
         if isinstance(event, ErrorEvent):
             self.record_end("error")
             raise _error_of(event)

@@ -22,6 +22,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
@@ -75,6 +77,7 @@ CLOSE_SECONDS = 2.0
 ACCEPT_RETRY_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
+_request_id = attrgetter("request_id")
 _Result = TypeVar("_Result")
 
 
@@ -210,6 +213,7 @@ class InferenceClient:
     def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
         stream = ResponseStream(request, keep)
         stream.last_heard = self._clock()
+        stream.on_caught_up = self._recover_now.set
         self._streams.add(stream)
         return stream
 
@@ -291,16 +295,17 @@ class InferenceClient:
                 self._mark_behind(self._streams)  # nobody knows whose tokens it held
 
     def _deliver(self, events: Iterable[StreamEvent]) -> None:
+        """Request by request, so that all of one is done while the processor still has it at hand: with 1,000 streams
+        a second pass over them costs 1 us a token more."""
         now = self._clock()
-        heard: dict[ResponseStream, None] = {}
-        for event in events:
-            for stream in self._streams.of(event.request_id):
+        for request_id, of_one in groupby(events, _request_id):
+            its_events = list(of_one)
+            for stream in self._streams.of(request_id):
                 stream.last_heard = now
-                stream.offer(event)
-                heard[stream] = None
-        for stream in heard:
-            self._settle(stream)
-            stream.on_news()
+                for event in its_events:
+                    stream.offer(event)
+                self._settle(stream)
+                stream.on_news()
 
     def _settle(self, stream: ResponseStream) -> None:
         if stream.has_ended:
@@ -335,7 +340,7 @@ class InferenceClient:
         due = [
             stream
             for stream in self._streams
-            if stream.is_accepted and (stream.is_behind or stream.last_heard <= quiet_since)
+            if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_heard <= quiet_since)
         ]
         for stream in due:
             if stream.keep and stream.last_heard <= quiet_since:

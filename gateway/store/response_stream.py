@@ -2,7 +2,9 @@
 
 Pure bookkeeping between the client's tasks, which offer what they hear or read from the journal, and one reader. It
 keeps every token it has: 4 bytes each, at most max_tokens of them a choice, so a slow reader costs nothing more and a
-store that lost its memory can be given the answer's beginning back. Knows no Redis and no text.
+store that lost its memory can be given the answer's beginning back. Log-probabilities are hundreds of times as much:
+those that were read are kept only where others may ask for them, and a reader that lags by MAX_UNREAD_SCORES of them
+is given nothing more until it has caught up; then the journal has the rest. Knows no Redis and no text.
 """
 
 import asyncio
@@ -29,17 +31,24 @@ from shared.messages import (
 )
 from shared.redis_scripts import Keep
 
+MAX_UNREAD_SCORES = 512  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
+
 
 class _ChoiceTokens:
     """The tokens of one choice, and how many of them its reader has."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, keeps_logprobs: bool) -> None:
         self.index = index
+        self._keeps_logprobs = keeps_logprobs  # when they were read
         self.tokens = array("i")
         self.logprobs: dict[int, TokenLogprobs] = {}  # by index, where the request asks for them
         self.finish_reason: FinishReason | None = None
         self.is_queued = False  # something of it waits for the reader
         self._num_read = 0
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.tokens) - self._num_read
 
     def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
         """Tokens that follow those it has; whether there is anything new to read."""
@@ -53,8 +62,10 @@ class _ChoiceTokens:
         """All that came since the last read."""
         start, self._num_read = self._num_read, len(self.tokens)
         self.is_queued = False
-        token_ids = self.tokens[start:].tolist()
-        return TokenEvent(request_id, start, token_ids, self.index, self.finish_reason, self._logprobs_from(start))
+        token_ids, logprobs = self.tokens[start:].tolist(), self._logprobs_from(start)
+        if self.logprobs and not self._keeps_logprobs:
+            self.logprobs.clear()
+        return TokenEvent(request_id, start, token_ids, self.index, self.finish_reason, logprobs)
 
     def frame(self) -> JournalFrame:
         """All there is so far, as a journal has it."""
@@ -77,13 +88,18 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.is_accepted = False
         self.has_begun = False  # a worker is known to have it; kept by the client
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
+        self.lags = False  # the reader does: until it has caught up, nothing more is taken
+        self.on_caught_up: Callable[[], None] = _nobody_listens  # it is behind the journal now; must not raise
         self.last_heard = 0.0  # monotonic seconds; kept by the client
         self.num_repeated_tokens = 0
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by index in the prompt; complete before the first token
-        self._choices = [_ChoiceTokens(index) for index in range(request.sampling.n)]
+        num_choices = request.sampling.n
+        self._choices = [_ChoiceTokens(index, keeps_logprobs=keep is not None) for index in range(num_choices)]
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
         self._is_exhausted = False
+        scores = request.sampling.prompt_logprobs is not None
+        self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
         self.on_news: Callable[[], None] = _nobody_listens  # something can be read; must not raise
 
     @property
@@ -109,12 +125,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     def offer(self, event: StreamEvent) -> None:
         """An event from pub/sub: in order, repeated, or after a hole. `on_news` is the caller's to call, once for all
         that came together."""
-        if self._terminal is not None:
+        if self._terminal is not None or self.lags:
             return
         if isinstance(event, TokenEvent):
             if event.prompt_logprobs:
                 self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
-            if event.token_ids and not self._has_all_scores:
+            if event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
                 self.is_behind = True
                 return
             logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
@@ -128,10 +144,17 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         """The journal from its beginning, and the stored end; the end must have been read before the journal."""
         if self.has_ended:
             return
-        self.is_behind = False
-        for index, choice in enumerate(choices):
+        for choice in choices:
             self.prompt_logprobs |= choice.prompt_logprobs
-            self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
+        while True:
+            self.is_behind = self.lags = False
+            for index, choice in enumerate(choices):
+                self._take(index, 0, choice.token_ids, choice.finish_reason, choice.logprobs)
+            if not self.lags:
+                break
+            self.on_news()
+            if self.lags:
+                return
         if terminal is not None:
             self._terminal = terminal
         self.on_news()
@@ -143,7 +166,11 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     def read(self) -> StreamEvent | None:
         """Tokens of a choice that came since the last read, joined in one event; the end once; None: nothing now."""
         if self._unread:
-            return self._unread.popleft().read(self.request.request_id)
+            event = self._unread.popleft().read(self.request.request_id)
+            if self.lags and not self._unread:
+                self.lags, self.is_behind = False, True
+                self.on_caught_up()
+            return event
         if self._is_exhausted or self._terminal is None:
             return None
         self._is_exhausted = True
@@ -175,7 +202,11 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             self.num_repeated_tokens += num_known
             token_ids = token_ids[num_known:]
         if logprobs:
-            choice.logprobs.update(logprobs)
+            start, room = len(choice.tokens), MAX_UNREAD_SCORES - choice.num_unread
+            if len(token_ids) > room:
+                token_ids, finish_reason, self.lags = token_ids[:room], None, True
+            new = range(start, start + len(token_ids))
+            choice.logprobs.update({index: logprobs[index] for index in new if index in logprobs})
         if choice.take(token_ids, finish_reason) and not choice.is_queued:
             choice.is_queued = True
             self._unread.append(choice)
@@ -184,13 +215,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         """An error does not tell how many tokens came before it, so the journal is asked."""
         if self.is_behind or isinstance(terminal, ErrorEvent):
             return False
-        return self._has_all_scores and terminal.usage.completion_tokens == self.num_tokens
-
-    @property
-    def _has_all_scores(self) -> bool:
-        if self.request.sampling.prompt_logprobs is None:
-            return True
-        return len(self.prompt_logprobs) >= len(self.request.prompt_token_ids) - 1
+        has_all_scores = len(self.prompt_logprobs) >= self._num_prompt_scores
+        return has_all_scores and terminal.usage.completion_tokens == self.num_tokens
 
 
 def _nobody_listens() -> None:

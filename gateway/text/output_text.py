@@ -26,14 +26,13 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str], *, include_in_output: bool = False) -> None:
         self._stops = tuple(stops)
+        self.is_empty = not self._stops
         self._include_in_output = include_in_output
         self._held = ""
         self.found: str | None = None  # the one that was met
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop string was met)."""
-        if not self._stops:
-            return text, False
         text = self._held + text
         found = self._first_match(text)
         if found is not None:
@@ -140,7 +139,8 @@ class OutputText:
         return self._through_stops(text)
 
     def _through_stops(self, text: str) -> str:
-        if self.num_tokens <= self._min_tokens:  # a stop string may not even begin within the tokens that must come
+        # Within the tokens that must come, a stop string may not even begin.
+        if self._stops.is_empty or self.num_tokens <= self._min_tokens:
             return text
         certain, self.stopped = self._stops.push(text)
         return certain

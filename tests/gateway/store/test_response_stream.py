@@ -6,6 +6,7 @@ import random
 import pytest
 
 from gateway.readiness import ready_workers
+from gateway.store import response_stream
 from gateway.store.fleet import Fleet
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from shared.messages import (
@@ -27,6 +28,7 @@ from shared.messages import (
     encode,
     journal_choices,
 )
+from shared.redis_scripts import Keep
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
 ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")
@@ -66,7 +68,7 @@ def scored(index: int, *token_ids: int) -> TokenEvent:
 
 
 async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
-    stream = ResponseStream(REQUEST)
+    stream = ResponseStream(REQUEST, Keep(b"", "holder", "", 15))  # others may ask for what was read
     for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
         stream.offer(event)
     assert await anext(stream) == scored(0, 5, 6)
@@ -76,6 +78,47 @@ async def test_log_probabilities_come_once_with_their_tokens_from_either_source(
     assert await anext(stream) == scored(2, 7, 8)
     # What a store that lost its memory is given back has them too.
     assert journal_choices(encode(stream.frames[0]), 1) == journal_choices(journal, 1)
+
+
+def scored_journal(*token_ids: int) -> list[StoredChoice]:
+    return journal_choices(encode(JournalFrame(0, list(token_ids), JournalExtras(scored(0, *token_ids).logprobs))), 1)
+
+
+async def test_a_reader_that_lags_gets_the_rest_from_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_stream, "MAX_UNREAD_SCORES", 3)
+    stream, caught_up = ResponseStream(REQUEST), []
+    stream.on_caught_up = lambda: caught_up.append(stream.is_behind)
+    for event in (scored(0, 1, 2), scored(2, 3, 4), scored(4, 5), finish(5)):
+        stream.offer(event)
+    assert stream.lags and not stream.is_behind and not stream.has_ended and tokens_of(stream) == [1, 2, 3]
+    assert stream.read() == scored(0, 1, 2, 3)
+    assert caught_up == [True] and not stream.lags
+    stream.offer_journal(scored_journal(1, 2, 3, 4, 5, 6, 7), finish(7))
+    assert stream.lags and not stream.has_ended and stream.read() == scored(3, 4, 5, 6)
+    stream.offer_journal(scored_journal(1, 2, 3, 4, 5, 6, 7), finish(7))
+    assert await everything(stream) == [scored(6, 7), finish(7)]
+    assert caught_up == [True, True]
+
+
+async def test_a_reader_that_keeps_up_gets_a_long_journal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_stream, "MAX_UNREAD_SCORES", 3)
+    stream, events = ResponseStream(REQUEST), []
+
+    def read_all() -> None:
+        while (event := stream.read()) is not None:
+            events.append(event)
+
+    stream.on_news = read_all
+    stream.offer_journal(scored_journal(1, 2, 3, 4, 5, 6, 7), finish(7))
+    assert events == [scored(0, 1, 2, 3), scored(3, 4, 5, 6), scored(6, 7), finish(7)]
+    assert not stream.lags and not stream.is_behind
+
+
+async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
+    stream = ResponseStream(REQUEST)
+    stream.offer(scored(0, 5, 6))
+    assert await anext(stream) == scored(0, 5, 6)
+    assert stream.frames == [JournalFrame(0, [5, 6])]
 
 
 PROMPT_SCORES = [TokenLogprobs(-1.0, [], []), TokenLogprobs(-2.0, [], []), TokenLogprobs(-3.0, [], [])]

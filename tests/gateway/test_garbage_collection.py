@@ -1,0 +1,34 @@
+"""Searches for garbage leave out what was loaded, and still find what a request leaves behind."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.garbage_collection import YOUNG_OBJECTS, search_rarely
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_was_loaded_is_not_searched_and_garbage_is_found() -> None:
+    loaded = [[number] for number in range(1_000)]
+    before = weakref.ref(Cycle())
+    search_rarely()
+    assert before() is None
+    assert gc.get_freeze_count() > len(loaded) and not any(item is loaded for item in gc.get_objects())
+    after = weakref.ref(Cycle())
+    assert after() is not None
+    many = [[number] for number in range(YOUNG_OBJECTS + 1_000)]
+    assert after() is None and many
