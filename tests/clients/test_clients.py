@@ -44,6 +44,14 @@ def test_openai_of_npm(served: Served) -> None:
     assert saw["completion"].startswith(" 5 6") and saw["models"] == [MODEL]
     assert saw["error"] == ["BadRequestError", 400, "invalid_value", "temperature"]
     assert saw["requestId"]
+    responses = saw["responses"]
+    assert responses["texts"] == [PARIS] * 3 and responses["status"] == ["completed"] * 3
+    assert responses["usage"] == [NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS]
+    assert responses["follows"] and responses["gone"] == 404
+    assert [kind.removeprefix("response.") for kind in responses["kinds"]] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
 
 
 def test_anthropic(served: Served) -> None:

@@ -18,6 +18,21 @@ for await (const chunk of stream) {
 const completion = await client.completions.create({ model, prompt: "1 2 3 4", max_tokens: 4, temperature: 0 });
 const models = [];
 for await (const entry of client.models.list()) models.push(entry.id);
+
+const request = { model, input: "What is the capital of France?", temperature: 0, max_output_tokens: 30 };
+const response = await client.responses.create(request);
+const kinds = [];
+let final = null;
+for await (const event of await client.responses.create({ ...request, stream: true })) {
+  if (kinds.at(-1) !== event.type) kinds.push(event.type);
+  final = event.response ?? final;
+}
+const read = await client.responses.retrieve(response.id);
+const follow = { ...request, input: "And of Italy?", previous_response_id: response.id, max_output_tokens: 3 };
+const next = await client.responses.create(follow);
+await client.responses.delete(response.id);
+const gone = await client.responses.retrieve(response.id).catch((raised) => raised.status);
+
 const error = await client.chat.completions.create({ ...asked, temperature: 3 }).catch((raised) => raised);
 
 console.log(JSON.stringify({
@@ -28,5 +43,13 @@ console.log(JSON.stringify({
   completion: completion.choices[0].text,
   models,
   error: [error.constructor.name, error.status, error.code, error.param],
+  responses: {
+    texts: [response.output_text, read.output_text, final.output[0].content[0].text],
+    status: [response.status, read.status, final.status],
+    usage: [response.usage.input_tokens, response.usage.output_tokens],
+    kinds,
+    follows: next.previous_response_id === response.id && next.usage.input_tokens > response.usage.input_tokens,
+    gone,
+  },
   requestId: Boolean(answer._request_id),
 }));

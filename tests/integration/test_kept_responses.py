@@ -1,0 +1,209 @@
+"""/v1/responses on a real store, by OpenAI's client: stored ones are read, continued, cancelled, deleted at any gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.gateway.responses import URL, checked_events, checked_response
+from tests.integration.conftest import CHAT, World, nothing_is_left
+from tests.integration.test_kept_requests import write_keys
+
+pytestmark = pytest.mark.redis
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+async def clients(world: World) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """One a gateway."""
+    async with AsyncExitStack() as stack:
+        opened = []
+        for gateway in world.gateways:
+            client = openai.AsyncOpenAI(
+                base_url=f"{gateway.session._base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+            )
+            opened.append(await stack.enter_async_context(client))
+        yield opened
+
+
+async def make(client: openai.AsyncOpenAI, world: World, **fields: Any) -> Any:
+    return await client.responses.create(model=world.keys.model_name, **{"input": "Hi", **GREEDY, **fields})
+
+
+async def eventually(client: openai.AsyncOpenAI, response_id: str, *statuses: str) -> Response:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            response = await client.responses.retrieve(response_id)
+            if response.status in statuses:
+                return response
+            await asyncio.sleep(0.01)
+
+
+async def raw_events(world: World, response_id: str, **query: Any) -> list[Any]:
+    params = {"stream": "true", **query}
+    async with world.gateways[1].session.get(f"{URL}/{response_id}", params=params) as reply:
+        assert reply.status == 200, await reply.text()
+        return checked_events(await reply.text())
+
+
+async def test_a_stored_response_is_the_same_at_another_gateway(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    made = await make(clients[0], world, metadata={"a": "b"}, instructions="be")
+    read = await clients[1].responses.retrieve(made.id)
+    assert read == made and made.status == "incomplete" and made.usage.output_tokens == 12
+    checked_response(read.model_dump(exclude_unset=True))
+
+
+async def test_a_stream_is_read_again_behind_any_event(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    events = [event async for event in await make(clients[0], world, stream=True)]
+    whole = await raw_events(world, events[0].response.id)
+    assert [event.model_dump() for event in whole] == [event.model_dump() for event in events]
+    for number in range(len(events) - 1):
+        rest = await raw_events(world, events[0].response.id, starting_after=number)
+        assert rest == whole[number + 1 :], number
+    assert await raw_events(world, events[0].response.id, starting_after=10_000) == whole[-1:]
+
+
+async def test_a_response_in_the_background(world: World, clients: Any) -> None:
+    named: dict[str, Any] = {"background": True, "extra_headers": {"Idempotency-Key": "k"}}
+    made = await make(clients[0], world, **named)
+    assert (made.status, made.background, made.output) == ("queued", True, [])
+    again = await make(clients[1], world, **named)  # a repeat is told how it stands
+    assert again.id == made.id and again.status in ("queued", "in_progress")
+    with pytest.raises(openai.BadRequestError) as early:
+        await make(clients[1], world, previous_response_id=made.id)
+    assert early.value.param == "previous_response_id" and "only one that has ended" in early.value.message
+    world.worker.gate.allow(3)
+    running = await eventually(clients[1], made.id, "in_progress")
+    assert running.output == [] and running.usage is None
+    world.worker.gate.allow(FOREVER_STEPS)
+    ended = await eventually(clients[1], made.id, "incomplete")
+    assert ended.usage is not None and ended.usage.output_tokens == 12 and ended.output_text
+    assert [event.type for event in await raw_events(world, made.id)][-1] == "response.incomplete"
+    same = await make(clients[1], world)
+    assert same.output_text == ended.output_text
+
+
+async def test_a_stream_in_the_background_outlives_its_reader(world: World, clients: Any) -> None:
+    stream = await make(clients[0], world, background=True, stream=True)
+    created = await anext(aiter(stream))
+    await stream.close()
+    world.worker.gate.allow(FOREVER_STEPS)
+    ended = await eventually(clients[1], created.response.id, "incomplete")
+    assert ended.output_text
+
+
+async def test_a_response_that_is_not_in_the_background_ends_with_its_reader(world: World, clients: Any) -> None:
+    stream = await make(clients[0], world, stream=True)
+    created = await anext(aiter(stream))
+    await stream.close()
+    assert (await eventually(clients[1], created.response.id, "cancelled")).output == []
+    await nothing_is_left(world)
+
+
+async def test_cancelled_at_another_gateway(world: World, clients: Any) -> None:
+    made = await make(clients[0], world, background=True)
+    cancelled = await clients[1].responses.cancel(made.id)
+    assert (cancelled.id, cancelled.status, cancelled.error) == (made.id, "cancelled", None)
+    running = await make(clients[0], world, background=True)
+    await clients[1].responses.delete(running.id)  # which cancels it first
+    world.worker.gate.allow(FOREVER_STEPS)
+    await nothing_is_left(world)
+    assert (await clients[0].responses.retrieve(made.id)).status == "cancelled"
+    last = (await raw_events(world, made.id))[-1]
+    assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    ended = await make(clients[0], world)
+    assert await clients[1].responses.cancel(ended.id) == ended  # it stays as it was
+
+
+async def test_a_response_goes_on_from_another(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    first = await make(clients[0], world, instructions="be brief")
+    second = await make(clients[1], world, input="And?", previous_response_id=first.id)
+    third = await make(clients[0], world, input="So?", previous_response_id=second.id)
+    said = [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And?"}, {"role": "assistant", "content": second.output_text},
+        {"role": "user", "content": "So?"},
+    ]  # fmt: skip
+    by_hand = await make(clients[1], world, input=said)
+    assert third.output_text == by_hand.output_text
+    assert third.usage.input_tokens == by_hand.usage.input_tokens  # instructions are not carried over
+    assert (third.previous_response_id, third.instructions) == (second.id, None)
+    items = [item async for item in clients[0].responses.input_items.list(third.id, order="asc", limit=2)]
+    assert [(item.type, item.role, item.content[0].text) for item in items] == [
+        ("message", message["role"], message["content"]) for message in said
+    ]
+    assert len({item.id for item in items}) == 5
+    newest = await clients[0].responses.input_items.list(third.id, limit=1)
+    assert newest.data[0].id == items[-1].id and newest.has_more
+
+
+async def test_it_goes_on_when_the_one_before_is_gone(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    first = await make(clients[0], world)
+    second = await make(clients[0], world, input="And?", previous_response_id=first.id)
+    await clients[1].responses.delete(first.id)
+    third = await make(clients[1], world, input="So?", previous_response_id=second.id)
+    assert third.usage.input_tokens > second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as gone:
+        await make(clients[1], world, previous_response_id=first.id)
+    assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_what_is_deleted_or_not_stored_is_gone(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    deleted, unstored = await make(clients[0], world), await make(clients[0], world, store=False)
+    assert await clients[1].responses.delete(deleted.id) is None
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "detach_seconds": 1}
+    _, chat = await world.gateways[0].post(CHAT, body)  # kept, but no response
+    for response_id in (deleted.id, unstored.id, chat["id"]):
+        for call in (clients[0].responses.retrieve, clients[1].responses.delete, clients[0].responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(response_id)
+    request_id = deleted.id.removeprefix("resp_")
+    redis = world.connections.commands
+    assert not await redis.exists(world.keys.journal(request_id))
+    assert await redis.hmget(world.keys.request(request_id), ["body", "record"]) == [None, None]
+    assert 0 < await redis.ttl(world.keys.request(request_id)) <= 600
+
+
+async def test_another_keys_response_is_not_found(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
+    names = {name: f"sk-{name}-0123456789abcdef" for name in ("one", "two")}
+    world.worker.gate.allow(FOREVER_STEPS)
+    async with world.another_gateway(demo_model_dir, api_keys_file=write_keys(tmp_path, names)) as gateway:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in names.values())
+        body = {"input": "Hi", "max_output_tokens": 3}
+        _, mine = await gateway.post(URL, body, **one)
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            async with gateway.session.request(method, f"{URL}/{mine['id']}{path}", headers=two) as reply:
+                assert reply.status == 404, (method, path)
+        status, error = await gateway.post(URL, {**body, "previous_response_id": mine["id"]}, **two)
+        assert (status, error["error"]["code"]) == (400, "previous_response_not_found")
+        async with gateway.session.get(f"{URL}/{mine['id']}", headers=one) as reply:
+            assert reply.status == 200
+
+
+async def test_one_in_the_background_holds_its_keys_place(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
+    keys_file = write_keys(tmp_path, {"one": "sk-one-0123456789abcdef"})
+    keys_file.write_text(keys_file.read_text() + "\nmax_concurrent = 1\n")
+    headers = {"Authorization": "Bearer sk-one-0123456789abcdef"}
+    body = {"input": "Hi", "max_output_tokens": 3, "background": True}
+    async with world.another_gateway(demo_model_dir, api_keys_file=keys_file) as gateway:
+        status, made = await gateway.post(URL, body, **headers)
+        refused, error = await gateway.post(URL, body, **headers)
+        assert (status, refused, error["error"]["code"]) == (200, 429, "max_concurrent_exceeded")
+        world.worker.gate.allow(FOREVER_STEPS)
+        params = {"stream": "true"}  # who reads it takes no place of its own
+        async with gateway.session.get(f"{URL}/{made['id']}", params=params, headers=headers) as reply:
+            assert reply.status == 200 and checked_events(await reply.text())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await gateway.post(URL, body, **headers))[0] == 429:
+                await asyncio.sleep(0.01)
