@@ -1,4 +1,4 @@
-"""/v1/responses on a real store, by OpenAI's client: stored ones are read, continued, cancelled, deleted at any gateway."""
+"""/v1/responses on a real store, by OpenAI's client: read, continued, cancelled and deleted at any gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator
