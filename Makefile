@@ -90,9 +90,12 @@ $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-l
 		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
 	@touch $@
 
-# Clients of several hundred MB (7 GB in all), each in an environment of its own: only `make peers` wants them.
+# uv does not read pip's settings: the folder of torch's CPU wheel, if pip knows one.
+TORCH_FOLDER = $(shell $(BIN)/python -m pip config get global.find-links 2> /dev/null || \
+	echo https://download.pytorch.org/whl/cpu/torch/)
+
+# Clients of several hundred MB (5 GB in all), each in an environment of its own: only `make peers` wants them.
 $(VENV)/peers/%/.installed: requirements/peers/%.txt $(VENV)/.dev-installed
 	$(PYTHON) -m venv --clear --without-pip $(@D)
-	$(BIN)/python -m pip --python $(@D) --disable-pip-version-check install --quiet --require-hashes --no-deps \
-		$(TORCH_LINKS) -r $<
+	$(BIN)/uv pip install --quiet --python $(@D) --require-hashes --no-deps --find-links $(TORCH_FOLDER) -r $<
 	@touch $@

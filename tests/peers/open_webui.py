@@ -1,7 +1,7 @@
 """Open WebUI: started with our address, opened in a browser without a window, asked once; its answer must grow.
 
 At temperature 0 its last text is the one that this server gives to the same message asked for directly. Open WebUI's
-22 tools of its own are off: their descriptions are 7,000 tokens of prompt, minutes on a CPU.
+36 tools of its own are off: their descriptions are 7,000 tokens of prompt, minutes on a CPU.
 """
 
 import json
