@@ -1,7 +1,10 @@
 """/v1/responses with a scripted engine: items, events in their order, what the engine is asked, what is repeated."""
 
+import json
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 
 from gateway.text.served_model import ServedModel
@@ -230,3 +233,30 @@ async def test_a_stream_tells_its_id_before_there_is_a_token(gateway: Gateway) -
         while not (line := await reply.content.readline()).startswith(b"data: "):
             pass
         assert source.request.request_id.encode() in line and b'"response.created"' in line
+
+
+class Town(pydantic.BaseModel):
+    name: str
+
+
+async def test_the_helpers_of_openais_client(start_gateway: Any, roomy_model_dir: Any) -> None:
+    gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
+    url = f"http://127.0.0.1:{gateway.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        model_says(gateway, f"<think>hm</think>I look.{CALL}")
+        tools: Any = [WEATHER]
+        async with client.responses.stream(model="roomy", input="hi", tools=tools) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+        assert final.output_text == "I look." and final.output[2].parsed_arguments == {"city": "Rome"}  # type: ignore[union-attr]
+        snapshots = [event.snapshot for event in events if event.type == "response.output_text.delta"]
+        assert snapshots[-1] == "I look."
+        model_says(gateway, '{"name": "Rome"}')
+        parsed = await client.responses.parse(model="roomy", input="hi", text_format=Town)
+        assert parsed.output_parsed == Town(name="Rome")
+        grammar = gateway.engine.requests[-1].sampling.grammar
+        assert grammar is not None and json.loads(grammar.text)["required"] == ["name"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="roomy", input="hi", tools=[{"type": "web_search"}])
+        assert refused.value.param == "tools[0].type"

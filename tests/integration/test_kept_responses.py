@@ -91,13 +91,17 @@ async def test_a_response_in_the_background(world: World, clients: Any) -> None:
     assert same.output_text == ended.output_text
 
 
-async def test_a_stream_in_the_background_outlives_its_reader(world: World, clients: Any) -> None:
-    stream = await make(clients[0], world, background=True, stream=True)
-    created = await anext(aiter(stream))
-    await stream.close()
+async def test_one_in_the_background_outlives_its_reader_and_its_gateway(
+    world: World, clients: Any, demo_model_dir: Any
+) -> None:
+    async with world.another_gateway(demo_model_dir) as leaving:
+        body = {"input": "Hi", "background": True, "max_output_tokens": 12, "temperature": 0, "ignore_eos": True}
+        async with leaving.streaming(URL, body) as reader:
+            created = await reader.next()
+    assert created is not None and created.chunk["type"] == "response.created"
     world.worker.gate.allow(FOREVER_STEPS)
-    ended = await eventually(clients[1], created.response.id, "incomplete")
-    assert ended.output_text
+    ended = await eventually(clients[1], created.chunk["response"]["id"], "incomplete")
+    assert ended.output_text == (await make(clients[0], world)).output_text
 
 
 async def test_a_response_that_is_not_in_the_background_ends_with_its_reader(world: World, clients: Any) -> None:
