@@ -70,6 +70,7 @@ class Generation:
             for plan in planned
         ]
         self._num_open = len(self._requests)  # kept, since it is asked once a token
+        self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
         prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
         self._prompt_tokens = sum(prompts.values())
         for num_tokens in prompts.values():
@@ -81,7 +82,15 @@ class Generation:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=sum(request.num_tokens for request in self._requests if self._counts_tokens),
             cached_tokens=sum(request.cached_tokens for request in self._requests),
+            reasoning_tokens=self._num_reasoning_tokens,
         )
+
+    @property
+    def _num_reasoning_tokens(self) -> int | None:
+        """Not of ranked samples, whose text is read at one time."""
+        if not self._may_reason:
+            return None
+        return sum(parser.num_reasoning_tokens for request in self._requests for parser in request.parsers.values())
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -202,7 +211,7 @@ class _RequestProgress:
         self.cached_tokens = 0
         self._choices = choices
         self._best_of = best_of
-        self._parsers = parsers
+        self.parsers = parsers
 
     @property
     def num_tokens(self) -> int:
@@ -217,7 +226,7 @@ class _RequestProgress:
             self._best_of.hold(updates)
             scores = [choice.cumulative_logprob for choice in self._choices]
             updates = self._best_of.answers(scores) if self.is_over else []
-        return [parsed(update, self._parsers[update.index]) for update in updates] if self._parsers else updates
+        return [parsed(update, self.parsers[update.index]) for update in updates] if self.parsers else updates
 
     def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):

@@ -52,7 +52,7 @@ def message_parsers(
 
 
 def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
-    delta = parser.push(update.text, is_last=update.reason is not None)
+    delta = parser.push(update.text, num_tokens=len(update.token_ids), is_last=update.reason is not None)
     return replace(
         update,
         text=delta.content,

@@ -36,14 +36,16 @@ class UsageCount:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # of the completion's; None: nothing tells them apart
 
     def as_object(self) -> dict[str, Any]:
+        details = {} if self.reasoning_tokens is None else {"reasoning_tokens": self.reasoning_tokens}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        } | ({"completion_tokens_details": details} if details else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ Content is what the parser of reasoning leaves; the one of tools reads that. Ids
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, Reasoning
+from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, Reasoning, ReasoningParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,22 @@ class MessageDelta:
 
 
 class MessageParser:
-    def __init__(self, reasoning: Parser | None, tools: Parser | None, call_id: Callable[[int], str]) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: Parser | None, call_id: Callable[[int], str]) -> None:
         self.num_calls = 0
+        self._num_tokens_to_content = 0
         self._reasoning = reasoning
         self._tools = tools
         self._call_id = call_id
 
-    def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Up to the one that ended the thoughts; their tags are among them."""
+        return self._num_tokens_to_content if self._reasoning is not None and self._reasoning.has_thought else 0
+
+    def push(self, text: str, *, num_tokens: int = 1, is_last: bool = False) -> MessageDelta:
+        """`num_tokens`: that `text` came of."""
+        if self._reasoning is not None and not self._reasoning.is_over:
+            self._num_tokens_to_content += num_tokens
         content, reasoning, calls = "", "", dict[int, ToolCallDelta]()
         for part in self._parts(text, is_last):
             match part:

@@ -5,7 +5,7 @@ parts do not depend on the pieces, so a streamed answer is the whole one, cut. T
 none comes back as content: nothing but tags and white space around them is ever dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -42,6 +42,41 @@ class Parser(Protocol):
 
     def finish(self) -> Iterator[Part]:
         """What was held back, when no text follows."""
+
+
+class ReasoningParser(Parser, Protocol):
+    @property
+    def has_thought(self) -> bool:
+        """Whether there were thoughts, or a mark of them."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that follows is content."""
+
+
+class StepParser:
+    """Reads its buffer step by step: each takes something of it, names the next one, or waits for more text."""
+
+    def __init__(self, first_step: Callable[[], Iterator[Part]]) -> None:
+        self._buffer = ""
+        self._step = first_step
+        self._waits = False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._buffer += text
+        self._waits = False
+        while self._buffer and not self._waits:
+            yield from self._step()
+
+    def _text_before(self, tag: str) -> tuple[str, bool]:
+        """Takes the text up to `tag`, and the tag if it is there; what may become one stays, and is waited for."""
+        before, found, behind = self._buffer.partition(tag)
+        if found:
+            self._buffer = behind
+            return before, True
+        certain = len(self._buffer) - held_length(self._buffer, tag)
+        before, self._buffer, self._waits = self._buffer[:certain], self._buffer[certain:], True
+        return before, False
 
 
 def held_length(text: str, tag: str) -> int:

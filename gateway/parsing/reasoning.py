@@ -8,23 +8,20 @@ White space behind a tag is dropped, and so are the tags.
 
 from collections.abc import Callable, Iterator
 
-from gateway.parsing.parts import Content, Parser, Part, Reasoning, held_length
+from gateway.parsing.parts import Content, Part, Reasoning, ReasoningParser, StepParser
 
 _BEGIN, _END = "<think>", "</think>"
 
 
-class ThinkTags:
+class ThinkTags(StepParser):
     def __init__(self, *, begins_thinking: bool) -> None:
+        super().__init__(self._at_start)
         self._begins_thinking = begins_thinking
-        self._buffer = ""
-        self._step: Callable[[], Iterator[Part]] = self._at_start
-        self._waits = False
+        self.has_thought = begins_thinking
 
-    def push(self, text: str) -> Iterator[Part]:
-        self._buffer += text
-        self._waits = False
-        while self._buffer and not self._waits:
-            yield from self._step()
+    @property
+    def is_over(self) -> bool:
+        return self._step in (self._before_content, self._in_content)
 
     def finish(self) -> Iterator[Part]:
         is_thinking = self._step == self._thinking or (self._step == self._at_start and self._begins_thinking)
@@ -33,6 +30,7 @@ class ThinkTags:
     def _at_start(self) -> Iterator[Part]:
         begun = self._buffer.lstrip()
         if begun.startswith(_BEGIN):
+            self.has_thought = True
             self._buffer, self._step = begun[len(_BEGIN) :], self._before_thoughts
         elif _BEGIN.startswith(begun):
             self._waits = True
@@ -47,15 +45,10 @@ class ThinkTags:
         yield from ()
 
     def _thinking(self) -> Iterator[Part]:
-        before, end, behind = self._buffer.partition(_END)
-        if end:
-            yield Reasoning(before)
-            self._buffer, self._step = behind, self._before_content
-        else:
-            held = held_length(self._buffer, _END)
-            yield Reasoning(self._buffer[: len(self._buffer) - held])
-            self._buffer = self._buffer[len(self._buffer) - held :]
-            self._waits = True
+        before, is_end = self._text_before(_END)
+        yield Reasoning(before)
+        if is_end:
+            self._step = self._before_content
 
     def _before_content(self) -> Iterator[Part]:
         self._buffer = self._buffer.lstrip()
@@ -69,7 +62,7 @@ class ThinkTags:
 
 
 # name of --reasoning-parser -> what makes one
-REASONING_PARSERS: dict[str, Callable[[], Parser]] = {
+REASONING_PARSERS: dict[str, Callable[[], ReasoningParser]] = {
     "qwen3": lambda: ThinkTags(begins_thinking=False),
     "deepseek_r1": lambda: ThinkTags(begins_thinking=True),
 }

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from gateway.parsing.json_scanner import CallScanner, Scan, ValueScanner
-from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, held_length
+from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, StepParser
 
 _SEPARATORS = " \t\r\n[],;"  # between calls, in whatever list they are written
 _NAME = re.compile(r"[\w.-]{1,256}")
@@ -35,27 +35,19 @@ class NamedCall:
         yield from ()
 
 
-class MarkedCalls:
+class MarkedCalls(StepParser):
     """Calls behind a mark. The mark, its end and separators around calls are dropped; all else is content."""
 
     def __init__(self, mark: str, end: str = "", *, begins_marked: bool = False, names_first: bool = False) -> None:
         """`begins_marked`: calls may stand at the text's start without it. `names_first`: as Mistral since v11."""
+        super().__init__(self._before_call if begins_marked else self._in_text)
         self._mark = mark
         self._end = end
         self._names_first = names_first
-        self._buffer = ""
         self._since_mark = ""  # what comes back as content if no call follows; kept until one does
         self._is_call = False
         self._call = CallScanner()
         self._arguments = ValueScanner()
-        self._step: Callable[[], Iterator[Part]] = self._before_call if begins_marked else self._in_text
-        self._waits = False  # for more text
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._buffer += text
-        self._waits = False
-        while self._buffer and not self._waits:
-            yield from self._step()
 
     def finish(self) -> Iterator[Part]:
         """A call that has not told its name is content after all."""
@@ -63,16 +55,10 @@ class MarkedCalls:
         yield Content(self._since_mark + raw + self._buffer)
 
     def _in_text(self) -> Iterator[Part]:
-        before, mark, behind = self._buffer.partition(self._mark)
-        if mark:
-            yield Content(before)
-            self._since_mark, self._is_call = mark, False
-            self._buffer, self._step = behind, self._before_call
-        else:
-            held = held_length(self._buffer, self._mark)
-            yield Content(self._buffer[: len(self._buffer) - held])
-            self._buffer = self._buffer[len(self._buffer) - held :]
-            self._waits = True
+        before, is_marked = self._text_before(self._mark)
+        yield Content(before)
+        if is_marked:
+            self._since_mark, self._is_call, self._step = self._mark, False, self._before_call
 
     def _before_call(self) -> Iterator[Part]:
         for tag, following in ((self._end, self._behind_end), (self._mark, self._before_call)):

@@ -259,6 +259,35 @@ async def test_thoughts_are_told_apart_where_the_gateway_looks_for_them(
     assert await ask(plain, thought, tools=[]) == (thought, "", [], "stop")
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "thoughts"),
+    [
+        ("qwen3", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>"),
+        ("qwen3", "<thin air", ""),
+        ("qwen3", "Yes.", ""),
+        ("qwen3", "<think>not fini", "<think>not fini"),
+        ("deepseek_r1", "Hm.</think>Yes.", "Hm.</think>"),
+    ],
+)
+async def test_usage_tells_the_tokens_of_thoughts(
+    start_gateway: Any, roomy_model_dir: Path, parser: str, text: str, thoughts: str
+) -> None:
+    gateway = await start_gateway(model=roomy_model_dir, reasoning_parser=parser)
+    token_ids = gateway.service.require_model().encoder.encode_text(text)
+    expected = len(gateway.service.require_model().encoder.encode_text(thoughts))
+    gateway.engine.script = says(*([token_id] for token_id in token_ids))
+    async with gateway.session.post(CHAT_URL, json={"messages": HI, "n": 2}) as response:
+        usage = ChatCompletion.model_validate(await response.json()).usage
+    assert usage is not None and usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * expected
+    body = {"messages": HI, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    async with gateway.session.post(CHAT_URL, json=body) as response:
+        *_, last, _ = [line for line in (await response.text()).splitlines() if line]
+    assert ChatCompletionChunk.model_validate_json(last.removeprefix("data: ")).usage == usage
+    async with gateway.session.post("/v1/completions", json={"prompt": "hi"}) as response:
+        assert "completion_tokens_details" not in (await response.json())["usage"]
+
+
 async def test_the_option_names_the_family(start_gateway: Any, roomy_model_dir: Path) -> None:
     mistral = await start_gateway(model=roomy_model_dir, tool_call_parser="mistral")
     assert await ask(mistral, '[TOOL_CALLS]clock[ARGS]{"a": 1}') == (None, "", [("clock", '{"a": 1}')], "tool_calls")
