@@ -56,6 +56,8 @@ FROM base AS engine_worker
 LABEL org.opencontainers.image.title="pagestream engine worker" org.opencontainers.image.licenses="Apache-2.0"
 ARG ACCELERATOR=cpu
 # Triton compiles its launcher at run time: it calls gcc and includes Python.h, which the base image has.
+# Not pinned: Debian's mirrors keep one version of a package, and a pinned build would fail with its next update.
+# hadolint ignore=DL3008
 RUN if [ "${ACCELERATOR}" = gpu ]; then \
         apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
     fi
