@@ -31,13 +31,16 @@ def base_url(host: str, port: int) -> str:
 
 
 async def ready_status(host: str, port: int) -> int | None:
-    """The status of GET /ready, None if nobody answers. By hand: the command line needs no HTTP library otherwise."""
+    """Of every model together, by /readyz, which needs no key; None if nobody answers.
+
+    By hand: the command line needs no HTTP library otherwise.
+    """
     reachable = base_url(host, port).removeprefix("http://").rsplit(":", 1)[0].strip("[]")
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             reader, writer = await asyncio.open_connection(reachable, port)
             try:
-                writer.write(f"GET /ready HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET /readyz?all=true HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 status_line = await reader.readline()
             finally:
                 writer.close()

@@ -9,12 +9,14 @@ Holds the order only: lives are supervised.py and crew.py, the store embedded_st
 
 import asyncio
 import contextlib
+import itertools
 import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
@@ -28,12 +30,14 @@ from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
 from pagestream.gguf_model import ModelUnavailable
-from pagestream.model_source import ModelSource, find_model
 from pagestream.phases import PhaseConsole
 from pagestream.restart_policy import GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
+from pagestream.served_models import ServedModel, served_models
 from pagestream.supervised import ChildGaveUp, SupervisedChild
 from shared.messages import WorkerHeartbeat, WorkerPhase
+from shared.models_file import models_text
+from shared.settings import SettingsError
 
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
 READY_POLL_SECONDS = 0.1
@@ -48,7 +52,7 @@ def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None)
     console = PhaseConsole(sys.stdout)
     try:
         asyncio.run(_until_signal(settings, flags, config_path, console))
-    except (StoreError, ModelUnavailable, ChildGaveUp, AddressInUse) as error:
+    except (StoreError, ModelUnavailable, SettingsError, ChildGaveUp, AddressInUse) as error:
         console.print(f"pagestream serve: {error}")
         return 1
     return 0
@@ -83,22 +87,30 @@ class _AllInOne:
     crew: Crew = field(default_factory=Crew)
     fleet_id: str = field(default_factory=lambda: token_hex(4))
     workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current life
+    teams: list[list[SupervisedChild]] = field(default_factory=list)  # the workers of each model
 
     async def run(self) -> None:
         started_at = time.monotonic()
         settings = self.settings
-        source = find_model(settings.model)
-        name = settings.served_model_name or source.name
+        models = served_models(settings)
         require_free_port(settings.host, settings.port)
-        self.console.print(banner.opening(name, settings.gateways, settings.workers))
-        async with self._store() as (url, is_fresh), self._link(url, name) as link, self._crew_stopped_at_the_end():
+        num_workers = sum(model.num_workers for model in models)
+        self.console.print(banner.opening([model.name for model in models], settings.gateways, num_workers))
+        async with (
+            self._store() as (url, is_fresh),
+            self._links(url, models) as links,
+            self._crew_stopped_at_the_end(),
+        ):
             if is_fresh:
-                await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
-            await self._start(link, source, url)
-            await self.crew.while_all_live(self._until_ready())
-            address = base_url(settings.host, settings.port)
-            self.console.print(banner.ready(address, name, time.monotonic() - started_at))
-            await self.crew.while_all_live(asyncio.Event().wait())
+                for link in links:
+                    await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
+            with _models_file(models if settings.models_file else ()) as path:
+                commands = ChildCommands(settings, self.flags, self.config_path, models, url, path)
+                await self._start(models, links, commands)
+                await self.crew.while_all_live(self._until_ready())
+                address = base_url(settings.host, settings.port)
+                self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
+                await self.crew.while_all_live(asyncio.Event().wait())
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[tuple[str, bool]]:
@@ -131,6 +143,11 @@ class _AllInOne:
             self.console.print("  store     started again")
 
     @asynccontextmanager
+    async def _links(self, url: str, models: Sequence[ServedModel]) -> AsyncIterator[list[FleetLink]]:
+        async with AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(self._link(url, model.name)) for model in models]
+
+    @asynccontextmanager
     async def _link(self, url: str, name: str) -> AsyncIterator[FleetLink]:
         link = FleetLink(url, name, self._on_heartbeat)
         try:
@@ -149,22 +166,27 @@ class _AllInOne:
             self.console.print("stopping the gateway, then the workers")
             await self.crew.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
 
-    async def _start(self, link: FleetLink, source: ModelSource, url: str) -> None:
-        commands = ChildCommands(self.settings, self.flags, self.config_path, source, url)
+    async def _start(
+        self, models: Sequence[ServedModel], links: Sequence[FleetLink], commands: ChildCommands
+    ) -> None:
         gateways = [self._gateway(number, commands) for number in range(self.settings.gateways)]
         for gateway in gateways:
             self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
         self.crew.watch(self._watch_gateways(gateways), name="watch over the gateways")
-        await self.crew.while_all_live(self._prepare(link, source))
-        for number in range(self.settings.workers):
-            self.crew.start(self._worker(number, commands, link), stop_rank=_WORKER_RANK)
+        numbers = itertools.count()  # of all workers
+        for model, link in zip(models, links, strict=True):
+            await self.crew.while_all_live(self._prepare(link, model))
+            team = [self._worker(next(numbers), model, commands, link) for _ in range(model.num_workers)]
+            self.teams.append(team)
+            for worker in team:
+                self.crew.start(worker, stop_rank=_WORKER_RANK)
 
-    async def _prepare(self, link: FleetLink, source: ModelSource) -> None:
+    async def _prepare(self, link: FleetLink, model: ServedModel) -> None:
         def report(phase: str, progress: float, detail: str) -> None:
             self.console.update("model", phase, progress, detail)
             link.announce(WorkerPhase(phase), progress, detail)
 
-        await source.prepare(report)
+        await model.source.prepare(report)
         self.console.end("model")
         link.fall_silent()
 
@@ -176,11 +198,13 @@ class _AllInOne:
 
         return SupervisedChild(name, lambda _life: commands.gateway(name), self._on_line, after_death)
 
-    def _worker(self, number: int, commands: ChildCommands, link: FleetLink) -> SupervisedChild:
+    def _worker(
+        self, number: int, model: ServedModel, commands: ChildCommands, link: FleetLink
+    ) -> SupervisedChild:
         def command(life: int) -> ChildCommand:
             base_id = worker_base_id(self.fleet_id, number, life)
             self.workers[base_id] = child
-            return commands.worker(number, base_id)
+            return commands.worker(model, number, base_id)
 
         async def after_death(life: int, how: str) -> None:
             base_id = worker_base_id(self.fleet_id, number, life)
@@ -205,7 +229,7 @@ class _AllInOne:
             await asyncio.sleep(READY_POLL_SECONDS)
 
     async def _until_ready(self) -> None:
-        while not any(worker.is_ready for worker in self.workers.values()):
+        while not all(any(worker.is_ready for worker in team) for team in self.teams):
             await asyncio.sleep(READY_POLL_SECONDS)
         # Behind a shared port each probe meets any of the gateways: so many good answers in a row miss none but rarely.
         wanted = 1 if self.settings.gateways == 1 else PROBES_A_GATEWAY * self.settings.gateways
@@ -235,3 +259,15 @@ class _AllInOne:
 
     def _is_ready(self, name: str) -> bool:
         return any(child.is_ready for child in self.crew.children if child.name == name)
+
+
+@contextmanager
+def _models_file(models: Sequence[ServedModel]) -> Iterator[Path | None]:
+    """For the gateways, with what `models` resolved to; none for one that flags name."""
+    if not models:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="pagestream-") as directory:
+        path = Path(directory) / "models.toml"
+        path.write_text(models_text(model.resolved for model in models), encoding="utf-8")
+        yield path

@@ -1,14 +1,16 @@
 """What `pagestream serve` says when it begins and when it is ready: lines to copy and run."""
 
 import json
+from collections.abc import Sequence
 
 from shared.version import VERSION
 
 _QUESTION = "What is the capital of France?"
 
 
-def opening(model_name: str, gateways: int, workers: int) -> str:
-    return f"pagestream {VERSION}: {model_name}, {_count(gateways, 'gateway')}, {_count(workers, 'engine worker')}"
+def opening(model_names: Sequence[str], gateways: int, workers: int) -> str:
+    names = ", ".join(model_names)
+    return f"pagestream {VERSION}: {names}, {_count(gateways, 'gateway')}, {_count(workers, 'engine worker')}"
 
 
 def _count(number: int, noun: str) -> str:

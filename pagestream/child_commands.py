@@ -4,13 +4,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import quote
 
 from pagestream.child_process import ChildCommand
 from pagestream.directories import state_directory
 from pagestream.gpus import environ_of_worker, visible_gpus
-from pagestream.model_source import ModelSource
 from pagestream.serve_settings import PassedFlags, ServeSettings
+from pagestream.served_models import ServedModel, files_folder
 
 # Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
 WORKER_ID_PREFIX = "serve"
@@ -23,42 +22,55 @@ def worker_base_id(fleet_id: str, number: int, life: int) -> str:
 
 class ChildCommands:
     def __init__(
-        self, settings: ServeSettings, flags: PassedFlags, config_path: Path | None, source: ModelSource, url: str
+        self,
+        settings: ServeSettings,
+        flags: PassedFlags,
+        config_path: Path | None,
+        models: Sequence[ServedModel],
+        url: str,
+        models_file: Path | None = None,
     ) -> None:
+        """`models_file`: where a gateway finds them, if there are several."""
         self._settings = settings
         self._flags = flags
         self._url = url
-        self._common = ["--model", str(source.directory)]
-        name = settings.served_model_name or source.name
-        # One a model: whoever serves another one would answer the lines of its batches with 404.
-        self._files_dir = settings.files_dir or state_directory() / "files" / quote(name, safe="")
-        self._common += ["--served-model-name", name]
-        self._common += ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
+        self._models = models
+        self._models_file = models_file
+        self._files_dir = settings.files_dir or state_directory() / "files" / files_folder(models)
+        self._common = ["--drain-seconds", str(settings.drain_seconds), "--log-format", settings.log_format]
         if settings.otlp_traces_endpoint:
             self._common += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
         if settings.vllm_metric_names:
             self._common += ["--vllm-metric-names"]
-        if settings.max_model_len is not None:
-            self._common += ["--max-model-len", str(settings.max_model_len)]
         if config_path is not None:
             self._common += ["--config", str(config_path)]
 
     def gateway(self, name: str) -> ChildCommand:
-        address = ["--host", self._settings.host, "--port", str(self._settings.port)]
-        if self._settings.gateways > 1:
+        settings = self._settings
+        address = ["--host", settings.host, "--port", str(settings.port)]
+        if settings.gateways > 1:
             address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
+        if self._models_file is not None:
+            models = ["--models-file", str(self._models_file), *_max_model_len(settings.max_model_len)]
+        else:
+            (model,) = self._models
+            models = [*_model(model, model.names), *_max_model_len(settings.max_model_len)]
         files = ["--files-dir", str(self._files_dir)]
-        return self._command(name, "gateway", [*self._common, *address, *files, *self._flags.gateway])
+        return self._command(name, "gateway", [*models, *self._common, *address, *files, *self._flags.gateway])
 
-    def worker(self, number: int, base_id: str) -> ChildCommand:
-        argv = [*self._common, "--worker-id", base_id]
-        if not self._flags.worker_has("--metrics-port"):
+    def worker(self, model: ServedModel, number: int, base_id: str) -> ChildCommand:
+        """`number`: among the workers of all models."""
+        told = PassedFlags((), (*self._flags.worker, *model.worker_flags))  # what is said of one model wins
+        max_model_len = model.entry.max_model_len or self._settings.max_model_len
+        argv = [*_model(model, [model.name]), *_max_model_len(max_model_len), *self._common, "--worker-id", base_id]
+        if not told.worker_has("--metrics-port"):
             argv += ["--metrics-port", "0"]  # several workers share this machine: each takes a free one and prints it
-        if self._settings.workers > 1 and not self._flags.worker_has("--num-threads"):
-            share = len(os.sched_getaffinity(0)) // self._settings.workers if hasattr(os, "sched_getaffinity") else 1
+        num_workers = sum(other.num_workers for other in self._models)
+        if num_workers > 1 and not told.worker_has("--num-threads"):
+            share = len(os.sched_getaffinity(0)) // num_workers if hasattr(os, "sched_getaffinity") else 1
             argv += ["--num-threads", str(max(1, share))]
         environ = environ_of_worker(number, os.environ, visible_gpus(os.environ))
-        return self._command(f"worker-{number}", "engine_worker", [*argv, *self._flags.worker], environ)
+        return self._command(f"worker-{number}", "engine_worker", [*argv, *told.worker], environ)
 
     def _command(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
@@ -71,3 +83,11 @@ def _python(name: str, module: str, arguments: Sequence[str], environ: Mapping[s
     # -P: a folder called `gateway` or `shared` in the user's current directory must not stand in for ours.
     argv = [sys.executable, "-P", "-m", module, *arguments]
     return ChildCommand(name=name, argv=argv, environ={**environ, "PYTHONUNBUFFERED": "1"})
+
+
+def _model(model: ServedModel, names: Sequence[str]) -> list[str]:
+    return ["--model", str(model.source.directory), "--served-model-name", *names]
+
+
+def _max_model_len(num_tokens: int | None) -> list[str]:
+    return [] if num_tokens is None else ["--max-model-len", str(num_tokens)]

@@ -40,17 +40,20 @@ GATEWAY_FLAGS = frozenset(
         "--allow-unauthenticated",
     }
 )
-SET_BY_SERVE = frozenset({"--models-file", "--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
+SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    model: str = setting(DEMO, help="a model directory, a .gguf file, or the word demo")
-    served_model_name: str = setting("", help="name in the API; default: the model's own")
+    model: str = setting("", help="a model directory, a .gguf file, or the word demo; default: demo")
+    served_model_name: tuple[str, ...] = setting(
+        (), help="name in the API, and aliases of it; default: the model's own"
+    )
+    models_file: Path | None = setting(None, parse=Path, help="TOML file of several models, instead of --model")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
     gateways: int = setting(1, help="gateway processes that share the port: about one for 20,000 tokens/s")
-    workers: int = setting(1, help="engine workers to run; of several GPUs each takes one")
+    workers: int = setting(1, help="engine workers to run, of each model; of several GPUs each takes one")
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
     max_model_len: int | None = setting(
@@ -68,6 +71,8 @@ class ServeSettings:
         # 0 would hide from this program on which port the gateway answers.
         if not 1 <= self.port <= 65535:
             raise SettingsError(f"--port: expected 1 to 65535, got {self.port}")
+        if self.models_file is not None and (self.model or self.served_model_name):
+            raise SettingsError("--models-file: has the models and their names; give no --model beside it")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
         if not 1 <= self.gateways <= MAX_GATEWAYS:

@@ -16,7 +16,7 @@ from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.keys import STATE
 from gateway.models.model_service import ModelService
-from gateway.openapi import MODEL_PARAMETER, TEXT, Operation
+from gateway.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter
 from gateway.readiness import Readiness, overall
 from gateway.state import GatewayState
 from gateway.store.inference_client import StoreUnavailable
@@ -41,19 +41,21 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Open to everybody, so it names no model."""
+    """Open to everybody, so it names no model; with ?all=true it is ready when each is."""
     models = [service.readiness() for service in request.app[STATE].models]
     readiness = overall(models)
     try:
         write_seconds: float | None = await request.app[STATE].write_probe()
     except StoreUnavailable:
         write_seconds = None
-    is_ready = readiness.is_ready and write_seconds is not None
+    num_ready = sum(model.is_ready for model in models)
+    num_needed = len(models) if request.query.get("all") == "true" else 1
+    is_ready = num_ready >= num_needed and write_seconds is not None
     body = {
         "state": readiness.state,
         "store_write_seconds": write_seconds,
         "ready_workers": readiness.ready_workers,
-        "ready_models": sum(model.is_ready for model in models),
+        "ready_models": num_ready,
         "models": len(models),
     }
     return web.json_response(body, status=200 if is_ready else 503)
@@ -140,6 +142,7 @@ OPERATIONS = (
         summary="Send traffic here or not",
         answer=StoreReadinessBody,
         other_statuses=(503,),
+        parameters=(Parameter(name="all", where="query", description="true: ready when every model is, not some"),),
         is_open=True,
     ),
     Operation(method="GET", path="/metrics", summary="Metrics for Prometheus", media=(TEXT, OPENMETRICS)),

@@ -28,9 +28,9 @@ def test_an_address_that_is_not_ours_is_told() -> None:
     ("line", "status"),
     [(b"HTTP/1.1 200 OK", 200), (b"HTTP/1.1 503 Service Unavailable", 503), (b"SSH-2.0-x", None), (b"", None)],
 )
-async def test_the_status_of_ready(line: bytes, status: int | None) -> None:
+async def test_the_status_of_readyz(line: bytes, status: int | None) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert await reader.readline() == b"GET /ready HTTP/1.1\r\n"
+        assert await reader.readline() == b"GET /readyz?all=true HTTP/1.1\r\n"
         writer.write(line + b"\r\nContent-Length: 0\r\n\r\n")
         writer.close()
         await writer.wait_closed()

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.models_file import read_models
+
 FAKE = Path(__file__).with_name("fake_children.py")
 STOP_SECONDS = 20.0
 
@@ -22,15 +24,19 @@ pytestmark = [pytest.mark.redis, pytest.mark.skipif(sys.platform != "linux", rea
 class Serve:
     """`pagestream serve` with fake children; its output is read line by line."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
-        (directory / "model").mkdir(exist_ok=True)
+    def __init__(self, directory: Path, *arguments: str, models_file: str = "") -> None:
+        """`models_file`: its text, in which {model} stands for the directory of one."""
+        model = directory / "model"
+        model.mkdir(exist_ok=True)
         for name in ("config.json", "tokenizer.json"):
-            (directory / "model" / name).touch()
+            (model / name).touch()
+        (directory / "models.toml").write_text(models_file.replace("{model}", str(model)))
+        models = ["--models-file", str(directory / "models.toml")] if models_file else [str(model)]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ |= {"XDG_STATE_HOME": str(directory / "state"), "XDG_CACHE_HOME": str(directory / "cache")}
-        argv = [sys.executable, str(FAKE), "serve", str(directory / "model"), "--port", str(self.port), *arguments]
+        argv = [sys.executable, str(FAKE), "serve", *models, "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         self.lines: list[str] = []
 
@@ -44,6 +50,10 @@ class Serve:
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def workers(self) -> list[list[str]]:
+        """Their command lines."""
+        return [child.cmdline() for child in self.children() if "fake-engine_worker" in child.cmdline()]
 
     def child(self, mark: str) -> psutil.Process:
         (found,) = [child for child in self.children() if any(mark in word for word in child.cmdline())]
@@ -66,8 +76,8 @@ def serve() -> Iterator[Callable[..., Serve]]:
     running: list[Serve] = []
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:  # tmp_path is too long for a socket
 
-        def start(*arguments: str) -> Serve:
-            running.append(Serve(Path(directory), *arguments))
+        def start(*arguments: str, models_file: str = "") -> Serve:
+            running.append(Serve(Path(directory), *arguments, models_file=models_file))
             return running[-1]
 
         yield start
@@ -152,6 +162,48 @@ def test_a_gateway_that_is_killed_again_and_again_is_not_called_unable_to_start(
             time.sleep(0.01)  # a listening socket announces itself to nobody
         time.sleep(1.0)  # ten looks of the supervisor, so that it has seen the gateway answer on a busy machine too
     assert one.process.poll() is None
+
+
+TWO_MODELS = """
+[[models]]
+model = "{model}"
+names = ["a", "alias"]
+[[models]]
+model = "{model}"
+names = ["b"]
+workers = 2
+"""
+
+
+def test_each_model_has_workers_of_its_own_and_the_gateway_knows_all(serve: Callable[..., Serve]) -> None:
+    one = serve(models_file=TWO_MODELS)
+    one.read_until("Ready after")
+    assert "a, b, 1 gateway, 3 engine workers" in one.lines[0]
+    while len(workers := one.workers()) < 3:
+        time.sleep(0.01)  # one of each model makes it ready; the third is being started
+    served = [words[words.index("--served-model-name") + 1] for words in sorted(workers, key=_number)]
+    assert served == ["a", "b", "b"]
+    words = one.child("fake-gateway").cmdline()
+    resolved = Path(words[words.index("--models-file") + 1])
+    assert [(entry.names, Path(entry.model).name) for entry in read_models(resolved)] == [
+        (("a", "alias"), "model"), (("b",), "model"),
+    ]  # fmt: skip
+    next(child for child in one.children() if child.cmdline() == sorted(workers, key=_number)[2]).kill()
+    one.read_until("worker-2  died (signal 9); 0 requests requeued")
+    one.read_until("fake worker")
+    one.process.terminate()
+    assert one.process.wait(STOP_SECONDS) == 0
+    assert not resolved.exists()
+
+
+def _number(words: list[str]) -> str:
+    return words[words.index("--worker-id") + 1].split("-")[1]
+
+
+def test_a_model_that_is_none_ends_the_start(serve: Callable[..., Serve]) -> None:
+    one = serve(models_file='[[models]]\nmodel = "/nowhere"\n')
+    one.read_until("pagestream serve: /nowhere does not exist")
+    assert one.process.wait(STOP_SECONDS) == 1
 
 
 def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serve]) -> None:

@@ -1,19 +1,27 @@
 """Who gets which flag of `pagestream serve`."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagestream.child_commands import ChildCommands, worker_base_id
 from pagestream.model_source import ModelSource
 from pagestream.serve_settings import PassedFlags, ServeSettings, split_flags
+from pagestream.served_models import ServedModel, served_models
+from shared.models_file import ModelEntry
 from shared.settings import SettingsError, load_settings
 
 
 async def _nothing(_report: object) -> None: ...
 
 
-SOURCE = ModelSource("Model", Path("/m"), _nothing)
+def model(*names: str, num_workers: int = 1, directory: str = "/m", **entry: Any) -> ServedModel:
+    source = ModelSource("Model", Path(directory), _nothing)
+    return ServedModel(names or ("Model",), source, ModelEntry(model="word", **entry), num_workers)
+
+
+ONE = [model()]
 
 
 def test_flags_take_their_values_along() -> None:
@@ -52,35 +60,35 @@ def test_ranges(argv: list[str]) -> None:
 
 def test_the_gateway_is_told_what_it_needs() -> None:
     settings = ServeSettings(port=9000, max_model_len=512, files_dir=Path("/files"))
-    commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), SOURCE, "unix:///s")
+    commands = ChildCommands(settings, split_flags(["--max-num-streams", "5"]), Path("/c.toml"), ONE, "unix:///s")
     command = commands.gateway("gateway")
     assert command.environ is not None and command.environ["PAGESTREAM_REDIS_URL"] == "unix:///s"
     assert list(command.argv[1:]) == [
-        "-P", "-m", "gateway", "--model", "/m", "--served-model-name", "Model",
-        "--drain-seconds", "30.0", "--log-format", "text", "--max-model-len", "512", "--config", "/c.toml",
+        "-P", "-m", "gateway", "--model", "/m", "--served-model-name", "Model", "--max-model-len", "512",
+        "--drain-seconds", "30.0", "--log-format", "text", "--config", "/c.toml",
         "--host", "127.0.0.1", "--port", "9000", "--files-dir", "/files", "--max-num-streams", "5",
     ]  # fmt: skip
 
 
 def test_several_gateways_share_the_port_and_have_one_each() -> None:
-    settings = ServeSettings(gateways=2, served_model_name="name")
-    command = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u").gateway("gateway-1")
+    settings = ServeSettings(gateways=2)
+    command = ChildCommands(settings, PassedFlags((), ()), None, ONE, "u").gateway("gateway-1")
     assert command.name == "gateway-1"
     assert command.argv[-7:-2] == ["--port", "8000", "--reuse-port", "--own-port", "0"]
 
 
 def test_gateways_of_one_model_share_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    settings = ServeSettings(gateways=2, served_model_name="organisation/../model")
-    commands = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u")
+    settings = ServeSettings(gateways=2)
+    commands = ChildCommands(settings, PassedFlags((), ()), None, [model("organisation/../model")], "u")
     for name in ("gateway-0", "gateway-1"):
         folder = "/state/pagestream/files/organisation%2F..%2Fmodel"
         assert commands.gateway(name).argv[-2:] == ["--files-dir", folder]
 
 
 def test_the_worker_is_told_what_it_needs() -> None:
-    commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, SOURCE, "unix:///s")
-    assert list(commands.worker(0, worker_base_id("f", 0, 2)).argv[1:]) == [
+    commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, ONE, "unix:///s")
+    assert list(commands.worker(ONE[0], 0, worker_base_id("f", 0, 2)).argv[1:]) == [
         "-P", "-m", "engine_worker", "--model", "/m", "--served-model-name", "Model",
         "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f-0-2", "--metrics-port", "0",
         "--dtype", "float32",
@@ -88,15 +96,68 @@ def test_the_worker_is_told_what_it_needs() -> None:
 
 
 def test_no_command_line_shows_the_stores_password() -> None:
-    commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, SOURCE, "redis://u:hidden@host/0")
-    words = [*commands.gateway("g").argv, *commands.worker(0, "id").argv]
+    commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "redis://u:hidden@host/0")
+    words = [*commands.gateway("g").argv, *commands.worker(ONE[0], 0, "id").argv]
     assert not [word for word in words if "hidden" in word]
 
 
 def test_several_workers_share_the_cores_unless_told_otherwise() -> None:
-    settings = ServeSettings(workers=64, served_model_name="name")
-    shared = ChildCommands(settings, PassedFlags((), ()), None, SOURCE, "u").worker(3, "id")
+    many = [model(num_workers=63), model("other")]
+    shared = ChildCommands(ServeSettings(), PassedFlags((), ()), None, many, "u").worker(many[0], 3, "id")
     assert shared.argv[-2:] == ["--num-threads", "1"]
-    told = ChildCommands(settings, split_flags(["--num-threads=2"]), None, SOURCE, "u").worker(3, "id")
+    told = ChildCommands(ServeSettings(), split_flags(["--num-threads=2"]), None, many, "u").worker(many[0], 3, "id")
     assert [word for word in told.argv if word.startswith("--num-threads")] == ["--num-threads=2"]
     assert shared.name == "worker-3"
+
+
+def test_a_gateway_is_told_the_aliases_and_a_worker_its_models_name() -> None:
+    models = [model("name", "alias")]
+    commands = ChildCommands(ServeSettings(), PassedFlags((), ()), None, models, "u")
+    assert commands.gateway("g").argv[4:9] == ["--model", "/m", "--served-model-name", "name", "alias"]
+    assert commands.worker(models[0], 0, "id").argv[6:9] == ["--served-model-name", "name", "--drain-seconds"]
+
+
+def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    (tmp_path / "second").mkdir()
+    path.write_text(
+        f'[[models]]\nmodel = "{tmp_path}"\nnames = ["first", "alias"]\nworkers = 2\nmax_model_len = 8\n'
+        f'worker = {{ block_size = 8, enforce-eager = true, enable-prefix-caching = false }}\n'
+        f'[[models]]\nmodel = "{tmp_path}/second"\n'
+    )
+    settings = ServeSettings(models_file=path, workers=3, max_model_len=64)
+    first, second = models = served_models(settings)
+    assert [(one.names, one.num_workers) for one in models] == [(("first", "alias"), 2), (("second",), 3)]
+    commands = ChildCommands(settings, split_flags(["--num-threads", "1"]), None, models, "u", Path("/f"))
+    assert commands.gateway("g").argv[4:8] == ["--models-file", "/f", "--max-model-len", "64"]
+    assert commands.gateway("g").argv[-1].endswith("/first%2Bsecond")
+    assert list(commands.worker(first, 0, "id").argv[-6:]) == [
+        "--num-threads", "1", "--block-size", "8", "--enforce-eager", "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    words = [list(commands.worker(one, 0, "id").argv[4:10]) for one in models]
+    assert words == [
+        ["--model", str(tmp_path), "--served-model-name", "first", "--max-model-len", "8"],
+        ["--model", f"{tmp_path}/second", "--served-model-name", "second", "--max-model-len", "64"],
+    ]
+    assert first.resolved.names == ("first", "alias") and second.resolved.model == f"{tmp_path}/second"
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ('[[models]]\nmodel = "."\nworker = { worker-id = "x" }', "worker.worker-id: is set by serve itself"),
+        ('[[models]]\nmodel = "."\nworker = { model = "x" }', "worker.model: is set by serve itself"),
+        ('[[models]]\nmodel = "."\n[[models]]\nmodel = "."', "is given twice"),
+    ],
+)
+def test_models_that_serve_cannot_run(tmp_path: Path, entries: str, told: str) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(entries)
+    with pytest.raises(SettingsError, match=told):
+        served_models(ServeSettings(models_file=path))
+
+
+def test_models_are_told_in_one_way() -> None:
+    with pytest.raises(SettingsError, match="--models-file: has the models and their names"):
+        ServeSettings(models_file=Path("/f"), model="demo")
+    assert [one.name for one in served_models(ServeSettings())] == ["SmolLM2-135M-Instruct"]

@@ -96,6 +96,7 @@ async def test_every_name_is_listed(two: Two) -> None:
 async def test_a_model_without_workers_refuses_for_itself_alone(two: Two, engines: list[FakeInferenceClient]) -> None:
     gateway = await two()
     assert (await ask(gateway, "/ready"))[1]["models"] == {"large": "ready", "org/small": "ready"}
+    assert (await ask(gateway, "/readyz?all=true"))[0] == 200
     engines[0].workers = []
     status, answer = await ask(gateway, "/v1/completions", {"model": "gpt-4o", "prompt": "a"})
     assert (status, answer["error"]["code"]) == (503, "no_worker")
@@ -107,6 +108,7 @@ async def test_a_model_without_workers_refuses_for_itself_alone(two: Two, engine
     assert [(await ask(gateway, f"/health?model={name}"))[0] for name in ("large", "org/small", "x")] == [503, 200, 404]
     status, ready = await ask(gateway, "/readyz")
     assert (status, ready["state"], ready["ready_models"], ready["models"]) == (200, "ready", 1, 2)
+    assert (await ask(gateway, "/readyz?all=true"))[0] == 503
     engines[1].workers = [heartbeat(phase=WorkerPhase.DRAINING)]
     assert [(await ask(gateway, path))[0] for path in ("/ready", "/readyz", "/health")] == [503, 503, 503]
 
