@@ -164,7 +164,9 @@ async def test_it_goes_on_when_the_one_before_is_gone(world: World, clients: Any
 
 async def test_what_is_deleted_or_not_stored_is_gone(world: World, clients: Any) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
-    deleted, unstored = await make(clients[0], world), await make(clients[0], world, store=False)
+    deleted = await make(clients[0], world)
+    named = {"Idempotency-Key": "k"}  # kept for a repeat, and not to be read
+    unstored = await make(clients[0], world, store=False, extra_headers=named)
     assert await clients[1].responses.delete(deleted.id) is None
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "detach_seconds": 1}
     _, chat = await world.gateways[0].post(CHAT, body)  # kept, but no response
