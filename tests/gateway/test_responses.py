@@ -69,6 +69,8 @@ async def test_thoughts_text_and_calls_are_items_in_their_order(start_gateway: A
     model_says(gateway, f"<think>hm</think>I look.\n{CALL}\n{CALL}")
     whole = await asked(gateway.session, tools=[WEATHER])
     events = await streamed(gateway.session, tools=[WEATHER])
+    assert whole.usage is not None and whole.usage == events[-1].response.usage
+    assert whole.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")  # a token a character
     for output in (whole.output, events[-1].response.output):
         thoughts, message, *calls = output
         assert thoughts.content[0].text == "hm" and message.content[0].text.strip() == "I look."
