@@ -95,7 +95,7 @@ TORCH_FOLDER = $(shell $(BIN)/python -m pip config get global.find-links 2> /dev
 	echo https://download.pytorch.org/whl/cpu/torch/)
 
 # Clients of several hundred MB (5 GB in all), each in an environment of its own: only `make peers` wants them.
-$(VENV)/peers/%/.installed: requirements/peers/%.txt $(VENV)/.dev-installed
+$(VENV)/peers/%/.installed: requirements/peers/%.txt | $(VENV)/.dev-installed
 	$(PYTHON) -m venv --clear --without-pip $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --require-hashes --no-deps --find-links $(TORCH_FOLDER) -r $<
 	@touch $@

@@ -5,7 +5,7 @@ At temperature 0 its last text is the one that this server gives to the same mes
 """
 
 import json
-import os
+import shutil
 import subprocess
 import time
 import urllib.request
@@ -23,7 +23,6 @@ PACKAGE = "open-webui"
 QUESTION = "What is the capital of France?"
 START_SECONDS = 240.0
 ANSWER_SECONDS = 240.0
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 SETTINGS = {
     **OFFLINE,
     "OFFLINE_MODE": "True",
@@ -40,6 +39,9 @@ SETTINGS = {
 
 
 def run(served: Served, environment: Environment) -> Report:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise PeerFailed("no Chromium on this machine: apt-get install chromium")
     with _open_webui(served, environment) as url:
         user = _post(f"{url}/api/v1/auths/signin", {"email": "", "password": ""})
         models = _get(f"{url}/api/models", {"Authorization": f"Bearer {user['token']}"})["data"]
@@ -48,10 +50,9 @@ def run(served: Served, environment: Environment) -> Report:
         body = {"model": served.name, "messages": [message], "temperature": 0}
         answer = _post(f"{served.url}/v1/chat/completions", body)["choices"][0]["message"]["content"]
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1000, "height": 500})
             seen = _texts_seen(page, url, answer.strip())
-            page.screenshot(path=environment.folder / "page.png")
             browser.close()
     if len(seen) < 3:
         raise PeerFailed(f"the answer did not grow: {seen}")
