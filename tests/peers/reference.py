@@ -10,6 +10,7 @@ from tests.engine_worker.execution.reference import Reference
 
 class ReferenceModel:
     def __init__(self, directory: Path) -> None:
+        torch.set_num_threads(1)  # two that wait for each other crawl beside a server
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._model = Reference(directory)
 
