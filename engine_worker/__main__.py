@@ -74,7 +74,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     from engine_worker.execution.load import ExecutionSettings, load_model_runner  # noqa: PLC0415
     from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
 
-    device = settings.device if settings.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
     assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
     runner = load_model_runner(
@@ -132,6 +132,14 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         ),
     )
     return LoadedEngine(engine, info, runner.compile_grammar)
+
+
+def chosen_device(wanted: str, *, has_cuda: bool) -> str:
+    if wanted != "auto":
+        return wanted
+    if not has_cuda:
+        logger.info("no CUDA device: the model runs on the CPU (`pagestream doctor` says what there is)")
+    return "cuda" if has_cuda else "cpu"
 
 
 def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: WorkerSettings) -> HostTierConfig | None:
