@@ -41,6 +41,7 @@ from shared.messages import (
     TokenEvent,
     Usage,
 )
+from shared.redis_keys import PRIORITY_CLASSES
 
 __all__ = ["BatchExecutor", "DuplicateRequest", "Engine", "EngineStats"]
 
@@ -115,6 +116,11 @@ class Engine:
     def num_open_seats(self) -> int:
         """How many requests more could start in the next step: what a worker should claim, to keep its queue short."""
         return self._scheduler.num_open_seats
+
+    @property
+    def num_open_batch_seats(self) -> int:
+        """The same for requests of the class `batch`, which leave room for others."""
+        return self._scheduler.num_open_batch_seats
 
     @property
     def last_step(self) -> StepStats:
@@ -218,10 +224,10 @@ class Engine:
 
     def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
         """What is left to do of a request, or its end if nothing is."""
-        sampling = request.sampling
+        sampling, is_batch = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
         sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
         if sampling.use_beam_search and not choices[0].token_ids:
-            return SequenceGroup(sequences[:1])  # a search is begun anew, or it is over
+            return SequenceGroup(sequences[:1], is_batch=is_batch)  # a search is begun anew, or it is over
         longest = self._scheduler.max_num_tokens_of(len(request.prompt_token_ids), sampling.num_sequences)
         reasons = [
             choice.finish_reason or finish_reason(sequence, longest)
@@ -230,7 +236,7 @@ class Engine:
         num_ended_tokens = sum(len(choice.token_ids) for choice, reason in zip(choices, reasons, strict=True) if reason)
         left = [sequence for sequence, reason in zip(sequences, reasons, strict=True) if reason is None]
         if left and not sampling.use_beam_search:
-            return SequenceGroup(left, num_ended_tokens)
+            return SequenceGroup(left, num_ended_tokens, is_batch=is_batch)
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
         return FinishEvent(request.request_id, reasons[-1] or FinishReason.LENGTH, usage)

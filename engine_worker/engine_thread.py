@@ -34,6 +34,7 @@ class Turn:
     step: StepStats | None
     events: Sequence[StreamEvent]
     num_open_seats: int
+    num_open_batch_seats: int
     num_added: int  # requests that were added, ever: says which of them num_open_seats has seen
 
 
@@ -48,7 +49,7 @@ class EngineThread:
         self._deliver: Callable[[Turn], None] = lambda turn: None
         self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
         self._num_requested = 0
-        self._latest_turn = Turn(None, (), 0, 0)
+        self._latest_turn = Turn(None, (), 0, 0, 0)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # The thread's own:
@@ -111,6 +112,11 @@ class EngineThread:
             await self._turned.wait()
         return num_seats
 
+    @property
+    def num_batch_seats(self) -> int:
+        """How many requests of the class `batch` could; not for more than there are seats at all."""
+        return self._latest_turn.num_open_batch_seats - (self._num_requested - self._latest_turn.num_added)
+
     async def wait_ended(self) -> None:
         """Return after stop(); raise what a step raised."""
         await asyncio.shield(self._ended)
@@ -162,7 +168,8 @@ class EngineThread:
             self.in_step = False
             self.num_steps += 1
             self._steps_ahead += 1
-        self._in_loop(partial(self._take_turn, Turn(step, events, engine.num_open_seats, self._num_added)))
+        turn = Turn(step, events, engine.num_open_seats, engine.num_open_batch_seats, self._num_added)
+        self._in_loop(partial(self._take_turn, turn))
 
     def _in_loop(self, function: Callable[[], None]) -> None:
         if not self._loop.is_closed():

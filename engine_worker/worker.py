@@ -107,7 +107,7 @@ class Worker:
         while not self._draining.is_set():
             num_seats = await self._engine.wait_for_seats()
             if not self._draining.is_set():
-                for claimed in await requests.claim(num_seats, block=True):
+                for claimed in await requests.claim(num_seats, self._engine.num_batch_seats, block=True):
                     self._take(claimed)
         await self._is_idle.wait()
 

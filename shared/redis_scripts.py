@@ -162,9 +162,13 @@ class RedisScripts:
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
 
-    async def take(self, worker_id: str, max_entries: int) -> list[QueueEntry]:
-        """Read new entries without waiting. Not to be repeated: read the own pending entries instead."""
-        reply = await self._fenced_call("take", worker_id, self.keys.queues, [worker_id, GROUP, max_entries])
+    async def take(self, worker_id: str, max_entries: int, max_of_last: int | None = None) -> list[QueueEntry]:
+        """Read new entries without waiting, at most `max_of_last` out of the last queue.
+
+        Not to be repeated: read the own pending entries instead.
+        """
+        most = max_entries if max_of_last is None else max_of_last
+        reply = await self._fenced_call("take", worker_id, self.keys.queues, [worker_id, GROUP, max_entries, most])
         return [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
             for queue, entries in reply[1]

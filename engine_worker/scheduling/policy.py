@@ -1,13 +1,14 @@
 """Who is admitted next and who yields when the KV cache is full. Order only: blocks and budgets are the scheduler's.
 
-First come, first served, all or nothing: the newest running group yields all its blocks and goes to the front of the
-waiting queue, so every running group is older than every waiting one, and the oldest always moves on. The exception:
-one that was preempted twice is pinned until it got a token further, so that it is not preempted again and again.
+Interactive requests before those of the class `batch`; within a class first come, first served, all or nothing: the
+newest running group yields all its blocks and goes to the front of its class, so every running group is older than
+every waiting one of its class, and the oldest always moves on. The exception: one that was preempted twice is pinned
+until it got a token further, so that it is not preempted again and again.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
@@ -15,40 +16,56 @@ from engine_worker.scheduling.sequence_group import SequenceGroup
 class FirstComeFirstServed:
     def __init__(self) -> None:
         # By request id, in order: O(1) at both ends, and for a cancelled request in the middle.
-        self._waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
+        self._interactive: OrderedDict[str, SequenceGroup] = OrderedDict()
+        self._batch: OrderedDict[str, SequenceGroup] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._interactive) + len(self._batch)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._waiting.values())
+        return chain(self._interactive.values(), self._batch.values())
+
+    @property
+    def num_interactive(self) -> int:
+        return len(self._interactive)
 
     def add(self, group: SequenceGroup) -> None:
-        """A new request: the last in the queue."""
-        self._waiting[group.request_id] = group
+        """A new request: the last in the queue of its class."""
+        self._queue(group)[group.request_id] = group
 
     def put_back(self, group: SequenceGroup) -> None:
-        """A preempted group is older than all that wait: the first in the queue."""
-        self._waiting[group.request_id] = group
-        self._waiting.move_to_end(group.request_id, last=False)
+        """A preempted group is older than all of its class that wait: the first of them."""
+        queue = self._queue(group)
+        queue[group.request_id] = group
+        queue.move_to_end(group.request_id, last=False)
 
     def get(self, request_id: str) -> SequenceGroup | None:
-        return self._waiting.get(request_id)
+        return self._interactive.get(request_id) or self._batch.get(request_id)
 
     def first(self) -> SequenceGroup | None:
-        return next(iter(self._waiting.values()), None)
+        return next(iter(self), None)
 
     def pop_first(self) -> SequenceGroup:
-        return self._waiting.popitem(last=False)[1]
+        return (self._interactive or self._batch).popitem(last=False)[1]
 
     def remove(self, request_id: str) -> None:
         """Unknown ids are ignored."""
-        self._waiting.pop(request_id, None)
+        self._interactive.pop(request_id, None)
+        self._batch.pop(request_id, None)
 
     def choose_victim(self, running: dict[str, SequenceGroup], needing: SequenceGroup) -> SequenceGroup:
-        """Who yields so that `needing` gets a block. `running` is in order of admission: the newest of those after it.
+        """Who yields so that `needing` gets a block. `running` is in order of admission.
 
-        One that is pinned yields only if all after `needing` are; if there is none, `needing` yields itself.
+        For an interactive one: the newest of class `batch`, whatever its age. Else the newest after it of its class.
+        One that is pinned yields only if all those are; if there is none, `needing` yields itself.
         """
-        newest_first = takewhile(lambda group: group is not needing, reversed(running.values()))
-        return next((group for group in newest_first if not group.is_pinned), next(reversed(running.values())))
+        batch = [group for group in reversed(running.values()) if group.is_batch]
+        if needing.is_batch:
+            newer = list(takewhile(lambda group: group is not needing, batch))
+            return next((group for group in newer if not group.is_pinned), batch[0])
+        own = [group for group in reversed(running.values()) if not group.is_batch]
+        newest_first = [*batch, *takewhile(lambda group: group is not needing, own)]
+        return next((group for group in newest_first if not group.is_pinned), batch[0] if batch else own[0])
+
+    def _queue(self, group: SequenceGroup) -> OrderedDict[str, SequenceGroup]:
+        return self._batch if group.is_batch else self._interactive

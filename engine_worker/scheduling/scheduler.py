@@ -10,6 +10,7 @@ One token budget a step; there is no prefill or decode phase: every sequence's c
     1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
     2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
     3. waiting sequences, in order, while seats, budget and blocks last
+    4. the same of the class `batch`, in the share that it has (batch_share.py), unless 2 or 3 found a prompt
 
 A request is a SequenceGroup. Its first sequence computes the prompt; in the step that reaches the prompt's end the
 others fork from it, and all sample their first token of the same logits. From then on each is a sequence like any
@@ -30,7 +31,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, StepResult
+from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.batch_share import BatchShare
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_durations import KVDurations
@@ -43,6 +45,7 @@ from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceS
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.sequence_update import SequenceUpdate
 from engine_worker.scheduling.stats import KVCacheStats
+from engine_worker.scheduling.step_plan import StepPlan
 from engine_worker.scheduling.stop_conditions import finish_reason
 from engine_worker.scheduling.survey import survey
 from shared.messages import TokenLogprobs
@@ -59,6 +62,7 @@ class Scheduler:
         self._block_size = kv_cache.block_size
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
+        self._batch_share = BatchShare(config, kv_cache.num_usable_blocks)
         self._waits_for = ""  # what the first of the queue lacked in the last step
         # The longest a lone sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
         self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
@@ -93,10 +97,16 @@ class Scheduler:
     @property
     def num_open_seats(self) -> int:
         """Requests that could likely start in the next step: none while others wait, or blocks are short."""
+        return 0 if self._policy.num_interactive else max(0, min(self._num_free_seats(), self._num_spare_blocks()))
+
+    @property
+    def num_open_batch_seats(self) -> int:
+        """The same for requests of the class `batch`."""
         if self.num_waiting:
             return 0
-        spare_blocks = self._kv_cache.num_available_blocks - self._headroom_blocks(1)
-        return max(0, min(self.config.max_num_seqs - self._num_taken_seats(), spare_blocks))
+        free_seats = min(self._num_free_seats(), self._batch_share.seats - self._num_batch_seats())
+        reserved_blocks = self._batch_share.reserved_blocks if self._running else 0
+        return max(0, min(free_seats, self._num_spare_blocks() - reserved_blocks))
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """The longest that each sequence of a group gets, so that all of it fits when it is alone.
@@ -130,25 +140,25 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
-        wanted = survey(self._running.values(), self._kv_cache)  # before anything forks: forks get no room in this step
-        preempted = self._make_room(wanted.needing)
+        # Before anything forks: forks get no room in this step.
+        wanted, batch = survey(self._running.values(), self._kv_cache)
+        preempted = self._make_room([*wanted.needing, *batch.needing])
         if preempted:
             wanted.drop(preempted)
-        scheduled: list[ScheduledSequence] = []
-        for group, sequence in wanted.decodes:
-            self._plan(scheduled, group, sequence, 1, samples=True)
+            batch.drop(preempted)
         self._waits_for = "blocks" if preempted else "its share of a step"
-        budget = self.config.prefill_budget(len(wanted.decodes))
+        plan = StepPlan(self._kv_cache)
+        plan.add_decodes(wanted.decodes)
         prefills = self._prefills(wanted.behind, may_admit=not preempted)
-        while budget > 0 and (prefill := next(prefills, None)) is not None:
-            group, sequence = prefill
-            num_new_tokens = min(budget, group.num_prefill_tokens(sequence))
-            samples = num_new_tokens == sequence.num_uncomputed_tokens
-            self._plan(scheduled, group, sequence, num_new_tokens, samples=samples)
-            budget -= num_new_tokens
+        has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
+        self._batch_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
+        if not has_prompts:
+            plan.add_decodes(batch.first_decodes(self._batch_share.seats))
+            prefills = self._prefills(batch.behind, may_admit=not preempted, is_batch=True)
+            plan.add_prefills(prefills, self._batch_share.prefill_budget(len(plan.sequences)))
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
-            scheduled,
+            plan.sequences,
             transfers.block_copies,
             preempted,
             transfers.swap_out,
@@ -216,6 +226,15 @@ class Scheduler:
     def _num_taken_seats(self) -> int:
         return sum(group.num_seats for group in self._running.values())
 
+    def _num_batch_seats(self) -> int:
+        return sum(group.num_seats for group in self._running.values() if group.is_batch)
+
+    def _num_free_seats(self) -> int:
+        return self.config.max_num_seqs - self._num_taken_seats()
+
+    def _num_spare_blocks(self) -> int:
+        return self._kv_cache.num_available_blocks - self._headroom_blocks(1)
+
     def _group(self, request_id: str) -> SequenceGroup | None:
         return self._running.get(request_id) or self._policy.get(request_id)
 
@@ -240,43 +259,8 @@ class Scheduler:
             self._kv_cache.allocate(sequence)
         return preempted
 
-    def _plan(
-        self,
-        planned: list[ScheduledSequence],
-        group: SequenceGroup,
-        sequence: Sequence,
-        num_new_tokens: int,
-        *,
-        samples: bool,
-    ) -> None:
-        """Add the next tokens of `sequence`, and the forks of its group that become due with them."""
-        start = sequence.num_computed_tokens
-        end = start + num_new_tokens
-        if end // self._block_size > sequence.num_published_blocks:  # asked here, as most steps complete no block
-            self._kv_cache.publish(sequence, end)
-        sequence.num_computed_tokens = end
-        sequence.num_inflight_tokens += samples
-        planned.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
-        if end >= group.num_prompt_tokens and not group.is_forked:
-            planned += self._fork(group, samples and end == group.num_prompt_tokens)
-
-    def _fork(self, group: SequenceGroup, samples: bool) -> list[ScheduledSequence]:
-        """All others share the first one's prompt; if it `samples` at the prompt's end, those without tokens do too."""
-        first, *others = group.sequences
-        planned = []
-        for child in others:
-            is_new = child.num_output_tokens == 0
-            # Without its own place in this step a new one computes the prompt's last token again to sample.
-            self._kv_cache.fork(first, child, group.num_prompt_tokens - (is_new and not samples))
-            child.status = SequenceStatus.RUNNING
-            if is_new and samples:
-                child.num_inflight_tokens += 1
-                planned.append(ScheduledSequence(child, group.num_prompt_tokens, 0, samples=True))
-        group.active = list(group.sequences)
-        return planned
-
     def _prefills(
-        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool
+        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool, is_batch: bool = False
     ) -> Iterator[tuple[SequenceGroup, Sequence]]:
         """Those that are `behind`, then new groups, each admitted when it is asked for.
 
@@ -284,14 +268,14 @@ class Scheduler:
         run at the same time; so does a forked one, which then gets copies of the blocks that it shares and writes to.
         """
         yield from behind
-        while may_admit and (group := self._admit()) is not None:
+        while may_admit and (group := self._admit(is_batch)) is not None:
             first, *others = group.active
             if not others and not self._kv_cache.is_arriving(first) and group.num_prefill_tokens(first):
                 yield group, first
 
-    def _admit(self) -> SequenceGroup | None:
+    def _admit(self, is_batch: bool) -> SequenceGroup | None:
         group = self._policy.first()
-        if group is None:
+        if group is None or group.is_batch != is_batch:
             return None
         self._waits_for = self._obstacle(group)
         if self._waits_for:
@@ -306,6 +290,8 @@ class Scheduler:
         """Why `group` is not admitted; "" if there is nothing, and it has its blocks now."""
         if self._num_taken_seats() + group.num_seats > self.config.max_num_seqs:
             return "a seat" if group.num_seats == 1 else f"{group.num_seats} seats"
+        if group.is_batch and not self._batch_share.has_seats(self._num_batch_seats(), group.num_seats):
+            return "a seat of its class"
         if group.has_inflight_tokens:  # preempted just now; its tokens come before the next step is scheduled
             return "its token in flight"
         return "" if self._try_admit(group, self._headroom_blocks(group.num_seats)) else "blocks"
@@ -314,6 +300,8 @@ class Scheduler:
         """Blocks for what is active, and room for what is to be forked."""
         first = group.sequences[0]
         headroom_blocks += group.num_fork_blocks(self.block_size)
+        if group.is_batch and self._running:
+            headroom_blocks += self._batch_share.reserved_blocks
         if group.is_swapped:
             return self._kv_cache.try_swap_in(group.active, headroom_blocks)
         if not self._kv_cache.try_admit(first, headroom_blocks):

@@ -38,6 +38,7 @@ from shared.redis_scripts import ClaimReply, Ending, Fenced, QueueEntry, ReapMod
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
 RETRY_SECONDS = 0.2
+SEAT_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,11 @@ class RequestStream:
         self._reread_at = clock() + REREAD_SECONDS
         self.num_read_failures = 0
 
-    async def claim(self, max_requests: int, *, block: bool = False) -> list[ClaimedRequest]:
-        """At most `max_requests` new requests, highest class first; with `block`, waits up to 1 s for the first one.
+    async def claim(
+        self, max_requests: int, max_batch_requests: int | None = None, *, block: bool = False
+    ) -> list[ClaimedRequest]:
+        """At most `max_requests` new requests, highest class first, and at most `max_batch_requests` of the last class;
+        with `block`, waits up to 1 s for the first one.
 
         One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
         Cancelled and unreadable entries are finished here.
@@ -86,7 +90,8 @@ class RequestStream:
         if max_requests <= 0 or self._claims.runs_solo:
             return await self._nothing_to_claim(block)
         try:
-            await self._fill_backlog(max_requests, block)
+            max_batch = max_requests if max_batch_requests is None else max(0, min(max_requests, max_batch_requests))
+            await self._fill_backlog(max_requests, max_batch, block)
             entries = self._next_entries(max_requests)
             return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._solo_waits)
         except (RedisError, OSError) as error:
@@ -113,16 +118,17 @@ class RequestStream:
         if block:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _fill_backlog(self, max_requests: int, block: bool) -> None:
+    async def _fill_backlog(self, max_requests: int, max_batch: int, block: bool) -> None:
         if self._clock() >= self._reread_at:
             await self._reread_own_pending()
         wanted = max_requests - len(self._backlog)
         if wanted <= 0 or self._solo_waits:
             return
-        self._backlog += await self._scripts.take(self._worker_id, wanted)
+        self._backlog += await self._scripts.take(self._worker_id, wanted, max_batch)
         if block and not self._backlog:
             # One entry a queue: the rest of a burst is taken by the next call, in strict order again.
-            self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS)
+            queues = self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1]
+            self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS if max_batch else SEAT_MILLISECONDS, queues)
 
     async def _reread_own_pending(self) -> None:
         known = {(claim.queue, claim.entry_id) for claim in self._claims}
@@ -131,8 +137,10 @@ class RequestStream:
         self._backlog += [entry for entry in pending if (entry.queue, entry.entry_id) not in known]
         self._reread_at = self._clock() + REREAD_SECONDS
 
-    async def _read(self, entry_id: str, count: int, block_milliseconds: int | None) -> list[QueueEntry]:
-        streams: dict[Any, Any] = dict.fromkeys(self._scripts.keys.queues, entry_id)
+    async def _read(
+        self, entry_id: str, count: int, block_milliseconds: int | None, queues: Sequence[str] = ()
+    ) -> list[QueueEntry]:
+        streams: dict[Any, Any] = dict.fromkeys(queues or self._scripts.keys.queues, entry_id)
         reply: Any = await self._blocking.xreadgroup(
             GROUP, self._worker_id, streams, count=count, block=block_milliseconds
         )

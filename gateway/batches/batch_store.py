@@ -55,8 +55,8 @@ class BatchFolder:
         except FileNotFoundError:
             return BatchProgress()
 
-    def write_progress(self, progress: BatchProgress) -> None:
-        write_whole(self._progress_path, msgspec.json.encode(progress))
+    def write_progress(self, progress: BatchProgress, *, is_durable: bool = True) -> None:
+        write_whole(self._progress_path, msgspec.json.encode(progress), is_durable=is_durable)
 
     def try_lock(self) -> int | None:
         return try_lock(self.path / "lock")

@@ -30,15 +30,17 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """After this all of it is on the disk under its name; before, nothing of it."""
+def write_whole(path: Path, data: bytes, *, is_durable: bool = True) -> None:
+    """After this all of it is under its name, and on the disk if it is to be durable; before, nothing of it."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     with part.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
     part.replace(path)
-    sync_directory(path.parent)
+    if is_durable:
+        sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -136,7 +136,7 @@ class BatchDriver:
                     task.cancel()
             if (num_results := self._progress.completed + self._progress.failed) != told:
                 with contextlib.suppress(OSError):  # results that cannot be written are told by their own writing
-                    await self._write_progress()
+                    await self._write_progress(is_durable=False)  # for those who look; it is counted again from results
                 told = num_results
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -163,8 +163,8 @@ class BatchDriver:
         folder.input_path.unlink(missing_ok=True)
         folder.write_progress(progress)
 
-    async def _write_progress(self) -> None:
-        await to_the_end(self._folder.write_progress, self._progress)
+    async def _write_progress(self, *, is_durable: bool = True) -> None:
+        await to_the_end(self._folder.write_progress, self._progress, is_durable=is_durable)
 
 
 class _Results:

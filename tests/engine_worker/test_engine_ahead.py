@@ -147,7 +147,7 @@ def tokens_until_preemption(engine: Engine) -> int:
     transcript = Transcript()
     while not engine.stats().counters.preemptions["recompute"]:
         transcript.add(engine.step())
-    (preempted,) = engine._scheduler._policy._waiting.values()
+    (preempted,) = engine._scheduler._policy
     assert preempted.request_id == "b" and not preempted.has_inflight_tokens
     return len(transcript.tokens["b"])
 

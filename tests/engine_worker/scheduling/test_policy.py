@@ -48,6 +48,36 @@ def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int)
     assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
 
 
+def test_interactive_requests_come_before_a_batch() -> None:
+    policy = FirstComeFirstServed()
+    line, chat, other = (SequenceGroup([make_sequence()], is_batch=is_batch) for is_batch in (True, False, False))
+    for group in (line, chat, other):
+        policy.add(group)
+    assert list(policy) == [chat, other, line] and policy.num_interactive == 2 and policy.get(line.request_id) is line
+    policy.put_back(preempted := SequenceGroup([make_sequence()], is_batch=True))
+    assert [policy.pop_first() for _ in range(4)] == [chat, other, preempted, line]
+
+
+@pytest.mark.parametrize(
+    ("classes", "num_preemptions", "needing", "victim"),
+    [
+        ("bibi", (0, 0, 0, 0), 1, 2),  # the newest of the batch, not the newest
+        ("biii", (0, 0, 0, 0), 3, 0),  # also an older one
+        ("bib", (0, 0, 2), 1, 0),  # the newest of the batch is pinned
+        ("bib", (2, 0, 2), 1, 2),  # all of it is
+        ("biii", (2, 0, 0, 0), 1, 3),
+        ("bibi", (0, 0, 0, 0), 0, 2),  # nobody interactive yields to a batch
+        ("bi", (0, 0), 0, 0),  # itself
+    ],
+)
+def test_a_batch_yields_first(classes: str, num_preemptions: tuple[int, ...], needing: int, victim: int) -> None:
+    running = running_sequences(*num_preemptions)
+    in_order = list(running.values())
+    for group, kind in zip(in_order, classes, strict=True):
+        group.is_batch = kind == "b"
+    assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
+
+
 def test_a_token_more_unpins() -> None:
     running = running_sequences(0, 0, 2)
     first, _, newest = running.values()

@@ -8,10 +8,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import ScheduledBatch
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stop_conditions import ends_with_inflight_token
 from engine_worker.scheduling.transfer_costs import TransferCosts
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
@@ -124,7 +127,7 @@ class Promises:
     def __call__(self, batch: ScheduledBatch) -> None:
         assert self.engine is not None
         scheduler = self.engine._scheduler
-        groups, waiting = list(scheduler._running.values()), list(scheduler._policy._waiting.values())
+        groups, waiting = list(scheduler._running.values()), list(scheduler._policy)
         scheduled = {item.sequence: item for item in batch.sequences}
         assert len(scheduled) == len(batch.sequences), "a sequence is in the batch twice"
         names = {sequence.request_id for sequence in scheduled}
@@ -143,28 +146,44 @@ class Promises:
         self.running = {group.request_id for group in groups}
         lives = {group.request_id: (group.request_id, group.num_preemptions) for group in groups}
         for group in groups:  # decode is never starved; a fork may take a step
+            if group.is_batch:
+                continue  # which waits while an interactive prompt is computed
             for sequence in group.active if lives[group.request_id] in self.forked else []:
                 behind = sequence.num_uncomputed_tokens > 1 or sequence.sampling.use_beam_search
                 assert behind or sequence in scheduled.keys() | ending or group.request_id in late
         forked = {lives[group.request_id] for group in groups if group.is_forked}
         just_forked, self.forked = forked - self.forked, forked
-        order = [self.arrivals[group.request_id] for group in [*groups, *waiting] if group.num_preemptions < 2]
-        assert order == sorted(order), "first come, first served; who was preempted twice may have been pinned"
+        self._check_order([*groups, *waiting])
         self._check_budget(batch, lives)
         self.last_step = {lives[name] for name in names | late} | just_forked
         moving = scheduled.keys() | ending | arriving
-        moves = any(sequence in moving for sequence in groups[0].active) or groups[0].request_id in late
-        assert moves or lives[groups[0].request_id] in just_forked, "the oldest moves on"
+        oldest = next((group for group in groups if not group.is_batch), groups[0])
+        moves = any(sequence in moving for sequence in oldest.active) or oldest.request_id in late
+        assert moves or lives[oldest.request_id] in just_forked, "the oldest moves on, of class `batch` if it is alone"
+        prompts = [item for item in batch.sequences if item.num_new_tokens > 1 and not self._is_batch(item.sequence)]
+        assert not prompts or not any(map(self._is_batch, scheduled)), "a batch beside an interactive prompt"
         self.num_swapped_blocks += len(batch.swap_in)
         self.num_steps += 1
         self.num_preempted += len(batch.preempted)
+
+    def _is_batch(self, sequence: Sequence) -> bool:
+        return sequence.request_id.startswith("b")
+
+    def _check_order(self, groups: list[SequenceGroup]) -> None:
+        for is_batch in (False, True):
+            order = [
+                self.arrivals[group.request_id]
+                for group in groups
+                if group.num_preemptions < 2 and group.is_batch is is_batch
+            ]
+            assert order == sorted(order), "first come, first served; who was preempted twice may have been pinned"
 
     def _check_budget(self, batch: ScheduledBatch, lives: dict[str, tuple[str, int]]) -> None:
         assert not batch.is_empty and batch.num_tokens <= self.settings["max_num_batched_tokens"]
         decodes = [
             item
             for item in batch.sequences
-            if lives[item.sequence.request_id] in self.last_step
+            if (self._is_batch(item.sequence) or lives[item.sequence.request_id] in self.last_step)
             and item.num_new_tokens == 1
             and item.samples
         ]
@@ -191,6 +210,12 @@ def test_random_traffic(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_of_both_classes(seed: int, async_scheduling: bool) -> None:
+    run_random_traffic(seed, async_scheduling, batch_ratio=0.5)
+
+
 def test_random_traffic_is_long_and_preempts_often() -> None:
     """Else the test above would prove little."""
     for async_scheduling in (False, True):
@@ -201,8 +226,8 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
         assert sum(run.num_swapped_blocks for run in runs) > 100
 
 
-def run_random_traffic(seed: int, async_scheduling: bool) -> Promises:
-    random = Random(seed)
+def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float = 0.0) -> Promises:
+    random, classes = Random(seed), Random(seed)
     settings = random_settings(random)
     promises = Promises(settings)
     runner = FakeModelRunner(
@@ -215,6 +240,8 @@ def run_random_traffic(seed: int, async_scheduling: bool) -> Promises:
     while len(requests) < NUM_REQUESTS or engine.has_work:
         for _ in range(random.choice([0, 0, 0, 1, 3]) if len(requests) < NUM_REQUESTS else 0):
             request = random_request(random, number=len(requests))
+            if classes.random() < batch_ratio:
+                request = structs.replace(request, request_id=f"b{len(requests):02}", priority_class="batch")
             requests[request.request_id] = request
             promises.arrivals[request.request_id] = len(requests)
             engine.add_request(request)

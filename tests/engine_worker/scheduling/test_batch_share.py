@@ -1,0 +1,97 @@
+"""What a batch leaves to those who wait: seats, the steps of their prompts, short steps, blocks."""
+
+from msgspec import structs
+
+from engine_worker.engine import Engine
+from engine_worker.scheduling.batch import ScheduledBatch
+from engine_worker.scheduling.batch_share import ALONE_AFTER_STEPS, BatchShare
+from engine_worker.scheduling.scheduler_config import SchedulerConfig
+from shared.messages import GenerationRequest
+from tests.builders import FakeModelRunner, make_engine, make_request
+
+SETTINGS = {"num_blocks": 401, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 128}
+
+
+class Watched:
+    """An engine, and what its last step computed: tokens by request id."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        shape = {name: SETTINGS[name] for name in ("num_blocks", "block_size")}
+        self.engine: Engine = make_engine(FakeModelRunner(before_step=self._look, **shape), **SETTINGS)
+
+    def _look(self, batch: ScheduledBatch) -> None:
+        self.tokens = {item.sequence.request_id: item.num_new_tokens for item in batch.sequences}
+
+    def add(self, *names: str, prompt: int = 8) -> None:
+        """Those of `b...` are of the class `batch`."""
+        for name in names:
+            request: GenerationRequest = make_request(prompt, name, max_tokens=40, ignore_eos=True)
+            self.engine.add_request(
+                structs.replace(request, priority_class="batch" if name.startswith("b") else "interactive")
+            )
+
+    def step(self) -> dict[str, int]:
+        self.engine.step()
+        self.engine.check_integrity()
+        return self.tokens
+
+
+def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
+    watched = Watched()
+    assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (32, 24)
+    watched.add(*(f"b{number}" for number in range(26)))
+    assert len(watched.step()) == 24
+    assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (8, 0)
+
+
+def test_a_prompt_that_waits_has_a_step_without_the_batch() -> None:
+    watched = Watched()
+    watched.add("b0", "b1", "b2")
+    watched.step()
+    watched.add("b3", "i0")
+    assert watched.step() == {"i0": 8}
+    assert watched.step() == {"i0": 1, "b0": 1, "b1": 1}  # a sixteenth of the seats from now on
+    watched.add("i1", prompt=200)
+    assert watched.step() == {"i0": 1, "i1": 127}
+    assert watched.step() == {"i0": 1, "i1": 73}
+    assert watched.step() == {"i0": 1, "i1": 1, "b0": 1, "b1": 1}
+
+
+def test_prompts_of_a_batch_are_cut_small_beside_others() -> None:
+    watched = Watched()
+    watched.add("i0")
+    watched.step()
+    watched.add("b0", prompt=30)
+    assert [watched.step()["b0"] for _ in range(5)] == [8, 8, 8, 6, 1]
+
+
+def test_one_alone_in_its_class_runs_whatever_it_asks_for() -> None:
+    watched = Watched()
+    watched.add("i0")
+    watched.step()
+    request = make_request(8, "b0", n=4, max_tokens=3, ignore_eos=True)
+    watched.engine.add_request(structs.replace(request, priority_class="batch"))
+    assert "b0" in watched.step()
+
+
+def test_blocks_are_left_for_those_who_come() -> None:
+    watched = Watched()
+    watched.add(*(f"b{number}" for number in range(10)), prompt=150)  # 38 blocks each
+    for _ in range(20):
+        watched.step()
+    assert watched.engine.stats().num_waiting == 2  # the ninth would fit, but for the eighth of 400 blocks
+    watched.add("i0", prompt=100)
+    assert watched.step() == {"i0": 100}
+
+
+def test_a_batch_is_alone_again_after_a_while() -> None:
+    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, max_model_len=100)
+    share = BatchShare(config, num_usable_blocks=80)
+    assert (share.seats, share.prefill_budget(8), share.reserved_blocks) == (24, 120, 10)
+    share.count_step(has_interactive=True)
+    for _ in range(ALONE_AFTER_STEPS - 1):
+        share.count_step(has_interactive=False)
+    assert (share.seats, share.prefill_budget(8)) == (2, 8)
+    share.count_step(has_interactive=False)
+    assert (share.seats, share.prefill_budget(8)) == (24, 120)
