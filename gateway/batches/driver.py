@@ -83,18 +83,22 @@ class BatchDriver:
     # -- answering
 
     async def _answer_lines(self) -> None:
-        output = await asyncio.to_thread(ResultFile, self._folder.output_path)
-        errors = await asyncio.to_thread(ResultFile, self._folder.errors_path)
-        results = _Results(output, errors, self._progress)
+        results = _Results(self._folder, self._progress)
+        try:
+            await to_the_end(results.open)
+            await self._answer_beside_watch(results)
+        finally:
+            await to_the_end(results.close)
+        self._progress.status, self._progress.finalizing_at = "finalizing", unix_seconds()
+        await self._write_progress()
+
+    async def _answer_beside_watch(self, results: "_Results") -> None:
         watch = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
                 await self._begin_lines(group, results)
         finally:
             await cancel_and_wait([watch])
-            await to_the_end(results.close)
-        self._progress.status, self._progress.finalizing_at = "finalizing", unix_seconds()
-        await self._write_progress()
 
     async def _begin_lines(self, group: asyncio.TaskGroup, results: "_Results") -> None:
         room = asyncio.Semaphore(self._max_lines_in_flight)
@@ -170,10 +174,17 @@ class BatchDriver:
 class _Results:
     """Both files of results, and their counts: an append is one small write into the page cache, done in the loop."""
 
-    def __init__(self, output: ResultFile, errors: ResultFile, progress: BatchProgress) -> None:
-        self._output = output
-        self._errors = errors
+    def __init__(self, folder: BatchFolder, progress: BatchProgress) -> None:
+        self._folder = folder
         self._progress = progress
+        self._files = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """In a thread: all results that there are are read."""
+        self._output = ResultFile(self._folder.output_path)
+        self._files.callback(self._output.close)
+        self._errors = ResultFile(self._folder.errors_path)
+        self._files.callback(self._errors.close)
         self._count()
 
     def custom_ids(self) -> frozenset[str]:
@@ -190,10 +201,7 @@ class _Results:
         self._count()
 
     def close(self) -> None:
-        try:
-            self._output.close()
-        finally:
-            self._errors.close()
+        self._files.close()
 
     def _count(self) -> None:
         self._progress.completed, self._progress.failed = len(self._output.custom_ids), len(self._errors.custom_ids)

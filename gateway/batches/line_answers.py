@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from gateway.answers.answer_kinds import CHAT, COMPLETION, AnswerKind
+from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
 from gateway.answers.answering import Begin, answered, reply_again
 from gateway.answers.asker import Asker
 from gateway.answers.delivery import Reply, collect_reply
 from gateway.answers.keeping import NAME_HEADER, name_digest
 from gateway.answers.kept_answers import KeptAnswer
+from gateway.answers.responses_history import with_history
 from gateway.auth.access import begin
 from gateway.auth.rate_limits import Account
 from gateway.batches.lines import BatchLine
@@ -29,7 +30,11 @@ from gateway.state import GatewayState
 
 logger = logging.getLogger("gateway")
 
-KIND_OF_ENDPOINT: dict[str, AnswerKind] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
+}
 DETACH_SECONDS = 600.0  # how long a line in flight waits for the next gateway when this one ends
 MAX_LIVES = 5  # of a line that the server itself cancelled, as it does when no gateway came back in time
 MAX_PAUSE_SECONDS = 30.0
@@ -103,7 +108,8 @@ class LineAnswers:
         async def give_again(kept: KeptAnswer) -> LineResult:
             return await give(*reply_again(asker, kept, kept.completion))
 
-        return await answered(asker, self._kind, line.body, time.monotonic(), give=give, give_again=give_again)
+        body = await with_history(asker, line.body) if self._kind is RESPONSE else line.body
+        return await answered(asker, self._kind, body, time.monotonic(), give=give, give_again=give_again)
 
 
 def _refused(error: GatewayError) -> LineResult:

@@ -28,7 +28,7 @@ from gateway.routes.files import PAGING_PARAMETERS, find_file
 
 class CreateBatchBody(msgspec.Struct, kw_only=True):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]  # OpenAI's only one; a batch here is never given up for its age
     metadata: Metadata | None = None
 

@@ -40,7 +40,7 @@ class Watched:
 def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
     watched = Watched()
     assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (32, 24)
-    watched.add(*(f"b{number}" for number in range(26)))
+    watched.add(*(f"b{number}" for number in range(26)), prompt=4)
     assert len(watched.step()) == 24
     assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (8, 0)
 

@@ -101,6 +101,15 @@ async def test_a_chat_batch(client: openai.AsyncOpenAI) -> None:
     assert bad["c"]["response"]["status_code"] == 404 and set(bad) == {"b", "c"}
 
 
+async def test_a_batch_of_responses(client: openai.AsyncOpenAI) -> None:
+    one = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": "tiny", "input": "hi"}}
+    unknown = one | {"custom_id": "b", "body": one["body"] | {"previous_response_id": "resp_" + "0" * 32}}
+    batch = await ended(client, await begun(client, jsonl(one, unknown), "/v1/responses"))
+    good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
+    assert good["a"]["response"]["body"]["object"] == "response"
+    assert bad["b"]["response"]["body"]["error"]["param"] == "previous_response_id"
+
+
 @pytest.mark.parametrize(
     ("content", "code", "param", "number"),
     [
