@@ -3,9 +3,10 @@
     python -m bench.structured MODEL_DIR --out FILE [--suite jsonschema-4.26.0.tar.gz] [--schemas 200] [--device cuda]
 
 Answers schemas of bench.schema_corpus at temperature 1 and validates each whole answer with `jsonschema`. Those with
-keywords that cannot be followed are refused, as the gateway would, and counted apart; so is what max_tokens cuts. Then
-the host's part of a step (matchers advanced, masks filled) and the device's (mask applied), each over `--batch`
-sequences of different schemas. Exits with 1 if an output is not valid or a request failed.
+keywords that cannot be followed are refused, as the gateway would, and counted apart. What max_tokens cuts is asked
+again with a bias on what ends strings, lists and objects, in several rounds. The masks: the host's part of a step
+(matchers advanced, masks filled) and the device's (mask applied), each over `--batch` sequences of different schemas.
+Exits with 1 if an output is not valid, a request failed, or one was cut in every round.
 """
 
 import argparse
@@ -123,12 +124,13 @@ def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, devi
     compile_seconds = (time.perf_counter() - started) / (len(grammars) - 1)
     logits = torch.randn(batch, config.vocab_size, device=device).bfloat16()
     sequences = [_sequence(grammars[row % len(grammars)]) for row in range(batch)]
-    host, applied = [], []
+    host, host_cpu, applied = [], [], []
     for step in range(steps):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         masks.keep_only(sequences)
         found, problems = masks.of(sequences, [sequence.num_output_tokens for sequence in sequences], dict)
         host.append(time.perf_counter() - started)
+        host_cpu.append(time.process_time() - cpu_started)
         assert found is not None and not problems, problems
         scores = logits.clone()
         applied.append(_applied(scores, found.rows, found.masks))
@@ -143,6 +145,7 @@ def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, devi
         "tokenizer_and_first_grammar_seconds": round(tokenizer_seconds, 3),
         "compile_ms": round(1e3 * compile_seconds, 3),
         "host": step_figures(host[_UNSTEADY_STEPS:]),
+        "host_cpu": step_figures(host_cpu[_UNSTEADY_STEPS:]),  # of all its threads
         "apply": step_figures(applied[_UNSTEADY_STEPS:]),
     }
 

@@ -1,17 +1,21 @@
 """Which tokens the grammars of a batch allow next: one bit mask for each row that has a grammar.
 
     masks.keep_only(sequences)                          when the batch changes
+    masks.begin(sequences, indices)                     on a CPU: filled in a thread, beside the forward pass
     masks.of(sequences, indices, tokens_in_flight)      -> TokenMasks on the device, and the requests that cannot go on
 
 A matcher is advanced by the output's tokens and by nothing else. So it is a mere cache of them: a sequence that was
 preempted, was begun by another worker or forked from a prompt gets a new one, which reads the output from its start (a
 microsecond a token). The host computes masks while the device runs the forward pass; with steps ahead of the host the
-last token is still in flight when a step is submitted, and `tokens_in_flight` waits for it then.
+last token is still in flight when a step is submitted, and `tokens_in_flight` waits for it then. Where the host is the
+device, the forward pass holds its thread, and another fills the masks meanwhile.
 
 What goes wrong in a grammar ends its own request.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import ge
 
 import numpy as np
 import torch
@@ -35,6 +39,19 @@ class _Progress:
     num_consumed_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    words: torch.Tensor  # int32: masks, and behind them their rows
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    sequences: list[Sequence]
+    indices: list[int]
+    filling: "Future[tuple[_Filled | None, dict[str, str]]]"
+
+
 class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler, vocab_size: int, device: torch.device) -> None:
         self._compiler = compiler
@@ -43,6 +60,8 @@ class GrammarMasks:
         self._num_words = -(-vocab_size // 32)
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32)  # pinned on CUDA: the masks, and behind them their rows
+        self._thread = ThreadPoolExecutor(1, "masks")  # no thread until one is needed
+        self._begun: _Begun | None = None
         self._read = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def compile(self, grammar: Grammar) -> None:
@@ -53,6 +72,13 @@ class GrammarMasks:
         kept = set(sequences)
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
+    def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
+        """Of what is asked next. Only where all tokens are known, so that nothing is waited for."""
+        known = (sequence.num_output_tokens for sequence in sequences)
+        if self._device.type == "cpu" and all(map(ge, known, indices)):
+            filling = self._thread.submit(self._filled, sequences, indices, dict[Sequence, int])
+            self._begun = _Begun(sequences, indices, filling)
+
     def of(
         self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple[TokenMasks | None, dict[str, str]]:
@@ -60,6 +86,16 @@ class GrammarMasks:
 
         `indices[i]`: of the token that is to be sampled, in the output of `sequences[i]`.
         """
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.sequences == sequences and begun.indices == indices:
+            filled, problems = begun.filling.result()
+        else:
+            filled, problems = self._filled(sequences, indices, tokens_in_flight)
+        return (self._sent(filled) if filled is not None else None), problems
+
+    def _filled(
+        self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight
+    ) -> tuple["_Filled | None", dict[str, str]]:
         rows: list[int] = []
         matchers: list[LLMatcher] = []
         problems: dict[str, str] = {}
@@ -74,11 +110,11 @@ class GrammarMasks:
                     problems[sequence.request_id] = f"grammar: {error}"
         if not rows:
             return None, problems
-        masks = self._filled(rows, matchers)
+        filled = self._fill(rows, matchers)
         for row, matcher in zip(rows, matchers, strict=True):
             if matcher.is_error():
                 problems[sequences[row].request_id] = f"grammar: {shortened(matcher.get_error())}"
-        return masks, problems
+        return filled, problems
 
     def _advanced(self, sequence: Sequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
         """The matcher of `sequence` after `index` tokens of its output; None if the one in flight ends the sequence."""
@@ -98,7 +134,7 @@ class GrammarMasks:
         progress.num_consumed_tokens = index
         return progress.matcher
 
-    def _filled(self, rows: list[int], matchers: list[LLMatcher]) -> TokenMasks:
+    def _fill(self, rows: list[int], matchers: list[LLMatcher]) -> "_Filled":
         if self._read is not None:
             self._read.synchronize()
         num_mask_words = len(rows) * self._num_words
@@ -111,7 +147,11 @@ class GrammarMasks:
         words[num_mask_words:] = rows
         masks = words[:num_mask_words].reshape(len(rows), self._num_words)
         fill_next_token_bitmask_par(self._executor, list(zip(matchers, range(len(rows)), strict=True)), masks)
-        sent = self._buffer[:num_words].to(self._device, non_blocking=True)
+        return _Filled(self._buffer[:num_words], len(rows))
+
+    def _sent(self, filled: "_Filled") -> TokenMasks:
+        sent = filled.words.to(self._device, non_blocking=True)
         if self._read is not None:
             self._read.record()
-        return TokenMasks(sent[num_mask_words:], sent[:num_mask_words].view(len(rows), self._num_words))
+        num_mask_words = filled.num_rows * self._num_words
+        return TokenMasks(sent[num_mask_words:], sent[:num_mask_words].view(filled.num_rows, self._num_words))

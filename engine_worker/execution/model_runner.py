@@ -21,6 +21,7 @@ from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.transformer import Transformer
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
+from engine_worker.scheduling.sequence import Sequence
 from shared.messages import Grammar
 
 
@@ -111,6 +112,10 @@ class ModelRunner:
         scores = self._prompt_scores(batch)
         graph = self._graphs.key_for(batch) if self._graphs is not None and scores is None else None
         model_input = self._inputs.fill(batch, graph.size if graph else None)
+        sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
+        sequences, indices = [s.sequence for s in sampling], [s.output_index for s in sampling]
+        if sequences:
+            self._sampler.begin(sequences, indices)
         prepared = time.perf_counter()
         if self._graphs is not None and graph is not None:
             logits = self._graphs.replay(graph)[: len(model_input.logits_indices)]
@@ -118,7 +123,7 @@ class ModelRunner:
             logits = self._model.forward(model_input, self._device, scores.launch if scores is not None else None)
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose arrival on the host says that these are there
-        tokens = self._launch_sampling(batch, logits)
+        tokens = self._launch_sampling(logits, sequences, indices) if sequences else None
         phase_seconds = {
             "prepare": prepared - started,
             "forward": forwarded - prepared,
@@ -132,12 +137,8 @@ class ModelRunner:
             return None
         return PromptScores(self._inputs.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(self, batch: ScheduledBatch, logits: Tensor) -> SampledTokens | None:
-        sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
-        if not sampling:
-            return None
-        sequences = [scheduled.sequence for scheduled in sampling]
-        inputs = self._sampler.prepare(sequences, [scheduled.output_index for scheduled in sampling])
+    def _launch_sampling(self, logits: Tensor, sequences: list[Sequence], indices: list[int]) -> SampledTokens:
+        inputs = self._sampler.prepare(sequences, indices)
         tokens = self._sampler.launch(logits, inputs)
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
         self._inputs.keep_samples(sequences, tokens.token_ids)

@@ -1,5 +1,6 @@
 """Logits of one step -> one token for each sequence.
 
+    sampler.begin(sequences, indices)            before the forward pass: masks of grammars, on a CPU
     inputs = sampler.prepare(sequences, indices) host -> device; grammars and bad words wait for the step before
     tokens = sampler.launch(logits, inputs)      enqueues the device's work; tokens.token_ids is there for the next step
     samples = tokens.collect()                   waits for it: token ids, failures, log-probabilities
@@ -113,16 +114,17 @@ class Sampler:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
         return self.launch(logits, self.prepare(sequences, indices)).collect()
 
+    def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
+        """What of the same prepare() can be done beside the forward pass. May be left out."""
+        self._follow(sequences)
+        if self._grammars is not None and self._batch.has_grammars:
+            self._grammars.begin(self._batch.sequences, indices)
+
     def prepare(self, sequences: list[Sequence], indices: list[int] | None = None) -> SamplingInputs:
         """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
-        if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
-            self._batch = batch_parameters(sequences, self.device)
-            self._penalty_counts.keep_only(sequences)
-            self._rules.keep_only(self._batch.sequences)
-            if self._grammars is not None:
-                self._grammars.keep_only(sequences)
+        self._follow(sequences)
         edits: ScoreEdits | None = None
         refusals: dict[str, str] = {}
         in_flight = cache(self._last_tokens.by_sequence if self._last_tokens is not None else dict[Sequence, int])
@@ -142,6 +144,14 @@ class Sampler:
             refusals=refusals | broken,
             masks=tuple(masks for masks in (masks, self._rules.allowed) if masks is not None),
         )
+
+    def _follow(self, sequences: list[Sequence]) -> None:
+        if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
+            self._batch = batch_parameters(sequences, self.device)
+            self._penalty_counts.keep_only(sequences)
+            self._rules.keep_only(self._batch.sequences)
+            if self._grammars is not None:
+                self._grammars.keep_only(sequences)
 
     def launch(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
         """`logits` [N, V] in the order of the prepared sequences; not modified."""

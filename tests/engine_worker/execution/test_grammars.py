@@ -181,6 +181,25 @@ def test_a_token_in_flight_counts_as_output(model_dir: Path) -> None:
     assert found.masks[0, 0] == 1 << IM_END
 
 
+def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: Path) -> None:
+    compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
+    a = Tokenizer.from_file(str(model_dir / "tokenizer.json")).token_to_id("a")
+    grammar = Grammar(GrammarKind.REGEX, "ab?c*")
+    sequences = [make_sequence(3, grammar=grammar), make_sequence(3, output_token_ids=[a], grammar=grammar)]
+    bad = make_sequence(3, "bad", output_token_ids=[a, a], grammar=grammar)
+    begun, plain = (GrammarMasks(compiler, VOCAB_SIZE, torch.device("cpu")) for _ in "12")
+    for rows, indices in (([*sequences, bad], [0, 1, 2]), (sequences, [0, 1])):
+        begun.begin(rows, indices)
+        found, problems = begun.of(rows, indices, dict)
+        expected, same_problems = plain.of(rows, indices, dict)
+        assert found is not None and expected is not None
+        assert torch.equal(found.masks, expected.masks) and torch.equal(found.rows, expected.rows)
+        assert problems == same_problems and list(problems) == ["bad"][: len(rows) - 2]
+    begun.begin(sequences, [0, 1])
+    found, _ = begun.of(sequences[1:], [1], dict)  # what is asked is another batch after all
+    assert found is not None and found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
+
+
 def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_CACHED_BYTES", 2 * grammar_compiler._cost_bytes(_regex("a")))
     compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
