@@ -1,6 +1,6 @@
 // The page: a playground over the public API, and the KV map (kv_map.js). No build step, no dependency, no storage.
 import { streamChat } from "./chat_stream.js";
-import { watchBlocks } from "./kv_feed.js";
+import { showModel, watchBlocks } from "./kv_feed.js";
 
 const $ = (id) => document.getElementById(id);
 const history = [];
@@ -119,9 +119,13 @@ async function offerModels() {
   const names = (await (await fetch("v1/models")).json()).data.map((model) => model.id);
   $("model_choice").replaceChildren(...names.map((name) => new Option(name, name)));
   $("model").textContent = names[0];
+  if (names.length > 1) showModel(names[0]);
 }
 
-$("model_choice").addEventListener("change", () => { $("model").textContent = $("model_choice").value; });
+$("model_choice").addEventListener("change", () => {
+  $("model").textContent = $("model_choice").value;
+  showModel($("model_choice").value);
+});
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }

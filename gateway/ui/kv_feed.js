@@ -18,6 +18,7 @@ let timeline = null;
 let requestTable = null;
 let picked = ""; // request whose block table is shown
 let feed = null;
+let model = ""; // whose workers are shown; none: those of all models
 
 export function watchBlocks() {
   deviceMap = new KVMap($("map"), $("tip"), "device", pick);
@@ -26,6 +27,13 @@ export function watchBlocks() {
   timeline = new KVTimeline($("timeline"));
   $("worker").addEventListener("change", draw);
   document.addEventListener("visibilitychange", follow);
+  follow();
+}
+
+export function showModel(name) {
+  model = name;
+  latest.clear();
+  history.clear();
   follow();
 }
 
@@ -40,7 +48,7 @@ function follow() {
 
 async function read(controller) {
   try {
-    const response = await fetch("debug/kv/stream", { signal: controller.signal });
+    const response = await fetch(`debug/kv/stream${model && `?model=${encodeURIComponent(model)}`}`, { signal: controller.signal });
     if (!response.ok) throw new Error(`HTTP ${response.status}`);
     for await (const data of events(response.body)) take(JSON.parse(data));
   } catch (error) {

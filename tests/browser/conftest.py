@@ -20,7 +20,7 @@ from tests.conftest import running_server
 from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
-MODEL = "tiny"
+MODEL, ALIAS = "tiny", "alias/of it"
 NUM_BLOCKS = 4097  # 4,096 that are used, and the padding
 NUM_HOST_BLOCKS = 513
 BLOCK_SIZE = 16
@@ -72,7 +72,7 @@ def running_stack(directory: Path, config: pytest.Config, num_blocks: int, num_h
     model = str(write_tiny_model(directory / MODEL, MAX_MODEL_LEN))
     metrics_port = free_port()
     with running_server(config, ["--port", "0"]) as valkey, running_fleet(directory / "logs") as fleet:
-        common = ["--model", model, "--served-model-name", MODEL, "--redis-url", valkey.url]
+        common = ["--model", model, "--served-model-name", MODEL, ALIAS, "--redis-url", valkey.url]
         stack = Stack(fleet, metrics_port, directory / "pace")
         stack.pace(QUICK_STEP_SECONDS)
         script = ["--script-pace-file", str(directory / "pace"), "--script-vocab-size", str(VOCAB_SIZE)]

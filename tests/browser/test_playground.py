@@ -4,11 +4,12 @@ import json
 import re
 import shlex
 import subprocess
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import MODEL, SLOW_STEP_SECONDS, Stack, eventually
+from tests.browser.conftest import ALIAS, MODEL, SLOW_STEP_SECONDS, Stack, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -71,6 +72,19 @@ def test_a_refusal_is_told_and_leaves_no_trace_in_the_conversation(page: Page) -
     page.locator("#max_tokens").fill("3")
     page.locator("#send").click()
     expect(page.locator("#status")).to_have_text("Answer complete.")
+
+
+def test_a_chosen_model_is_asked_and_its_blocks_are_shown(page: Page) -> None:
+    page.locator("summary").click()
+    expect(page.locator("#model_choice option")).to_have_text([MODEL, ALIAS])
+    with page.expect_request(f"**/debug/kv/stream?model={quote(ALIAS, safe='')}"):
+        page.locator("#model_choice").select_option(ALIAS)
+    expect(page.locator("#model")).to_have_text(ALIAS)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "the end")
+    assert json.loads(asked.value.post_data or "")["model"] == ALIAS
+    expect(page.locator("#status")).to_have_text("Answer complete.")
+    expect(page.locator("#usage")).to_contain_text("in all")
 
 
 def test_the_copied_command_is_the_request(page: Page) -> None:
