@@ -20,13 +20,14 @@ from tests.faults.stream_client import StreamClient
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(240)]
 SEED = 11
 STALL_SECONDS = 2
-# It is in every event, so that a stream is 7 MB: more than the kernel takes for a client that reads nothing.
-NAME = "m" * 4000
+# The longest name; it is in every event, so that a stream of six choices is 6 MB: more than the kernel takes for a
+# client that reads nothing.
+NAME = "m" * 255
 
 
 @pytest.fixture
 async def site(demo_model_dir: Path, tmp_path: Path) -> AsyncIterator[Site]:
-    flags = ["--script-step-seconds", "0.01"]
+    flags = ["--script-step-seconds", "0.01", "--script-num-blocks", "20001"]
     gateway_flags = ["--write-stall-seconds", str(STALL_SECONDS)]
     options: dict[str, Any] = {"worker_flags": flags, "gateway_flags": gateway_flags, "name": NAME}
     async with running_site(tmp_path, demo_model_dir, num_workers=1, **options) as site:
@@ -81,7 +82,7 @@ async def test_slow_and_stopped_clients_hold_up_nobody(
 
 
 async def open_stream(port: int) -> socket.socket:
-    body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 6}
     content = msgspec.json.encode(body)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
