@@ -8,6 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
+from openai.types import Batch
+
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import Answer, Api, Fleet
 
@@ -27,17 +30,27 @@ def prompt_of(number: int) -> list[int]:
     return [3 + number % 300, 3 + number // 300, 7]
 
 
-def batch_lines() -> Iterator[str]:
-    for number in range(NUM_LINES):
+def batch_lines(num_lines: int = NUM_LINES) -> Iterator[str]:
+    for number in range(num_lines):
         body = {"model": "tiny", "prompt": prompt_of(number), "max_tokens": MAX_TOKENS, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         yield json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body})
 
 
-def check_results(lines: str) -> None:
+def client_at(port: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+
+
+async def begun(client: openai.AsyncOpenAI, num_lines: int = NUM_LINES) -> Batch:
+    content = "\n".join(batch_lines(num_lines)).encode()
+    uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+
+
+def check_results(lines: str, num_lines: int = NUM_LINES) -> None:
     """Each line has exactly one, and it is the right one."""
     results: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines()]
-    assert Counter(result["custom_id"] for result in results) == Counter(f"line-{n}" for n in range(NUM_LINES))
+    assert Counter(result["custom_id"] for result in results) == Counter(f"line-{n}" for n in range(num_lines))
     for result in results:
         assert result["response"]["status_code"] == 200, result
         (choice,) = result["response"]["body"]["choices"]

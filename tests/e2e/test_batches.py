@@ -4,12 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import openai
 import pytest
-from openai.types import Batch
 
 from tests.conftest import Valkey
-from tests.e2e.batch_load import NUM_LINES, batch_lines, chats, check_results, start_workers
+from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_at, start_workers
 from tests.e2e.fleet import Api, Fleet, connected, free_port, running_fleet
 from tests.tiny_model import write_tiny_model
 
@@ -41,25 +39,12 @@ async def api(fleet: Fleet) -> AsyncIterator[Api]:
         yield api
 
 
-def client_at(port: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-
-
-async def begun(port: int) -> Batch:
-    """At the gateway that will be killed."""
-    async with client_at(port) as client:
-        content = "\n".join(batch_lines()).encode()
-        uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
-        return await client.batches.create(
-            input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h"
-        )
-
-
 async def test_every_line_has_exactly_one_result(
     api: Api, fleet: Fleet, other_port: int, tmp_path: Path
 ) -> None:
     async with chats(api), client_at(fleet.port) as client:
-        batch = await begun(other_port)
+        async with client_at(other_port) as at_the_other:
+            batch = await begun(at_the_other)
         written = tmp_path / "files" / "batches" / batch.id / "output.jsonl"
         for name, num_results in (("other", NUM_LINES // 3), ("w0", 2 * NUM_LINES // 3)):
             while not written.exists() or written.read_bytes().count(b"\n") < num_results:

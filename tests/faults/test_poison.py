@@ -27,6 +27,7 @@ async def outlive(world: World, *flags: str, until: "asyncio.Task[object]") -> i
         await asyncio.wait({death, until}, return_when=asyncio.FIRST_COMPLETED, timeout=STOP_SECONDS)
         if not death.done():
             assert until.done(), "neither dead nor done"
+            until.result()  # a reader's failure is told as itself
             worker.terminate()
             await death
             return num_deaths

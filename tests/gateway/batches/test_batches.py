@@ -384,6 +384,13 @@ async def test_what_is_not_there(gateway: Gateway, path: str, status: int, param
         assert (reply.status, (await reply.json())["error"]["param"]) == (status, param)
 
 
+async def test_an_id_is_no_path(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+    uploaded = await client.files.create(file=b"{}", purpose="batch")
+    for way_back_in in (f"..%2Ffiles%2F{uploaded.id}", f".%2F{uploaded.id}"):
+        async with gateway.session.get(f"/v1/files/{way_back_in}") as reply:
+            assert reply.status == 404
+
+
 async def test_without_a_directory_there_are_no_files(start_gateway: Callable[..., Any]) -> None:
     gateway = await start_gateway()
     async with gateway.session.get("/v1/files") as reply:
