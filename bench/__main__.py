@@ -1,30 +1,42 @@
-"""python -m bench: load a server (bench/load_generator.py); python -m bench NAME: one of the programs below."""
+"""python -m bench: load a server (serving/load_generator.py); python -m bench NAME: one of the programs below."""
 
 import sys
 from importlib import import_module
 
 # Imported when asked for: some import torch, which the load generator must not.
 PROGRAMS = {
-    "engine": "bench.engine",  # our engine without HTTP, and transformers beside it
-    "engine-cases": "bench.engine_cases",  # our engine in the cases in which others were measured
-    "soak": "bench.soak",  # random traffic on one engine, its books checked after each step
-    "http-cases": "bench.http_cases",  # servers in turn under the same loads
-    "delivery-cost": "bench.delivery_cost",  # CPU time of a token between the engine and the client
-    "gateway-load": "bench.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
-    "overload": "bench.overload",  # five times what fits: how fast the rest is refused
-    "batch-beside-chat": "bench.batch_beside_chat",  # first tokens of a chat load with and without a batch behind it
-    "disconnects": "bench.disconnects",  # clients that leave at random: how soon their KV is free
-    "kernels": "bench.kernel_table",  # each kernel as a fraction of what the device reaches
-    "kv-transfers": "bench.kv_transfers",  # KV to host memory and back, and a decode beside it
-    "pressure-exactness": "bench.pressure_exactness",  # the same tokens with too little KV memory
-    "plots": "bench.plots",  # the pictures of docs/benchmarks.md
+    "kernels": "kernel.table",  # each kernel as a fraction of what the device reaches
+    "gpu-check": "kernel.gpu_check",  # each kernel against its float64 reference
+    "attention": "kernel.attention",
+    "linear": "kernel.linear",
+    "sampling": "kernel.sampling",
+    "kv-transfers": "kernel.kv_transfers",  # KV to host memory and back, and a decode beside it
+    "engine": "engine.throughput",  # our engine without HTTP, and transformers beside it
+    "engine-cases": "engine.cases",  # our engine in the cases in which others were measured
+    "soak": "engine.soak",  # random traffic on one engine, its books checked after each step
+    "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
+        "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
+    "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
+    "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
+    "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others
+    "http-cases": "serving.http_cases",  # servers in turn under the same loads
+    "http-share": "serving.http_share",  # what of the engine's speed is left through HTTP
+    "served-exactness": "serving.served_exactness",  # what is served against what transformers says
+    "takeover": "serving.takeover",  # texts of bf16 before and behind a worker's death
+    "delivery-cost": "serving.delivery_cost",  # CPU time of a token between the engine and the client
+    "gateway-load": "serving.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
+    "overload": "serving.overload",  # five times what fits: how fast the rest is refused
+    "batch-beside-chat": "serving.batch_beside_chat",  # first tokens with and without a batch behind them
+    "metrics-cost": "serving.metrics_cost",  # what it costs to be observed
+    "disconnects": "serving.disconnects",  # clients that leave at random: how soon their KV is free
+    "plots": "plots",  # the pictures of docs/benchmarks.md
 }
 
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
-        return int(import_module(PROGRAMS[argv[0]]).main(argv[1:]))
-    from bench.load_generator import main as load_main  # noqa: PLC0415
+        return int(import_module(f"bench.{PROGRAMS[argv[0]]}").main(argv[1:]))
+    from bench.serving.load_generator import main as load_main  # noqa: PLC0415
 
     return load_main(argv)
 

@@ -7,7 +7,6 @@ roofline.png             kernels: operations a second over operations a byte, un
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,3 @@ def draw_roofline(kernels: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.sampling_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
 from kernels.sampling_reference import GROUP_SIZE, SamplingRows
 
-# Measured on an H200 (bench/sampling.py). 4096 scores for 8 warps are two 16-byte loads a thread in bf16, and 12
+# Measured on an H200 (bench/kernel/sampling.py). 4096 scores for 8 warps are two 16-byte loads a thread in bf16, and 12
 # programs for a row of 49152 tokens; a row's search has no other program's work to hide its loads behind.
 _GROUPS_PER_TILE, _GROUP_WARPS = 32, 8
 _FLOOR_GROUPS_PER_TILE, _FLOOR_WARPS = 32, 16

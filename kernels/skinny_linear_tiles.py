@@ -2,7 +2,7 @@
 
     tiles_for(weight, num_rows, is_gated) -> Tiles, or None: the library's product is faster or the only one
 
-The rows are those for which the kernel won against cuBLAS in a graph of eight layers (bench/linear.py,
+The rows are those for which the kernel won against cuBLAS in a graph of eight layers (bench/kernel/linear.py,
 bench/results/h200/linear.json). Nothing is tuned while serving.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper import drawings, figures_device, figures_memory, figures_prefix, figures_sharing
-from bench.repository import commit
+from bench.provenance import commit
 
 FIGURES = {
     "2": (figures_memory.figure_2, drawings.figure_2),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from bench.kernel_cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
+from bench.kernel.cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
 from engine_worker.execution.host_pool import CudaHostPool
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 from kernels.paged_attention import paged_attention

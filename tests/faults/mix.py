@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
-from bench.load_report import provenance
+from bench.provenance import provenance
 from pagestream.demo_model import ensure_demo_model
 from tests.faults.disasters import Disasters
 from tests.faults.mixed_requests import MixedRequest, RequestMix

@@ -1,11 +1,11 @@
-"""The checks of bench/gpu_check.py as tests, on a machine with a GPU: bf16, fp16 and fp32 over the serving shapes."""
+"""The checks of bench gpu-check as tests, on a machine with a GPU: bf16, fp16 and fp32 over the serving shapes."""
 
 import pytest
 import torch
 
-from bench.gpu_check import all_checks
-from bench.kernel_cases import Check
-from bench.sampling import run_checks
+from bench.kernel.cases import Check
+from bench.kernel.gpu_check import all_checks
+from bench.kernel.sampling import run_checks
 from kernels.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 pytestmark = [

@@ -4,7 +4,7 @@ Without a GPU the operations themselves are called: CPU tensors mean the referen
 import torch
 from torch.nn import functional
 
-from bench.kernel_cases import HeadShape, attention_batch, exact_attention, measure_error
+from bench.kernel.cases import HeadShape, attention_batch, exact_attention, measure_error
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_and_mul import silu_and_mul

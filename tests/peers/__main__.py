@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.own_server import own_server
+from bench.serving.own_server import own_server
 from pagestream.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from tests.peers import aiperf, guidellm, lm_eval, open_webui, vllm_bench
 from tests.peers.peer import Environment, PeerFailed, Report, Served

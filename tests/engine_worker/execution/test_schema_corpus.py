@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.schema_corpus import kubernetes
-from bench.structured import answer, followable, spread
+from bench.engine.schema_corpus import kubernetes
+from bench.engine.structured import answer, followable, spread
 from tests.engine_worker.execution.reference import make_engine, make_runner, write_model
 from tests.tiny_model import IM_END, VOCAB_SIZE, write_tiny_model
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_logits_depend_on_the_sequence_alone(tmp_path: Path) -> None:
     # A process of its own: the settings must be made before CUDA starts.
-    command = ["-m", "bench.batch_invariance", "--deterministic", "--num-layers", "2", "--out", str(tmp_path)]
+    command = ["-m", "bench", "batch-invariance", "--deterministic", "--num-layers", "2", "--out", str(tmp_path)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     result = json.loads((tmp_path / "batch_invariance_deterministic.json").read_text())
     assert result["other_bits"] == {"decode_batches": [], "alone": [], "chunks": False, "decode_against_prefill": False}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from bench.kernel_cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
+from bench.kernel.cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
 from kernels import paged_attention_decode, paged_attention_invariant, paged_attention_plan
 from kernels.paged_attention import paged_attention_triton
 from kernels.paged_attention_plan import plan_decode

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.kernel_cases import measure_error, rounding_tolerance
+from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 
 CASES = pytest.mark.parametrize(

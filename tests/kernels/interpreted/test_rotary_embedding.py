@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.kernel_cases import measure_error, rounding_tolerance
+from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.rotary_embedding import rotate_and_store_reference, rotate_and_store_triton, rotate_reference
 
 BLOCK_SIZE = 8

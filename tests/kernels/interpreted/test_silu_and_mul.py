@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.kernel_cases import measure_error, rounding_tolerance
+from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
 
 

@@ -1,0 +1,135 @@
+"""python -m bench engine-cases --trace FILE [--peer-json FILE] -- WORKER FLAGS: our engine in the cases of others.
+
+The engine is composed exactly as in `pagestream worker`, of whose flags every one may follow `--`; there is no HTTP and
+no store. The figures of another engine, as JSON lines of the same names, are shown beside ours. Writes OUT/NAME.jsonl
+as the figures come, so that a run that is cut off keeps what it had.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.engine.session import EngineSession
+from bench.engine.table import comparison
+from bench.provenance import provenance
+from bench.workload import read_trace
+
+SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile")
+Emit = Callable[[dict[str, Any]], None]
+
+
+def main(argv: list[str]) -> int:
+    started_at = time.perf_counter()
+    own, worker_flags = _split(argv)
+    options = _parser().parse_args(own)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    with (options.out / f"{options.name}.jsonl").open("a", encoding="utf-8") as file:
+
+        def emit(row: dict[str, Any]) -> None:
+            rows.append(row)
+            print(json.dumps(row), file=file, flush=True)
+            print("RESULT", json.dumps(row)[:400], flush=True)
+
+        emit({"what": "origin", **provenance(["engine-cases", *argv])})
+        failed = _run(options, worker_flags, started_at, emit)
+    peer = [json.loads(line) for path in options.peer_json for line in path.read_text(encoding="utf-8").splitlines()]
+    print(comparison(rows, peer))
+    return 1 if failed else 0
+
+
+def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float, emit: Emit) -> bool:
+    """Whether a section failed; the others are run all the same."""
+    import torch  # noqa: PLC0415 - its import is a part of the start that is measured
+
+    from bench.engine.profile import profile  # noqa: PLC0415 - imports torch
+    from bench.engine.sections import SECTIONS as BY_NAME  # noqa: PLC0415
+    from bench.engine.sections import Bench  # noqa: PLC0415
+    from engine_worker.__main__ import load_engine  # noqa: PLC0415
+    from engine_worker.settings import WorkerSettings  # noqa: PLC0415
+    from shared.settings import load_settings  # noqa: PLC0415
+
+    settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="engine-cases").settings
+    imported_at = time.perf_counter()
+    loaded = load_engine(settings, _print_progress)
+    emit(
+        {
+            "what": "engine_start",
+            "import_s": round(imported_at - started_at, 2),
+            "engine_s": round(time.perf_counter() - imported_at, 2),
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "kv_bytes": loaded.info.memory_bytes.get("kv"),
+            "max_model_len": loaded.info.max_model_len,
+        }
+    )
+    first, last = options.token_ids
+    bench = Bench(
+        session=EngineSession(loaded.engine),
+        lengths=read_trace(options.trace)[: options.num_requests],
+        token_ids=range(first, last),
+        repeats=options.repeats,
+        seed=random.Random(options.seed),
+    )
+    bench.warm_up()
+    sections = {**BY_NAME, "profile": profile}
+    failed = False
+    for name in options.sections:
+        begun_at = time.perf_counter()
+        if begun_at - started_at > options.budget_seconds:
+            emit({"what": "skipped", "section": name})
+            continue
+        try:
+            for row in sections[name](bench):
+                emit(row)
+        except Exception as error:  # the engine is in an unknown state after it, but what was measured stays
+            traceback.print_exc()
+            emit({"what": "error", "section": name, "error": repr(error)[:500]})
+            failed = True
+        emit({"what": "section_time", "section": name, "s": round(time.perf_counter() - begun_at, 1)})
+    loaded.engine.check_integrity()
+    return failed
+
+
+def _print_progress(phase: str, progress: float, detail: str) -> None:
+    print(f"{phase} {progress:4.0%} {detail}", flush=True)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench engine-cases", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="JSON list of [prompt_tokens, output_tokens]")
+    parser.add_argument("--num-requests", type=int, default=None, help="of the trace; default: all")
+    parser.add_argument("--sections", type=_sections, default=["decode", "prefill", "trace"], help=",".join(SECTIONS))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--token-ids", type=_range, default=(100, 49152), help="range of prompt tokens, 100:49152")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no section after so long")
+    parser.add_argument("--peer-json", type=Path, action="append", default=[], help="JSON lines of another engine")
+    parser.add_argument("--name", default="pagestream")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of NAME.jsonl")
+    return parser
+
+
+def _sections(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"no such section: {', '.join(sorted(unknown))}")
+    return names
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    return int(first), int(last)

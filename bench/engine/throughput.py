@@ -1,0 +1,198 @@
+"""python -m bench engine --model DIR: the engine without HTTP, and transformers beside it in the same run.
+
+    decode   aggregate output tokens a second once every sequence has its first token
+    e2e      all output tokens over the whole time, prefill included
+    TTFT     one prompt of --ttft-tokens, nothing else running
+
+Every repetition visits every concurrency and both sides before the next one begins, so that a change of the machine's
+speed meets all of them. --check holds each greedy token against the fp32 logits of transformers on the same prefix.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.side import Run, run_engine
+from bench.provenance import commit
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+
+# Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
+# 0.04 on a CPU; a token of a wrong network lies about four away, the maximum over a vocabulary.
+CHECK_MARGIN_DEVIATIONS = 0.1
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    runner, load_seconds = _load(options)
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m bench engine", *argv]),
+        "commit": commit(),
+        "machine": _machine(runner),
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "load_seconds": load_seconds,
+    }
+    failed = False
+    if options.check:
+        result["check"] = _check(options, runner)
+        failed = not result["check"]["passed"]
+    if options.reps:
+        result["runs"], result["ttft"] = _measure(options, runner)
+        _print_table(result["runs"], result["ttft"], options.ttft_tokens)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+    return 1 if failed else 0
+
+
+def _load(options: argparse.Namespace) -> tuple[ModelRunner, float]:
+    longest = max(options.prompt_tokens + options.output_tokens, options.ttft_tokens + 1)
+    num_tokens = max(max(options.concurrency) * (options.prompt_tokens + options.output_tokens), longest)
+    started = time.perf_counter()
+    runner = load_model_runner(
+        ExecutionSettings(
+            model=options.model,
+            device=options.device,
+            dtype=options.dtype,
+            load_format=options.load_format,
+            block_size=options.block_size,
+            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+            max_num_seqs=max(options.concurrency),
+            max_num_batched_tokens=4096,
+            max_model_len=longest,
+            num_threads=options.num_threads,
+        ),
+        lambda phase, progress, detail: print(f"{phase} {progress:4.0%}  {detail}", flush=True),
+    )
+    if (runner.num_blocks - 1) * runner.block_size < num_tokens:
+        print(f"the KV cache holds less than {num_tokens} tokens: sequences will wait, and decode is not comparable")
+    return runner, time.perf_counter() - started
+
+
+def _measure(options: argparse.Namespace, runner: ModelRunner) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    sides = {"pagestream": lambda prompts, tokens: run_engine(runner, prompts, tokens)}
+    if options.compare == "transformers":
+        from bench.engine.transformers_side import load_transformers, run_transformers  # noqa: PLC0415 - only if asked for
+
+        model = load_transformers(options.model, runner, getattr(torch, runner.dtype_name), options.load_format)
+        sides["transformers"] = lambda prompts, tokens: run_transformers(model, prompts, tokens)
+    runs, ttft = [], []
+    for side in sides.values():  # the first call of a side pays for lazy initialisation
+        side(_prompts(runner, 1, options.prompt_tokens, seed=-1), 2)
+    for rep in range(options.reps):
+        for name, side in sides.items():
+            run = side(_prompts(runner, 1, options.ttft_tokens, seed=rep), 1)
+            ttft.append({"side": name, "rep": rep, "seconds": run.seconds})
+        for concurrency in options.concurrency:
+            for name, side in sides.items():
+                prompts = _prompts(runner, concurrency, options.prompt_tokens, seed=rep)
+                run = side(prompts, options.output_tokens)
+                runs.append({"side": name, "rep": rep, "concurrency": concurrency, **_figures(run)})
+                print(json.dumps(runs[-1]), flush=True)
+    return runs, ttft
+
+
+def _check(options: argparse.Namespace, runner: ModelRunner) -> dict[str, Any]:
+    from bench.engine.transformers_side import load_transformers, shortfalls  # noqa: PLC0415 - only if asked for
+
+    longest = runner.max_model_len - options.check_tokens
+    lengths = [length for length in (1, 15, 16, 17, 33, 64, 127, 192, 500, 1000, 1500) if length <= longest]
+    prompts = [_prompts(runner, 1, length, seed=length)[0] for length in lengths]
+    run = run_engine(runner, prompts, options.check_tokens)
+    model = load_transformers(options.model, runner, torch.float32, options.load_format)
+    pairs = zip(prompts, run.outputs, strict=True)
+    measured = [shortfalls(model, prompt, output) for prompt, output in pairs]
+    deviation = statistics.mean(deviation for _, deviation in measured)
+    all_shortfalls = [shortfall for values, _ in measured for shortfall in values]
+    margin = CHECK_MARGIN_DEVIATIONS * deviation
+    check = {
+        "prompt_lengths": lengths,
+        "tokens": len(all_shortfalls),
+        "argmax_ratio": sum(shortfall == 0 for shortfall in all_shortfalls) / len(all_shortfalls),
+        "worst_shortfall": max(all_shortfalls),
+        "logits_deviation": deviation,
+        "margin": margin,
+        "passed": max(all_shortfalls) <= margin,
+    }
+    print(
+        f"check {'passed' if check['passed'] else 'FAILED'}: {check['tokens']} greedy tokens, "
+        f"{check['argmax_ratio']:.1%} are the argmax of transformers in fp32, "
+        f"the worst is {check['worst_shortfall']:.4f} below it; "
+        f"the margin is {margin:.4f}, {CHECK_MARGIN_DEVIATIONS} deviations of the logits"
+    )
+    return check
+
+
+def _prompts(runner: ModelRunner, count: int, length: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    last = min(49_000, runner.model_config.vocab_size - 1)
+    return [[source.randint(min(100, last), last) for _ in range(length)] for _ in range(count)]
+
+
+def _figures(run: Run) -> dict[str, float]:
+    return {
+        "decode_tokens_per_second": round(run.decode_tokens_per_second, 2),
+        "e2e_tokens_per_second": round(run.e2e_tokens_per_second, 2),
+        "seconds_to_first_tokens": round(run.seconds_to_first_tokens, 4),
+    }
+
+
+def _print_table(runs: list[dict[str, Any]], ttft: list[dict[str, Any]], ttft_tokens: int) -> None:
+    print(f"\n{'side':14} {'C':>3} {'decode tok/s (each rep)':>40} {'e2e tok/s':>10}")
+    for side, concurrency in dict.fromkeys((run["side"], run["concurrency"]) for run in runs):
+        group = [run for run in runs if (run["side"], run["concurrency"]) == (side, concurrency)]
+        decode = [run["decode_tokens_per_second"] for run in group]
+        each = f"{statistics.median(decode):8.1f}  ({' '.join(f'{value:.0f}' for value in decode)})"
+        e2e = statistics.median(run["e2e_tokens_per_second"] for run in group)
+        print(f"{side:14} {concurrency:3} {each:>40} {e2e:10.1f}")
+    for side in dict.fromkeys(row["side"] for row in ttft):
+        seconds = statistics.median(row["seconds"] for row in ttft if row["side"] == side)
+        print(f"{side:14} TTFT of {ttft_tokens} tokens: {seconds:.3f} s")
+
+
+def _machine(runner: ModelRunner) -> dict[str, Any]:
+    machine: dict[str, Any] = {
+        "device": runner.device_type,
+        "dtype": runner.dtype_name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "threads": torch.get_num_threads(),
+    }
+    if runner.device_type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    return machine
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench engine", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 8, 16, 32], help="comma separated")
+    parser.add_argument("--prompt-tokens", type=int, default=192)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--ttft-tokens", type=int, default=1500)
+    parser.add_argument("--reps", type=int, default=2, help="0 measures nothing, for --check alone")
+    parser.add_argument("--compare", choices=("none", "transformers"), default="none")
+    parser.add_argument("--check", action="store_true", help="hold greedy tokens against transformers in fp32")
+    parser.add_argument("--check-tokens", type=int, default=32, help="output tokens of each checked prompt")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
+    parser.add_argument("--num-threads", type=int, default=None)
+    parser.add_argument("--output", type=Path, default=Path("bench/results"), help="directory of the JSON")
+    return parser
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

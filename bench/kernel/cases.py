@@ -1,0 +1,149 @@
+"""Random inputs for the kernels and the judgement of their outputs, shared by gpu_check.py and tests/kernels.
+
+Everything that a kernel must not read is NaN: unused slots, block 0, blocks of nobody, other layers. Errors are
+measured against float64. Knows torch and kernels/ only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import paged_attention_reference
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+HEAD_SHAPES = {"smollm2-135m": HeadShape(9, 3, 64), "llama-8b": HeadShape(32, 8, 128)}
+HIDDEN = {"smollm2-135m": (576, 1536), "llama-8b": (4096, 14336)}
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The arguments of paged_attention, by their names."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+    max_seq_len: int
+    scale: float
+
+
+def attention_batch(
+    shape: HeadShape, block_size: int, lengths: list[tuple[int, int]], dtype: torch.dtype, generator: torch.Generator
+) -> AttentionBatch:
+    """One sequence for each (cached tokens, new tokens): strided query and cache views, blocks in random order."""
+    device = generator.device
+    random = {"dtype": dtype, "device": device, "generator": generator}
+    seq_lens = torch.tensor([cached + new for cached, new in lengths], dtype=torch.int32)
+    num_blocks = -(-seq_lens // block_size)
+    total = int(num_blocks.sum())
+    pool = torch.full(
+        (total + 3, 2, 2, shape.num_kv_heads, block_size, shape.head_dim), torch.nan, dtype=dtype, device=device
+    )
+    ids = 1 + torch.randperm(total + 2, device=device, generator=generator)[:total]
+    used_slots = torch.cat([
+        (torch.arange(int(blocks) * block_size) < int(seq_len)).view(-1, block_size)
+        for blocks, seq_len in zip(num_blocks, seq_lens, strict=True)
+    ]).to(device)  # fmt: skip
+    for key_or_value in range(2):
+        rows = torch.randn(total, shape.num_kv_heads, block_size, shape.head_dim, **random)
+        pool[ids, 1, key_or_value] = rows.masked_fill_(~used_slots[:, None, :, None], torch.nan)
+    # One column more than the longest sequence needs; unused entries name a block that holds NaN.
+    tables = torch.zeros(len(lengths), int(num_blocks.max()) + 1, dtype=torch.int32, device=device)
+    for row, sequence_ids in enumerate(ids.split(num_blocks.tolist())):
+        tables[row, : len(sequence_ids)] = sequence_ids
+    new = torch.tensor([new for _, new in lengths])
+    num_tokens = int(new.sum())
+    qkv = torch.randn(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, **random)
+    return AttentionBatch(
+        query=qkv[:, : shape.num_heads],
+        key_cache=pool[:, 1, 0],
+        value_cache=pool[:, 1, 1],
+        block_tables=tables,
+        query_start_loc=torch.nn.functional.pad(new.cumsum(0), (1, 0)).to(device, torch.int32),
+        seq_lens=seq_lens.to(device),
+        max_query_len=int(new.max()),
+        max_seq_len=int(seq_lens.max()),
+        scale=shape.head_dim**-0.5,
+    )
+
+
+def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
+    """The reference in float64. Long prompts are cut into chunks, each a sequence of its own, to bound the memory."""
+    starts, ends, lens, rows = [0], batch.query_start_loc.tolist(), [], []
+    for sequence, seq_len in enumerate(batch.seq_lens.tolist()):
+        start, end = ends[sequence], ends[sequence + 1]
+        for chunk_end in [*range(start + chunk_tokens, end, chunk_tokens), end]:
+            starts.append(chunk_end)
+            lens.append(seq_len - (end - chunk_end))
+            rows.append(sequence)
+    return paged_attention_reference(
+        batch.query.double(), batch.key_cache, batch.value_cache, batch.block_tables[rows],
+        torch.tensor(starts), torch.tensor(lens), batch.max_query_len, batch.max_seq_len, batch.scale,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Error:
+    """norm_ratio: |out - exact| / |exact|. worst_ratio: an element's largest |out - exact| / (|exact| + row's rms)."""
+
+    norm_ratio: float
+    worst_ratio: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        # NaN compares false. A single element may use four times what the whole may: a value near zero in a row
+        # carries the rounding of its row's larger terms.
+        return self.norm_ratio <= self.tolerance and self.worst_ratio <= 4 * self.tolerance
+
+
+def measure_error(output: Tensor, exact: Tensor, tolerance: float) -> Error:
+    difference = output.double() - exact
+    row_rms = exact.square().mean(dim=-1, keepdim=True).sqrt()
+    # A row of zeros must be matched exactly: any difference there counts as infinite.
+    scale = exact.abs() + row_rms
+    worst = torch.where(difference == 0, 0.0, difference.abs() / scale).max()
+    norm = difference.norm() / exact.norm() if exact.norm() > 0 else difference.norm()
+    return Error(float(norm), float(worst), tolerance)
+
+
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """For one rounding of an exact result: half a unit in the last place, at most eps / 2 of the value. Float32
+    results also carry the float32 arithmetic before it: exp, rsqrt and sums of thousands of terms come to a few
+    eps."""
+    return 16 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.5 * torch.finfo(dtype).eps
+
+
+def attention_tolerance(dtype: torch.dtype) -> float:
+    """Softmax weights and output are rounded to the dtype, eps / 2 each. Float32 goes through tensor cores as three
+    tf32 products, about 1e-6 of a score; scores of a few units move their exponentials by a few times that."""
+    return 2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+Check = Callable[[torch.Generator], list[Error]]
+
+
+def same_bits(output: Tensor, expected: Tensor) -> Error:
+    return Error(0.0, 0.0, 0.0) if torch.equal(output, expected) else Error(float("inf"), float("inf"), 0.0)
+
+
+def poisoned(call: Callable[[], Any]) -> Any:
+    """Call with uninitialised memory filled with NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,267 @@
+"""Every kernel on a CUDA device against its float64 reference, then timings: `python -m bench gpu-check --out DIR`.
+
+Prints a table with one line a case, writes DIR/gpu_check.json, and exits with 1 if a case failed, raised or did not
+fit the time limit. A case that raises is reported and the rest still runs. Knows torch, triton and kernels/ only. The
+cases are also the GPU tests of tests/kernels.
+"""
+
+import argparse
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench
+
+from bench.kernel.attention_checks import (
+    MIXED,
+    check_attention,
+    check_captured,
+    check_chunks,
+    check_for_every_device,
+    check_invariance,
+    check_tilings,
+)
+from bench.kernel.cases import (
+    HEAD_SHAPES,
+    HIDDEN,
+    Check,
+    Error,
+    attention_batch,
+    measure_error,
+    poisoned,
+    rounding_tolerance,
+    same_bits,
+)
+from kernels.kv_block_copy import copy_kv_blocks
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from kernels.rotary_embedding import rotate_and_store, rotate_reference, store_kv_reference
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from kernels.skinny_linear import gated_skinny_linear, skinny_linear
+from kernels.skinny_linear_tiles import H200_TILES, tiles_for
+
+READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# name: (cached tokens, new tokens) of each sequence
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "decode 1": [(1000, 1)],
+    "decode 1 long": [(20_000, 1)],
+    "decode 32 ragged": [(37 * i, 1) for i in range(32)],
+    "decode 256": [(100 + i, 1) for i in range(256)],
+    "prefill 1": [(0, 1500)],
+    "prefill ragged": [(0, 1), (0, 2), (0, 63), (0, 64), (0, 65), (300, 129), (17, 700)],
+    "mixed": MIXED,
+}
+LONG_PREFILL = [(0, 8192)]
+TIMED: dict[str, list[tuple[int, int]]] = {
+    **{f"decode {b} x {n}": [(n - 1, 1)] * b for b, n in ((1, 1024), (1, 8192), (16, 1024), (16, 8192))},
+    **{f"decode {b} x {n}": [(n - 1, 1)] * b for b, n in ((64, 1024), (64, 8192), (256, 1024))},
+    "prefill 1 x 8192": [(0, 8192)],
+    "prefill 8 x 1024": [(0, 1024)] * 8,
+    "mixed 64 x 1024 + 2048 new": [*[(1023, 1)] * 64, (0, 2048)],
+}
+
+
+def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Check:
+    """RMSNorm alone and with the addition, SiLU gate; inputs are strided views."""
+    hidden, intermediate = HIDDEN[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=generator.device, generator=generator)
+
+        tolerance = rounding_tolerance(dtype)
+        x, residual, weight = random(num_tokens, 2 * hidden)[:, :hidden], random(num_tokens, hidden), random(hidden)
+        normed = poisoned(lambda: rms_norm(x, weight, 1e-5))
+        added, new_residual = poisoned(lambda: add_rms_norm(x, residual, weight, 1e-5))
+        gate_up = 3 * random(num_tokens, 2 * intermediate)
+        gated = poisoned(lambda: silu_and_mul(gate_up))
+        return [
+            measure_error(normed, rms_norm_reference(x.double(), weight.double(), 1e-5), tolerance),
+            measure_error(new_residual, x.double() + residual.double(), tolerance),
+            measure_error(added, rms_norm_reference(new_residual.double(), weight.double(), 1e-5), tolerance),
+            measure_error(gated, silu_and_mul_reference(gate_up.double()), tolerance),
+        ]
+
+    return check
+
+
+def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int) -> Check:
+    """Queries and keys rotated in place, keys and values in their slots, and no other byte of the pool changed."""
+    heads = HEAD_SHAPES[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        device, kv_heads, rotated = generator.device, heads.num_kv_heads, heads.num_heads + heads.num_kv_heads
+        pool = torch.full((130, 2, 2, kv_heads, block_size, heads.head_dim), torch.nan, dtype=dtype, device=device)
+        qkv = torch.randn(num_tokens, rotated + kv_heads, heads.head_dim, device=device, generator=generator).to(dtype)
+        positions = torch.randint(8192, (num_tokens,), device=device, generator=generator)
+        angles = torch.rand(8192, heads.head_dim // 2, device=device, generator=generator) * 6.28
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        slots = torch.randperm(130 * block_size, device=device, generator=generator)[:num_tokens]
+        slots[1::7] = -1
+        exact = rotate_reference(qkv[:, :rotated].double(), positions, table.double())
+        values, expected = qkv[:, rotated:].clone(), pool.clone()
+        rotate_and_store(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots)
+        store_kv_reference(qkv[:, heads.num_heads : rotated], values, expected[:, 1, 0], expected[:, 1, 1], slots)
+        return [
+            measure_error(qkv[:, :rotated], exact, rounding_tolerance(dtype)),
+            same_bits(qkv[:, rotated:], values),
+            same_bits(pool.nan_to_num(7.0), expected.nan_to_num(7.0)),
+        ]
+
+    return check
+
+
+def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: int) -> Check:
+    """Against float64; the same bits as cuBLAS has for many rows, which sums in the same order; no race."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=torch.bfloat16, device=generator.device, generator=generator)
+
+        x, weight = random(512, num_inputs), random(num_outputs * (1 + is_gated), num_inputs) * 0.02
+        tiles = tiles_for(weight, num_rows, is_gated)
+        assert tiles is not None, "no tiles for this device"
+        operation = gated_skinny_linear if is_gated else skinny_linear
+        output = poisoned(lambda: operation(x[:num_rows], weight, tiles))
+        exact = x[:num_rows].double() @ weight.double().T
+        library = torch.nn.functional.linear(x, weight)
+        if is_gated:
+            # Gate and up are rounded before they are multiplied: eps / 2 each, next to that of the result.
+            exact, library = silu_and_mul_reference(exact), silu_and_mul(library)
+        return [
+            measure_error(output, exact, rounding_tolerance(torch.bfloat16) * (2 if is_gated else 1)),
+            same_bits(output, library[:num_rows]),
+            *(same_bits(operation(x[:num_rows], weight, tiles), output) for _ in range(5)),
+        ]
+
+    return check
+
+
+def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check:
+    """Copies move bytes: the whole pool must equal the reference's, bit for bit."""
+    heads = HEAD_SHAPES[shape]
+
+    def check(generator: torch.Generator) -> list[Error]:
+        random = {"dtype": dtype, "device": generator.device, "generator": generator}
+        pool = torch.randn(64, 3, 2, heads.num_kv_heads, block_size, heads.head_dim, **random)
+        expected = pool.clone()
+        copies = torch.randperm(64, device=generator.device, generator=generator)[:20].view(10, 2)
+        copy_kv_blocks(pool, pool, copies)
+        expected[copies[:, 1]] = expected[copies[:, 0]]
+        return [same_bits(pool, expected)]
+
+    return check
+
+
+def all_checks() -> dict[str, Check]:
+    checks: dict[str, Check] = {}
+    for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
+        for num_rows in (1, 7, 16, 31, 64, 100):
+            if num_rows <= choices[-1][0]:
+                name = f"linear {num_outputs} x {num_inputs}{' gated' if is_gated else ''} T={num_rows}"
+                checks[name] = check_skinny_linear(num_outputs, num_inputs, is_gated, num_rows)
+    for shape in HEAD_SHAPES:
+        for dtype in DTYPES:
+            name = f"{shape} {str(dtype).removeprefix('torch.')}"
+            for num_tokens in (1, 7, 1000):
+                checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
+                checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16)
+            # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
+            for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
+                checks[f"block copies {name} block {block_size}"] = check_block_copies(shape, block_size, dtype)
+                rotation = f"rotation {name} T=300 block {block_size}"
+                checks[rotation] = check_rotation(shape, 300, dtype, block_size)
+                for case, lengths in LENGTHS.items():
+                    checks[f"{case}, {name} block {block_size}"] = check_attention(shape, block_size, lengths, dtype)
+            checks[f"invariance {name}"] = check_invariance(shape, dtype)
+            checks[f"chunks {name}"] = check_chunks(shape, dtype)
+            checks[f"captured {name}"] = check_captured(shape, dtype)
+            if dtype != torch.float32:
+                checks[f"tilings {name}"] = check_tilings(shape, dtype)
+                checks[f"mixed for every device, {name}"] = check_for_every_device(shape, dtype)
+        checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
+    return checks
+
+
+def run_checks(time_limit_seconds: float, only: list[str]) -> list[dict[str, Any]]:
+    started = time.monotonic()
+    chosen = {name: check for name, check in all_checks().items() if not only or name.startswith(tuple(only))}
+    return [run_check(name, check, started + time_limit_seconds) for name, check in chosen.items()]
+
+
+def run_check(name: str, check: Check, deadline: float) -> dict[str, Any]:
+    started = time.monotonic()
+    if started > deadline:
+        return {"case": name, "passed": False, "note": "not run: time limit"}
+    result: dict[str, Any] = {"case": name}
+    try:
+        errors = check(torch.Generator(device="cuda").manual_seed(len(name)))
+        torch.cuda.synchronize()
+        result |= {"passed": all(error.passed for error in errors), "errors": [vars(error) for error in errors]}
+    except Exception as exception:  # one broken case must not hide the others; the table shows it as failed
+        last_line = (str(exception).strip().splitlines() or [""])[-1]
+        result |= {"passed": False, "note": f"{type(exception).__name__}: {last_line}"[:200]}
+        result["traceback"] = traceback.format_exc()
+    return result | {"seconds": time.monotonic() - started}
+
+
+def time_attention(name: str, lengths: list[tuple[int, int]]) -> dict[str, Any]:
+    """Median time, and what the floor's unit reaches: bytes of keys and values for decode, operations for prefill."""
+    shape = HEAD_SHAPES["llama-8b"]
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    batch = attention_batch(shape, 16, lengths, torch.bfloat16, generator)
+    seconds = do_bench(lambda: paged_attention(**vars(batch)), warmup=20, rep=80, return_mode="median") / 1e3
+    read_bytes = sum(cached + new for cached, new in lengths) * 2 * shape.num_kv_heads * shape.head_dim * 2
+    seen_keys = sum(new * cached + new * (new + 1) // 2 for cached, new in lengths)
+    return {
+        "case": name,
+        "microseconds": seconds * 1e6,
+        "read_ceiling_ratio": read_bytes / seconds / READ_CEILING_BYTES_PER_SECOND,
+        "teraflops_per_second": 4 * seen_keys * shape.num_heads * shape.head_dim / seconds / 1e12,
+    }
+
+
+def print_checks(results: list[dict[str, Any]]) -> None:
+    print(f"{'case':58s} {'norm':>9s} {'worst':>9s} {'tolerance':>9s} {'s':>5s}")
+    for result in results:
+        errors = result.get("errors") or [{}]
+        shown = max(errors, key=lambda error: error.get("norm_ratio", 0))
+        numbers = " ".join(f"{shown.get(key, float('nan')):9.1e}" for key in ("norm_ratio", "worst_ratio", "tolerance"))
+        verdict = "ok" if result["passed"] else f"FAILED {result.get('note', '')}"
+        print(f"{result['case']:58s} {numbers} {result.get('seconds', 0):5.1f} {verdict}")
+
+
+def print_timings(timings: list[dict[str, Any]]) -> None:
+    print(f"\n{'attention, llama-8b bf16 block 16':40s} {'us':>9s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
+    for timing in timings:
+        print(
+            f"{timing['case']:40s} {timing['microseconds']:9.1f} {timing['read_ceiling_ratio']:16.2f} "
+            f"{timing['teraflops_per_second']:8.0f}"
+        )
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
+    parser.add_argument("--time-limit-seconds", type=float, default=110.0, help="checks beyond it count as failed")
+    parser.add_argument("--no-timings", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of the cases to run")
+    options = parser.parse_args(argv)
+    results = run_checks(options.time_limit_seconds, options.only)
+    timings = [] if options.no_timings else [time_attention(name, lengths) for name, lengths in TIMED.items()]
+    print_checks(results)
+    print_timings(timings)
+    failed = [result for result in results if not result["passed"]]
+    for result in failed[:3]:
+        print(f"\n{result['case']}\n{result.get('traceback', '')[-1500:]}")
+    print(f"\n{len(results) - len(failed)} of {len(results)} passed on {torch.cuda.get_device_name()}", end=", ")
+    print(f"torch {torch.__version__}, triton {triton.__version__}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gpu_check.json").write_text(json.dumps({"checks": results, "timings": timings}, indent=1))
+    return 1 if failed else 0

@@ -1,0 +1,1 @@
+"""Real processes under load over HTTP: ours, and others beside them."""

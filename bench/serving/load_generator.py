@@ -1,0 +1,180 @@
+"""python -m bench [OPTIONS]: load an OpenAI-compatible server with streamed requests and time every token.
+
+Prompts are seeded random token ids (completions) or words (chat). A run is bounded by concurrency, or has Poisson
+arrivals; several values, separated by commas, make several runs. Ends with 1 when a request failed, was cut short, or
+brought another number of tokens than asked for.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from bench.provenance import provenance
+from bench.serving import load_report
+from bench.serving.load_summary import samples, summarise
+from bench.serving.streaming_request import RequestResult, Target, send
+from bench.workload import PlannedRequest, Workload, WorkloadError, read_trace, take_lengths
+
+_Value = TypeVar("_Value")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(arguments)
+    if options.png and not load_report.can_draw():
+        return 2
+    try:
+        return asyncio.run(_benchmark(options, provenance(arguments)))
+    except (WorkloadError, aiohttp.ClientError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+async def _benchmark(options: argparse.Namespace, origin: dict[str, Any]) -> int:
+    workload = _workload(options)
+    runs: list[tuple[dict[str, Any], dict[str, list[float]]]] = []
+    async with _target(options) as target:
+        origin |= {"model": target.model, "server": await _server_version(target)}
+        if options.warmup:
+            warmup = replace(workload, lengths=take_lengths([(32, 8)], options.warmup))
+            await _run(target, warmup, options.warmup, float("inf"), stream="warm-up")
+        loads: list[tuple[str, float]] = [("rate", rate) for rate in options.rate or []]
+        loads = loads or [("concurrency", limit) for limit in options.concurrency]
+        for kind, value in loads:
+            limit, rate = (0, value) if kind == "rate" else (int(value), float("inf"))
+            results = await _run(target, workload, limit, rate, stream=f"{kind} {value}")
+            runs.append((summarise({kind: value}, results), samples(results)))
+            print(f"{kind} {value}: {len(results)} requests done", file=sys.stderr)
+    return _report(options, origin, runs)
+
+
+def _report(options: argparse.Namespace, origin: dict[str, Any], runs: list[tuple[dict[str, Any], Any]]) -> int:
+    summaries = [summary for summary, _ in runs]
+    print(load_report.table(summaries))
+    if options.json:
+        load_report.write_json(options.json, origin, summaries)
+    if options.png:
+        load_report.write_png(options.png, origin, runs)
+    failures = [failure for summary in summaries for failure in summary["failures"]]
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+async def _run(target: Target, workload: Workload, limit: int, rate: float, stream: str) -> list[RequestResult]:
+    """All requests of one run: at most `limit` at a time, or, when it is 0, each at its arrival time."""
+    planned = workload.requests(rate, stream)
+    if limit:
+        lanes = await asyncio.gather(*(_lane(target, planned) for _ in range(limit)))
+        return [result for lane in lanes for result in lane]
+    requests = list(planned)
+    start = asyncio.get_running_loop().time()
+    return list(await asyncio.gather(*(_at_its_time(target, request, start) for request in requests)))
+
+
+async def _lane(target: Target, planned: Iterator[PlannedRequest]) -> list[RequestResult]:
+    return [await send(target, request) for request in planned]
+
+
+async def _at_its_time(target: Target, request: PlannedRequest, start: float) -> RequestResult:
+    await asyncio.sleep(start + request.arrival_seconds - asyncio.get_running_loop().time())
+    return await send(target, request)
+
+
+@asynccontextmanager
+async def _target(options: argparse.Namespace) -> AsyncIterator[Target]:
+    url = options.url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=options.timeout_seconds),
+        headers=headers,
+        read_bufsize=2**20,
+    ) as session:
+        yield Target(
+            session=session,
+            url=url,
+            model=options.model or await _first_model(session, url),
+            chat=options.api == "chat",
+            exact_lengths=not options.stop_at_eos,
+            extra_body=options.extra_body,
+        )
+
+
+async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/v1/models", raise_for_status=True) as response:
+        models = await response.json()
+    try:
+        return str(models["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise WorkloadError(f"{url}/v1/models names no model: {str(models)[:200]}") from error
+
+
+async def _server_version(target: Target) -> Any:
+    async with target.session.get(f"{target.url}/version") as response:
+        return await response.json() if response.status == 200 else "unknown"
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    lengths = read_trace(options.trace) if options.trace else [(options.prompt_tokens, options.output_tokens)]
+    first, last = options.token_ids
+    return Workload(
+        lengths=take_lengths(lengths, options.num_requests or max(len(lengths), 64)),
+        token_ids=range(first, last),
+        seed=options.seed,
+        chat=options.api == "chat",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream bench", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", default="", help="default: the first one in /v1/models")
+    parser.add_argument("--api", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--trace", type=Path, help="JSON list of [prompt_tokens, output_tokens]")
+    parser.add_argument("--prompt-tokens", type=_count, default=192, help="without a trace (%(default)s)")
+    parser.add_argument("--output-tokens", type=_count, default=128, help="without a trace (%(default)s)")
+    parser.add_argument("--num-requests", type=_count, help="in each run; default: the whole trace, or 64")
+    parser.add_argument("--concurrency", type=_list_of(_count), default=[8], help="open requests, such as 1,4,16 (8)")
+    parser.add_argument("--rate", type=_list_of(_rate), help="Poisson arrivals a second instead; inf: all at once")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=4, help="requests before the first run (%(default)s)")
+    parser.add_argument("--token-ids", type=_token_ids, default=(100, 49000), help="range of prompt tokens, 100:49000")
+    parser.add_argument("--stop-at-eos", action="store_true", help="let answers end early, and accept any length")
+    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON object merged into each request")
+    parser.add_argument("--timeout-seconds", type=float, default=300.0, help="silence that fails a request")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--png", type=Path, help="draw the distributions here")
+    return parser
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError("at least 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise ValueError("over 0")
+    return value
+
+
+def _list_of(parse: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def _token_ids(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not 0 <= int(first) < int(last):
+        raise ValueError("FIRST:LAST")
+    return int(first), int(last)

@@ -1,0 +1,104 @@
+"""A store, gateways and one worker of a benchmark's own: a scripted one without a model (scripted_worker.py)."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pagestream.embedded_store import EmbeddedStore
+
+MODEL = "m"
+START_SECONDS = 60.0
+STORE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class OwnFleet:
+    address: tuple[str, int]
+    store_url: str
+    processes: dict[str, psutil.Process]  # "gateway N", "worker", "store"
+    directory: Path
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        return f"http://{host}:{port}"
+
+    def cpu_seconds(self) -> dict[str, float]:
+        return {name: _cpu_seconds(process) for name, process in self.processes.items()}
+
+
+@asynccontextmanager
+async def own_fleet(
+    model: Path,
+    worker_flags: Sequence[str],
+    *,
+    gateways: int = 1,
+    gateway_flags: Sequence[str] = (),
+    worker: str = "bench.serving.scripted_worker",
+) -> AsyncIterator[OwnFleet]:
+    """`model`: directory, for its tokenizer; `worker`: the module that runs as one.
+
+    Ready when entered; all processes are gone afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="ps-") as name:
+        directory, port = Path(name), _free_port()
+        store = EmbeddedStore.at(directory, STORE_BYTES)
+        await store.start()
+        assert store.process is not None, "the directory is new, so the store is ours"
+        common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
+        listen = ["--port", str(port), *(["--reuse-port"] if gateways > 1 else []), *gateway_flags]
+        commands = {f"gateway {number}": ["gateway", *common, *listen] for number in range(gateways)}
+        commands["worker"] = [worker, *common, *worker_flags, "--metrics-port", "0"]
+        try:
+            with _running(commands, directory / "log") as processes:
+                _wait_until_ready(port, directory / "log")
+                processes["store"] = psutil.Process(store.process.process.pid)
+                yield OwnFleet(("127.0.0.1", port), store.url, processes, directory)
+        finally:
+            await store.stop()
+
+
+@contextmanager
+def _running(commands: dict[str, list[str]], log_path: Path) -> Iterator[dict[str, psutil.Process]]:
+    with log_path.open("wb") as log:
+        running = {
+            name: subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT)
+            for name, command in commands.items()
+        }
+        try:
+            yield {name: psutil.Process(process.pid) for name, process in running.items()}
+        finally:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                process.wait(60)
+
+
+def _wait_until_ready(port: int, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as reply:
+            if reply.status == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError("nobody is ready:\n" + log.read_text(errors="replace")[-2000:])
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -1,0 +1,114 @@
+"""python -m bench.serving.scripted_worker --step-seconds S WORKER FLAGS: a worker whose device only tells the time.
+
+A step takes S seconds, and --token-seconds more for each token that it computes. It samples tokens at random, or with
+--tell-time those that tell when it ended: id - TIME_BASE is milliseconds of the monotonic clock, modulo TIME_MODULUS.
+What is left to be measured is everything else: scheduling, journal, store, gateway, client.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import TextIO
+
+from engine_worker.__main__ import run
+from engine_worker.engine import Engine
+from engine_worker.metrics import EngineInfo
+from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.service import LoadedEngine, Report
+from engine_worker.settings import WorkerSettings
+from shared.logs import configure_logging
+from shared.settings import load_settings
+
+MAX_MODEL_LEN_TOKENS = 4096
+NUM_BLOCKS, BLOCK_SIZE = 60_000, 16
+VOCAB_SIZE = 49_152
+NUM_SCRIPTED_TOKENS = 100_003
+TIME_BASE, TIME_MODULUS = 1_000, 48_000
+
+
+class ClockDevice:
+    """Steps follow each other without a gap while they are submitted in time, as on a device with a queue."""
+
+    def __init__(self, step_seconds: float, token_seconds: float = 0.0, *, tells_time: bool = False) -> None:
+        source = random.Random(1)
+        self._step_seconds = step_seconds
+        self._token_seconds = token_seconds
+        self._tells_time = tells_time
+        self._ends_at = 0.0
+        self._token_ids = cycle(source.randrange(100, VOCAB_SIZE) for _ in range(NUM_SCRIPTED_TOKENS))
+
+    def submit(self, batch: ScheduledBatch) -> "ClockStep":
+        seconds = self._step_seconds + self._token_seconds * sum(one.num_new_tokens for one in batch.sequences)
+        self._ends_at = max(self._ends_at, time.perf_counter()) + seconds
+        sampled = [self._token_id() if scheduled.samples else None for scheduled in batch.sequences]
+        return ClockStep(self._ends_at, StepResult(sampled))
+
+    def _token_id(self) -> int:
+        return TIME_BASE + int(1000 * self._ends_at) % TIME_MODULUS if self._tells_time else next(self._token_ids)
+
+
+class ClockStep:
+    def __init__(self, ends_at: float, result: StepResult) -> None:
+        self._ends_at = ends_at
+        self._result = result
+
+    def collect(self) -> StepResult:
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))  # this is the step
+        return self._result
+
+
+class LoggingEngine(Engine):
+    abort_log: TextIO
+
+    def abort_request(self, request_id: str) -> None:
+        super().abort_request(request_id)
+        self.abort_log.write(f"{request_id} {time.monotonic()}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--token-seconds", type=float, default=0.0)
+    parser.add_argument("--tell-time", action="store_true")
+    parser.add_argument("--log-aborts", type=Path, help="a line for each: request id, seconds of the monotonic clock")
+    script, worker_flags = parser.parse_known_args()
+    settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="pagestream worker").settings
+    configure_logging(settings.log_format)
+
+    def load(report: Report) -> LoadedEngine:
+        report("load", 1.0, "scripted")
+        config = SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs or 256, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN_TOKENS
+        )
+        engine = (LoggingEngine if script.log_aborts else Engine)(
+            Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)),
+            ClockDevice(script.step_seconds, script.token_seconds, tells_time=script.tell_time),
+            eos_token_ids=(),
+            vocab_size=VOCAB_SIZE,
+            clock=time.perf_counter,
+            async_scheduling=True,
+        )
+        if isinstance(engine, LoggingEngine):
+            engine.abort_log = script.log_aborts.open("w", buffering=1)
+        info = EngineInfo(
+            device="cpu",
+            dtype="none",
+            block_size_bytes=1,
+            max_model_len=MAX_MODEL_LEN_TOKENS,
+            memory_bytes=lambda: {"kv": 0},
+        )
+        return LoadedEngine(engine, info)
+
+    return run(settings, load)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # as the worker itself does

@@ -1,0 +1,153 @@
+"""Are served greedy tokens those of `transformers`? Through the whole system, on the device that is there.
+
+    python -m bench served-exactness --model DIR [--device cuda] [--out FILE.json]
+
+Starts `pagestream serve`, streams a chat answer over HTTP, then sends ragged token-id prompts at once through the store
+(HTTP hides token ids), stops everything, and lets `transformers` judge each token on the same prefix: its logit may lie
+below the highest one by at most the margin. bf16 has 8 bits of mantissa: logits around 20 are 0.125 apart, and two
+correct kernels that sum in different order differ by one or two such units; hence the default margin of 0.5.
+Needs torch and transformers beside the system itself.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from gateway.store.inference_client import InferenceClient
+from pagestream.directories import state_directory
+from pagestream.embedded_store import EmbeddedStore
+from shared.messages import GenerationRequest, SamplingParams, TokenEvent
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
+
+PROMPT_LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 129, 200, 257, 400, 513, 777, 1024, 1200, 1337, 1500)
+OUTPUT_TOKENS = 32
+NAME = "exactness"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--margin", type=float, default=0.5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    prompts = _prompts(options.model)
+    started = time.monotonic()
+    server = _start_server(options)
+    try:
+        _wait_until_ready(options.port, server)
+        ready_seconds = time.monotonic() - started
+        answer = _chat(options.port, "What is the capital of France?")
+        outputs = asyncio.run(_generate_all(prompts))
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    report = {
+        "command": " ".join(["python -m bench served-exactness", *argv]),
+        "ready_seconds": round(ready_seconds, 2),
+        "chat_answer": answer,
+        "server_exit_status": server.returncode,
+        "margin": options.margin,
+        **_judge(options.model, prompts, outputs),
+    }
+    print(json.dumps({**report, "gaps": None}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+    return 0 if report["largest_gap"] <= options.margin and server.returncode == 0 else 1
+
+
+def _prompts(model: Path) -> list[list[int]]:
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    generator = random.Random(7)
+    return [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def _start_server(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
+    flags = ["--port", str(options.port), "--served-model-name", NAME, "--device", options.device]
+    return subprocess.Popen([sys.executable, "-m", "pagestream", "serve", str(options.model), *flags])
+
+
+def _wait_until_ready(port: int, server: "subprocess.Popen[bytes]") -> None:
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"the server ended with status {server.returncode} before it was ready")
+
+
+def _chat(port: int, question: str) -> str:
+    body = {"model": NAME, "messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps({**body, "max_tokens": 32}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    pieces = []
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    pieces.append(choice["delta"].get("content") or "")
+    return "".join(pieces)
+
+
+async def _generate_all(prompts: list[list[int]]) -> list[list[int]]:
+    connections = connect(_store_url())
+    client = InferenceClient(connections, RedisKeys(NAME), f"exactness-{os.getpid()}")
+    await client.start()
+    try:
+        return list(await asyncio.gather(*(_generate(client, index, prompt) for index, prompt in enumerate(prompts))))
+    finally:
+        await client.close()
+
+
+async def _generate(client: InferenceClient, index: int, prompt: list[int]) -> list[int]:
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
+    request = GenerationRequest(request_id=f"exactness-{index}", prompt_token_ids=prompt, sampling=sampling)
+    token_ids: list[int] = []
+    async for event in await client.submit(request):
+        if isinstance(event, TokenEvent):
+            token_ids += event.token_ids
+    return token_ids
+
+
+def _store_url() -> str:
+    return EmbeddedStore.at(state_directory() / "store", 0).url
+
+
+def _judge(model_dir: Path, prompts: list[list[int]], outputs: list[list[int]]) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).to(device).eval()
+    gaps: list[float] = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == OUTPUT_TOKENS, f"{len(output)} tokens for a prompt of {len(prompt)}"
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output], device=device)).logits[0].float()
+        choosing = logits[len(prompt) - 1 : -1]
+        chosen = choosing.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
+        gaps += (choosing.max(dim=1).values - chosen).tolist()
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "tokens": len(gaps),
+        "share_of_exact_argmax": sum(gap == 0 for gap in gaps) / len(gaps),
+        "largest_gap": max(gaps),
+        "gaps": gaps,
+    }

@@ -1,0 +1,43 @@
+"""Programs that measure delivery with a fleet of their own: small runs say what they promise and leave nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving import disconnects, gateway_load, overload
+
+pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.model]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, demo_model_dir: Path) -> Callable[..., dict[str, Any]]:
+    def run(program: Any, *flags: str) -> dict[str, Any]:
+        path = tmp_path / "result.json"
+        assert program.main(["--model", str(demo_model_dir), *flags, "--json", str(path)]) == 0
+        return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+    return run
+
+
+def test_every_stream_is_its_journal(measured: Callable[..., dict[str, Any]]) -> None:
+    result = measured(gateway_load, "--streams", "20", "--seconds", "3")
+    assert result["mismatches"] == [] and result["tokens_a_stream"] == 30
+    assert 0 < result["delivery_seconds"]["p50"] < 5
+    assert set(result["microseconds_of_cpu_a_token"]) == {"gateway 0", "worker", "store"}
+
+
+def test_the_surplus_is_refused_and_the_rest_answered(measured: Callable[..., dict[str, Any]]) -> None:
+    result = measured(overload, "--seconds", "3")
+    statuses = {int(status): count for status, count in result["statuses"].items()}
+    assert set(statuses) == {200, 503} and min(statuses.values()) > 20
+    assert result["accepted_and_not_whole"] == [] and result["unanswered"] == []
+
+
+def test_who_leaves_frees_everything(measured: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    log = ["--log-aborts", str(tmp_path / "aborts")]
+    result = measured(disconnects, "--disconnects", "60", "--concurrency", "20", *log)
+    assert result["found_in_the_log"] == result["of_requests_that_had_begun"] > 20
+    assert (result["left_running"], result["left_waiting"], result["blocks_not_free"]) == (0, 0, 0)
