@@ -3,7 +3,9 @@
 import asyncio
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -12,6 +14,13 @@ from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+
+
+@pytest.fixture
+async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
+    """With every route there is."""
+    gateway: Gateway = await start_gateway(files_dir=tmp_path / "kept")
+    return gateway
 
 
 async def description(gateway: Gateway) -> dict:
