@@ -79,6 +79,12 @@ class GatewayMetrics(_Metrics):
         self.open_requests = self._gauge("gateway_streams", "Inference requests being answered", ("route",))
         self.disconnects = self._counter("gateway_client_disconnects_total", "Clients gone before their answer's end")
         self.write_stalls = self._counter("gateway_write_stalls_total", "Clients dropped because they read nothing")
+        self.batches = self._gauge("gateway_batches", "Batches that this gateway drives")
+        self.batch_lines = self._counter(
+            "gateway_batch_lines_total", "Lines of batches, when they have their result", ("result",)
+        )
+        for result in ("answered", "failed", "cancelled"):
+            self.batch_lines.labels(result)  # there before the first, or its rate would not be seen
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
         self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
         self.redis_duration = Histogram(

@@ -91,4 +91,10 @@ def service_panels() -> list[Panel]:
                 "stalled": total_rate("pagestream_gateway_write_stalls_total", PROCESS),
             },
         ),
+        stack(
+            "Lines of batches",
+            "That got their result, by what it is",
+            "ops",
+            {"{{result}}": rate("pagestream_gateway_batch_lines_total", "result", PROCESS)},
+        ),
     ]

@@ -36,13 +36,16 @@ class BatchDriver:
         answers: LineAnswers,
         account: Callable[[], Account | None],
         max_lines_in_flight: int,
+        count_result: Callable[[str], None],
     ) -> None:
-        """`account`: what the batch is charged to; None once its key is no more, which cancels it."""
+        """`account`: what the batch is charged to; None once its key is no more, which cancels it. `count_result`: told
+        of each new one whether it is answered, failed or cancelled."""
         self._folder = folder
         self._files = files
         self._answers = answers
         self._account = account
         self._max_lines_in_flight = max_lines_in_flight
+        self._count_result = count_result
         self._progress = BatchProgress()
         self._in_flight: set[asyncio.Task[None]] = set()
 
@@ -83,7 +86,7 @@ class BatchDriver:
     # -- answering
 
     async def _answer_lines(self) -> None:
-        results = _Results(self._folder, self._progress)
+        results = _Results(self._folder, self._progress, self._count_result)
         try:
             await to_the_end(results.open)
             await self._answer_beside_watch(results)
@@ -174,9 +177,10 @@ class BatchDriver:
 class _Results:
     """Both files of results, and their counts: an append is one small write into the page cache, done in the loop."""
 
-    def __init__(self, folder: BatchFolder, progress: BatchProgress) -> None:
+    def __init__(self, folder: BatchFolder, progress: BatchProgress, count_result: Callable[[str], None]) -> None:
         self._folder = folder
         self._progress = progress
+        self._count_result = count_result
         self._files = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -185,23 +189,28 @@ class _Results:
         self._files.callback(self._output.close)
         self._errors = ResultFile(self._folder.errors_path)
         self._files.callback(self._errors.close)
-        self._count()
+        self._tell_progress()
 
     def custom_ids(self) -> frozenset[str]:
         return frozenset(self._output.custom_ids | self._errors.custom_ids)
 
     def add(self, line: BatchLine, result: LineResult) -> None:
-        file = self._output if result.status == 200 else self._errors
+        is_answered = result.status == 200
+        file = self._output if is_answered else self._errors
         file.add(line.custom_id, result.request_id, result.status, result.body)
-        self._count()
+        self._count("answered" if is_answered else "failed")
 
     def add_cancelled(self, line: BatchLine) -> None:
         message = "The batch was cancelled before this request had its answer."
         self._errors.add_failure(line.custom_id, "batch_cancelled", message)
-        self._count()
+        self._count("cancelled")
 
     def close(self) -> None:
         self._files.close()
 
-    def _count(self) -> None:
+    def _count(self, result: str) -> None:
+        self._count_result(result)
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
         self._progress.completed, self._progress.failed = len(self._output.custom_ids), len(self._errors.custom_ids)

@@ -43,6 +43,7 @@ class BatchService:
         self._owners: dict[str, str] = {}  # of the driven, by id
         self._ended: set[str] = set()
         self._changed = asyncio.Event()
+        state.metrics.batches.set_function(lambda: len(self._driven))
 
     def prepare(self) -> None:
         """Raises OSError."""
@@ -112,12 +113,16 @@ class BatchService:
         try:
             answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
             account = partial(self._access.batch_account, record.owner_key_hash)
-            await BatchDriver(folder, self.files, answers, account, self._max_lines).run()
+            driver = BatchDriver(folder, self.files, answers, account, self._max_lines, self._count_result)
+            await driver.run()
         except Exception:  # a full disk, most of all: whoever holds the lock next goes on where this one ended
             logger.exception("batch %s stopped; it is tried again", record.id)
             await asyncio.sleep(RETRY_SECONDS)
         finally:
             os.close(lock)
+
+    def _count_result(self, result: str) -> None:
+        self._state.metrics.batch_lines.labels(result).inc()
 
 
 BATCHES = web.AppKey("BATCHES", BatchService)

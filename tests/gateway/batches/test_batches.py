@@ -206,6 +206,8 @@ async def test_a_cancelled_batch_withdraws_what_is_in_flight(
         assert set(await results(client, batch.output_file_id)) == {"a"}
         errors = await results(client, batch.error_file_id)
         assert set(errors) == set("bcdefgh") and {e["error"]["code"] for e in errors.values()} == {"batch_cancelled"}
+        for result, num_lines in (("answered", 1), ("failed", 0), ("cancelled", 7)):
+            assert gateway.metric("pagestream_gateway_batch_lines_total", result=result) == num_lines
         assert sorted(gateway.engine.cancelled) == sorted(stream.request.request_id for stream in streams[1:])
         assert (await client.batches.cancel(batch.id)).status == "cancelled"  # once more, with the same end
 
