@@ -1,4 +1,4 @@
-"""2,000 lines, the chats beside them, and what the results must be: for run-batch and for /v1/batches."""
+"""Lines of a batch, the chats beside them, and what the results must be: for run-batch and for /v1/batches."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""2,000 lines beside a chat load, and a worker killed midway: every line has exactly one result."""
+"""run-batch beside a chat load, and a worker killed midway: every line has exactly one result."""
 
 import asyncio
 import sys
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Valkey
-from tests.e2e.batch_load import NUM_LINES, batch_lines, chats, check_results, start_workers
+from tests.e2e.batch_load import batch_lines, chats, check_results, start_workers
 from tests.e2e.fleet import Api, Fleet, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(180)]
+NUM_LINES = 600
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ async def run_batch(fleet: Fleet, folder: Path, *, kill_midway: bool) -> None:
 
 
 async def test_every_line_has_exactly_one_result(api: Api, fleet: Fleet, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("\n".join(batch_lines()))
+    (tmp_path / "in.jsonl").write_text("\n".join(batch_lines(NUM_LINES)))
     async with chats(api):
         await run_batch(fleet, tmp_path, kill_midway=True)
     before = (tmp_path / "out.jsonl").read_bytes()
-    check_results(before.decode())
+    check_results(before.decode(), NUM_LINES)
     await run_batch(fleet, tmp_path, kill_midway=False)  # there is nothing left to ask
     assert (tmp_path / "out.jsonl").read_bytes() == before
