@@ -1,6 +1,6 @@
 """Compiles every kernel for an H200 (sm_90) on a machine without a GPU and prints what ptxas says about it, as JSON.
 
-Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py`. The real launchers run,
+Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real launchers run,
 on tensors without memory, so that arguments, their alignment and the configuration are those of serving; only the
 last step, the launch, is left out. Does not judge: test_compile_sm90.py does.
 """
@@ -202,7 +202,7 @@ def _search(pattern: str, text: str) -> str:
     return match.group(1)
 
 
-def main() -> None:
+def main(part: int, num_parts: int) -> None:
     cases = {
         "attention llama-8b bf16 block 16": attention("llama-8b", torch.bfloat16, 16),
         "attention smollm2-135m bf16 block 16": attention("smollm2-135m", torch.bfloat16, 16),
@@ -218,7 +218,7 @@ def main() -> None:
         "unpacking": unpacking,
     }
     with compile_only() as compiled:
-        for case, launch in cases.items():
+        for case, launch in list(cases.items())[part::num_parts]:
             launch()
             for kernel in compiled:
                 json.dump(describe(case, kernel), sys.stdout)
@@ -227,4 +227,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,26 @@ ROOT = Path(__file__).parents[2]
 # An SM has 228 KiB, of which 1 KiB a block is the system's.
 MAX_SHARED_BYTES = 227 * 1024
 
+NUM_PROCESSES = 2  # a compiler uses one core
+
 Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    # A process of its own without TRITON_INTERPRET; an empty cache, so that today's source is what is compiled.
+    # Processes of their own without TRITON_INTERPRET; an empty cache, so that today's source is what is compiled.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     command = [sys.executable, str(Path(__file__).parent / "compile_for_sm90.py")]
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+    def compile_part(part: int) -> list[Report]:
+        argv = [*command, str(part), str(NUM_PROCESSES)]
+        finished = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stderr
+        return [json.loads(line) for line in finished.stdout.splitlines()]
+
+    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+        return [report for reports in pool.map(compile_part, range(NUM_PROCESSES)) for report in reports]
 
 
 def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:

@@ -3,18 +3,33 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+Finished = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[Path, Future[Finished]]]:
+    """As many at once as there are cores: an interpreted kernel uses one."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {file: pool.submit(run, file) for file in FILES}
+        pool.shutdown(cancel_futures=True)
+
+
+def run(file: Path) -> Finished:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process runs interpreted/ itself")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_kernels_in_the_interpreter(file: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def test_kernels_in_the_interpreter(file: Path, runs: dict[Path, Future[Finished]]) -> None:
+    finished = runs[file].result()
     assert finished.returncode == 0, finished.stdout + finished.stderr
