@@ -1,8 +1,8 @@
 """Compiles every kernel for an H200 (sm_90) on a machine without a GPU and prints what ptxas says about it, as JSON.
 
-Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real launchers run,
-on tensors without memory, so that arguments, their alignment and the configuration are those of serving; only the
-last step, the launch, is left out. Does not judge: test_compile_sm90.py does.
+Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real
+launchers run, on tensors without memory, so that arguments, their alignment and the configuration are those of serving;
+only the last step, the launch, is left out. Does not judge: test_compile_sm90.py does.
 """
 
 import contextlib
