@@ -24,6 +24,7 @@ from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.transfer_costs import TransferCosts
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
+from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
 from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
@@ -53,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(settings: WorkerSettings, load: LoadEngine) -> int:
     """Serve until told to stop; the exit status."""
 
+    def load_for_good(report: Report) -> LoadedEngine:
+        loaded = load(report)
+        search_rarely()
+        return loaded
+
     async def serve() -> None:
-        await WorkerService(settings, _version()).run(load)
+        await WorkerService(settings, _version()).run(load_for_good)
 
     try:
         asyncio.run(serve())

@@ -1,8 +1,8 @@
-"""How often a gateway process looks for cyclic garbage: rarely, and never among what stays for good.
+"""How often a gateway or a worker looks for cyclic garbage: rarely, and never among what stays for good.
 
 The events of a step are thousands of small objects, so Python's own thresholds mean several searches a step: a sixth of
-the CPU time of a token with 1,000 streams. A search of everything stops all streams for as long as it takes to walk a
-vocabulary. Knows nothing of what the process does.
+a gateway's CPU time of a token with 1,000 streams. A search of everything stops all streams for as long as it takes to
+walk a vocabulary, or torch: 50 ms every 3 s of a worker that steps with 1,000. Knows nothing of what the process does.
 """
 
 import gc

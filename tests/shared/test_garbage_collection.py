@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.garbage_collection import YOUNG_OBJECTS, search_rarely
+from shared.garbage_collection import YOUNG_OBJECTS, search_rarely
 
 
 @pytest.fixture(autouse=True)
