@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="ps-files-") as files:
         async with _fleet(options, files) as fleet, _target(fleet) as target:
-            await _chats(target, options, rate=options.rate, count=8, stream="warm-up")
+            await _chats(target, options, 8, "warm-up")
             for number in range(options.rounds):
                 stream = f"round {number}"
-                alone = await _chats(target, options, rate=options.rate, count=options.chats, stream=stream)
-                batch_id = await _begin_batch(target, options)
-                beside = await _chats(target, options, rate=options.rate, count=options.chats, stream=stream)
+                alone = await _chats(_salted(target, f"{number} alone"), options, options.chats, stream)
+                batch_id = await _begin_batch(target, options, seed=number)
+                beside = await _chats(_salted(target, f"{number} beside"), options, options.chats, stream)
                 during = await _batch(target, batch_id)
                 problems += await _end_batch(target, batch_id, options.lines)
                 problems += [result.failure for result in (*alone, *beside) if result.failure]
@@ -92,12 +93,15 @@ async def _target(fleet: OwnFleet) -> AsyncIterator[Target]:
         yield Target(session=session, url=fleet.url, model=MODEL, chat=False)
 
 
-async def _chats(
-    target: Target, options: argparse.Namespace, *, rate: float, count: int, stream: str
-) -> list[RequestResult]:
+def _salted(target: Target, salt: str) -> Target:
+    """The same prompts again are computed again: nothing is found in the prefix cache."""
+    return replace(target, extra_body={"cache_salt": salt})
+
+
+async def _chats(target: Target, options: argparse.Namespace, count: int, stream: str) -> list[RequestResult]:
     """Each at its time, whatever became of those before it."""
     lengths = [(options.prompt_tokens, options.output_tokens)] * count
-    planned = Workload(lengths=lengths, token_ids=TOKEN_IDS, seed=1).requests(rate, stream)
+    planned = Workload(lengths=lengths, token_ids=TOKEN_IDS, seed=1).requests(options.rate, stream)
     begin = asyncio.get_running_loop().time() + 0.5
 
     async def at_its_time(request: PlannedRequest) -> RequestResult:
@@ -107,11 +111,11 @@ async def _chats(
     return list(await asyncio.gather(*map(at_its_time, planned)))
 
 
-async def _begin_batch(target: Target, options: argparse.Namespace) -> str:
+async def _begin_batch(target: Target, options: argparse.Namespace, seed: int) -> str:
     """Returns when some of it is answered."""
     form = aiohttp.FormData()
     form.add_field("purpose", "batch")
-    form.add_field("file", _lines(options).encode(), filename="in.jsonl")
+    form.add_field("file", _lines(options, seed).encode(), filename="in.jsonl")
     async with target.session.post(f"{target.url}/v1/files", data=form, raise_for_status=True) as reply:
         file_id = (await reply.json())["id"]
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -122,8 +126,8 @@ async def _begin_batch(target: Target, options: argparse.Namespace) -> str:
     return batch_id
 
 
-def _lines(options: argparse.Namespace) -> str:
-    source, lines = random.Random(2), []
+def _lines(options: argparse.Namespace, seed: int) -> str:
+    source, lines = random.Random(seed), []
     for number in range(options.lines):
         prompt = source.choices(TOKEN_IDS, k=options.line_prompt_tokens)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": options.line_output_tokens, "ignore_eos": True}
