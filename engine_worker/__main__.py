@@ -79,6 +79,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
     from engine_worker.execution.load import ExecutionSettings, load_model_runner  # noqa: PLC0415
     from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
+    from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
 
     device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
@@ -102,6 +103,8 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         ),
         report,
     )
+    if device == "cpu":
+        logger.info("expect %.0f tokens/s of one stream on this CPU", decode_tokens_per_second(runner))
     config = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

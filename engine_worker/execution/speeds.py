@@ -1,6 +1,7 @@
-"""How fast KV moves and how fast it is computed here, measured once at start: what a preemption's choice rests on.
+"""How fast KV moves and how fast it is computed here, measured once at start.
 
-Both by the code that serves: transfers of whole blocks through the host pool, and one prefill that was warmed up.
+By the code that serves, on shapes that were warmed up: transfers of whole blocks through the host pool and one prefill,
+which a preemption's choice rests on; one decode, which tells what to expect of a CPU.
 """
 
 import time
@@ -14,6 +15,7 @@ from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
 _PREFILL_TOKENS = 512
+_DECODE_TOKENS = 32
 
 
 def measure_speeds(runner: ModelRunner, kv_cache: KVCache) -> MeasuredSpeeds:
@@ -26,6 +28,12 @@ def measure_speeds(runner: ModelRunner, kv_cache: KVCache) -> MeasuredSpeeds:
         host_to_device_bytes_per_second=fetch,
         prefill_tokens_per_second=prefill,
     )
+
+
+def decode_tokens_per_second(runner: ModelRunner) -> float:
+    """Of one sequence alone, with hardly any KV to read: the best of three steps."""
+    batch = made_up_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner)
+    return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 
 
 def _transfer_bytes_per_second(kv_cache: KVCache) -> tuple[float, float]:
@@ -45,7 +53,10 @@ def _transfer_bytes_per_second(kv_cache: KVCache) -> tuple[float, float]:
 
 def _prefill_tokens_per_second(runner: ModelRunner) -> float:
     num_tokens = min(_PREFILL_TOKENS, runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
-    batch = made_up_batch(1, 0, num_tokens, runner)
+    return num_tokens / _step_seconds(runner, made_up_batch(1, 0, num_tokens, runner))
+
+
+def _step_seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:
     started = time.perf_counter()
     runner.execute(batch)
-    return num_tokens / (time.perf_counter() - started)
+    return time.perf_counter() - started
