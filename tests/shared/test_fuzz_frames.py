@@ -1,9 +1,15 @@
-"""A short run of the fuzzer (`make fuzz` runs it for a minute), and proof that it finds what there is to find."""
+"""A minute of the fuzzer (`make fuzz ARGS='--seed N'` is another), and proof that it finds what there is to find."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from shared.messages import FormatError
 from tests.shared import fuzz_frames
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_decoder_is_fuzzed() -> None:
@@ -26,6 +32,13 @@ def test_two_seconds_of_it() -> None:
     num_tried, num_decoded = fuzz_frames.fuzz(2.0, seed=1)
     assert num_tried > 100
     assert num_decoded > num_tried / 10  # enough gets through to the types and beyond
+
+
+def test_a_minute_of_it() -> None:
+    """30 s on each of two cores."""
+    command = [sys.executable, "-m", "tests.shared.fuzz_frames", "--seconds", "30", "--seed"]
+    processes = [subprocess.Popen([*command, seed], cwd=ROOT, stdout=subprocess.DEVNULL) for seed in ("2", "3")]
+    assert [process.wait() for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize(
