@@ -103,8 +103,6 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         ),
         report,
     )
-    if device == "cpu":
-        logger.info("expect %.0f tokens/s of one stream on this CPU", decode_tokens_per_second(runner))
     config = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -140,7 +138,9 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             host_kv_bytes=runner.num_host_blocks * block_bytes,
         ),
     )
-    return LoadedEngine(engine, info, runner.compile_grammar)
+    on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
+    note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
+    return LoadedEngine(engine, info, runner.compile_grammar, note)
 
 
 def chosen_device(wanted: str, *, has_cuda: bool) -> str:

@@ -49,6 +49,7 @@ class LoadedEngine:
     engine: Engine
     info: EngineInfo
     compile_grammar: Compile | None = None
+    note: str = ""  # told with its readiness
 
 
 class CannotStart(Exception):
@@ -81,6 +82,7 @@ class WorkerService:
         if self._tracing is not None:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         self._worker: Worker | None = None
+        self._note = ""
         self._told_to_stop = asyncio.Event()
 
     async def run(self, load: LoadEngine) -> None:
@@ -134,6 +136,7 @@ class WorkerService:
     async def _serve(self, loaded: LoadedEngine) -> None:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
+        self._note = loaded.note
         worker = Worker(
             self._engine,
             self._register,
@@ -160,7 +163,7 @@ class WorkerService:
         )
         self._status.worker_id = incarnation.worker_id
         self._metrics.incarnation_began()
-        self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0)
+        self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0, self._note)
         return incarnation
 
     async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:

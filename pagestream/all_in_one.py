@@ -250,6 +250,8 @@ class _AllInOne:
         if heartbeat.phase is WorkerPhase.READY:
             worker.is_ready = True
             self.console.end(worker.name)
+            if heartbeat.detail:
+                self.console.print(f"  {worker.name:<9} {heartbeat.detail}")
         else:
             self.console.update(worker.name, heartbeat.phase, heartbeat.progress, heartbeat.detail)
 
