@@ -35,7 +35,7 @@ def take(page: Page, path: Path) -> None:
     page.locator("#send").click()
     expect(page.locator(".message").nth(4).locator("span")).to_contain_text(" ", timeout=60_000)
     expect(page.locator("#requests button")).to_have_count(4)
-    page.wait_for_timeout(25_000)  # a picture of an answer well on its way
+    page.wait_for_timeout(3_000)  # a picture of an answer well on its way, which takes ten
     page.locator("#requests button").nth(1).click()
     page.wait_for_timeout(300)
     page.screenshot(path=path)
