@@ -3,8 +3,8 @@
     python -m tests.guard_removals [WORD ...]       those whose class or file holds one of the words; default: all
 
 The guards are in guard_removals.toml. A removal is made in a copy of the working tree, never in the tree itself. It is
-caught when every test of its `caught_by` fails, or when these have no end without the guard. Ends with 1 when one
-survives. A test that breaks before it begins (a fixture, an import) has caught nothing.
+caught when every test of its `caught_by` fails, or when these have no end without the guard, or end the process. Ends
+with 1 when one survives. A test that breaks before it begins (a fixture, an import) has caught nothing.
 """
 
 import os
@@ -80,7 +80,7 @@ def survivors(removal: Removal, tree: Path) -> frozenset[str]:
 
 
 def failing(tests: Iterable[str], tree: Path, environ: dict[str, str], seconds: int) -> frozenset[str]:
-    """Those of the tests that fail; all of them when they have no end."""
+    """Those of the tests that fail; all of them when they have no end, or take the process with them."""
     files, names = zip(*(test.split("::") for test in sorted(tests)), strict=True)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"]
     command += ["--timeout", f"{seconds}", *(["--exitfirst"] if len(names) == 1 else [])]
@@ -94,6 +94,9 @@ def failing(tests: Iterable[str], tree: Path, environ: dict[str, str], seconds: 
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         print(f"          no end within {END_SECONDS:g} s", flush=True)
+        return frozenset(tests)
+    if ran.returncode < 0:
+        print(f"          signal {-ran.returncode}", flush=True)
         return frozenset(tests)
     return frozenset(f"{file}::{name}" for file, name in _FAILED.findall(ran.stdout))
 
