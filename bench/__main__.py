@@ -15,7 +15,7 @@ PROGRAMS = {
     "engine-cases": "engine.cases",  # our engine in the cases in which others were measured
     "soak": "engine.soak",  # random traffic on one engine, its books checked after each step
     "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
-        "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
+    "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
     "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others

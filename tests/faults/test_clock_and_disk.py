@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
 from tests.e2e.fleet import STOP_SECONDS
+from tests.e2e.reader import Reader
 from tests.faults.conftest import Store, World
 from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import MODEL, Site, running_site
@@ -112,16 +113,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Store, small_disk: Path) -> None:
-    """It refuses every write. New requests are refused, workers hold their step, and it heals when there is room."""
+async def streams_until_it_is_full(
+    start_world: StartWorld, store: Store, small_disk: Path, append_fsync: str
+) -> tuple[World, list[Reader], Path]:
+    """And the file that fills it."""
     store.kill()
-    store.directory, store.append_fsync = small_disk, "everysec"
+    store.directory, store.append_fsync = small_disk, append_fsync
     store.start()
     world = await start_world()
     world.start_worker("w0", "--script-step-seconds", "0.02")
     readers = world.read(4, max_tokens=200)
     await world.all_have(readers, 20)
-    ballast = fill(small_disk)
+    return world, readers, fill(small_disk)
+
+
+async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Store, small_disk: Path) -> None:
+    """It refuses every write. New requests are refused, workers hold their step, and it heals when there is room."""
+    world, readers, ballast = await streams_until_it_is_full(start_world, store, small_disk, "everysec")
     with store.client() as client:
         async with asyncio.timeout(20):
             while await asyncio.to_thread(takes_writes, client):
@@ -141,14 +149,7 @@ async def test_a_store_that_syncs_each_write_ends_on_a_full_disk(
     start_world: StartWorld, store: Store, small_disk: Path
 ) -> None:
     """It cannot promise what it has answered, so it ends itself; with room again it comes back with every token."""
-    store.kill()
-    store.directory, store.append_fsync = small_disk, "always"
-    store.start()
-    world = await start_world()
-    world.start_worker("w0", "--script-step-seconds", "0.02")
-    readers = world.read(4, max_tokens=200)
-    await world.all_have(readers, 20)
-    ballast = fill(small_disk)
+    world, readers, ballast = await streams_until_it_is_full(start_world, store, small_disk, "always")
     assert store.process is not None
     assert await asyncio.to_thread(store.process.wait, STOP_SECONDS) == 1
     with pytest.raises(StoreUnavailable):

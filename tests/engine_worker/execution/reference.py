@@ -20,6 +20,7 @@ from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import Transcript, run_to_end
+from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 TINY = {
     "vocab_size": 1000,
@@ -47,6 +48,11 @@ def write_model(directory: Path, *, max_shard_size: str = "50GB", **changes: Any
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+def write_model_of_words(directory: Path, **changes: Any) -> Path:
+    """With the tokenizer of tests/tiny_model.py."""
+    return write_model(write_tiny_model(directory), vocab_size=VOCAB_SIZE, **changes)
 
 
 class Reference:

@@ -7,17 +7,15 @@ from tokenizers import Tokenizer
 
 from bench.engine.schema_corpus import kubernetes
 from bench.engine.structured import answer, followable, spread
-from tests.engine_worker.execution.reference import make_engine, make_runner, write_model
-from tests.tiny_model import IM_END, VOCAB_SIZE, write_tiny_model
+from tests.engine_worker.execution.reference import make_engine, make_runner, write_model_of_words
+from tests.tiny_model import IM_END
 
 NUM_SCHEMAS = 200
 
 
 @pytest.mark.timeout(300)
 def test_every_answer_is_of_its_schema(tmp_path: Path) -> None:
-    directory = write_model(
-        write_tiny_model(tmp_path / "tiny"), vocab_size=VOCAB_SIZE, max_position_embeddings=4096, num_hidden_layers=1
-    )
+    directory = write_model_of_words(tmp_path / "tiny", max_position_embeddings=4096, num_hidden_layers=1)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     runner = make_runner(directory, num_blocks=2000, block_size=32)
     taken, _ = followable(kubernetes())

@@ -12,8 +12,14 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
 from tests.builders import Transcript, make_request, make_sequence, run_to_end
-from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine, run_engine_to_end, write_model
-from tests.tiny_model import IM_END, VOCAB_SIZE, write_tiny_model
+from tests.engine_worker.execution.reference import (
+    make_engine,
+    make_runner,
+    run_engine,
+    run_engine_to_end,
+    write_model_of_words,
+)
+from tests.tiny_model import IM_END, VOCAB_SIZE
 
 WORDS = 100  # of a vocabulary that is no multiple of 32
 LOGITS = -torch.arange(WORDS, dtype=torch.float32)[None]  # token 0 is the likeliest, then 1, 2, ...
@@ -114,8 +120,7 @@ NUM_TOKENS = 60
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    return write_model(directory, vocab_size=VOCAB_SIZE)
+    return write_model_of_words(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
