@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
             "engine_s": round(time.perf_counter() - imported_at, 2),
             "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "kv_bytes": loaded.info.memory_bytes.get("kv"),
+            "kv_bytes": loaded.info.memory_bytes().get("kv"),
             "max_model_len": loaded.info.max_model_len,
         }
     )

@@ -1,6 +1,7 @@
 """How much longer a decode step gets when every sequence follows a JSON schema: masks hidden behind the forward pass?
 
     python -m bench grammar-steps MODEL_DIR --out FILE [--batch 32] [--tokens 64] [--rounds 3] [--device cuda]
+        [--load-format dummy]
 
 Each round decodes the same prompts twice: free, and bound to lists of strings that are never long enough. Of each kind:
 the seconds of a step and the CPU time of the process in it; on CUDA the engine is a step ahead, as in the worker. What
@@ -73,10 +74,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     options = parser.parse_args(argv)
     settings = ExecutionSettings(
         model=options.model,
         device=options.device,
+        load_format=options.load_format,
         kv_cache_memory_bytes=2**30,
         max_model_len=_MAX_MODEL_LEN,
         max_num_seqs=options.batch,
