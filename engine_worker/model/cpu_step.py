@@ -60,14 +60,21 @@ class CpuStep:
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
 
-    def attention(self, qkv: Tensor, layer: int) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: rotate, store, attend. Rotates inside qkv."""
+    def rotate_and_store(self, qkv: Tensor, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; rotates inside it."""
         pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_rotated_heads, 2, -1)
         swapped = pairs.flip(2)
         pairs.mul_(self._cos).addcmul_(swapped, self._signed_sin)
         key_value = qkv[:, self._query_size :].view(len(qkv), -1, self._head_dim)
         store_kv_cpu(key_value, self._layers[layer], self._store_rows)
-        return self._plan.attend(qkv[:, : self._query_size], self._layers[layer], self._scale)
+
+    def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor:
+        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
+        query = qkv[:, : self._query_size]
+        if rows is not None and len(rows) == 0:
+            return query[rows]
+        attended = self._plan.attend(query, self._layers[layer], self._scale)
+        return attended if rows is None else attended[rows]
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return linear(x)

@@ -3,17 +3,21 @@
 Same methods as CpuStep. A product of few rows goes to skinny_linear where its table says so: by shape alone.
 """
 
+import torch
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
-from kernels.paged_attention import AttentionPlan
+from kernels.paged_attention import AttentionPlan, paged_attention_triton
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for
+
+# The seven kernels that pick tokens out cost about 20 us; attention of 512 tokens takes as long.
+MOST_ROWS_ATTENDED_IN_VAIN = 512
 
 
 class CudaDevice:
@@ -48,16 +52,42 @@ class CudaStep:
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
 
-    def attention(self, qkv: Tensor, layer: int) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]: rotate, store, attend. Rotates inside qkv."""
-        config, inputs = self._device.config, self._input
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        key_cache, value_cache = self._device.layers[layer]
+    def rotate_and_store(self, qkv: Tensor, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; rotates inside it."""
+        inputs = self._input
+        heads = qkv.view(len(qkv), -1, self._device.config.head_dim)
         rotate_and_store(
-            heads, inputs.positions, self._device.cos_sin_table, key_cache, value_cache, inputs.slot_mapping
+            heads, inputs.positions, self._device.cos_sin_table, *self._device.layers[layer], inputs.slot_mapping
         )
-        output = self._plan.attend(heads[:, : config.num_heads], key_cache, value_cache, config.head_dim**-0.5)
-        return output.flatten(1)
+
+    def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor:
+        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
+        config = self._device.config
+        query = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
+        if rows is not None and len(rows) == 0:
+            return query[rows].flatten(1)
+        if rows is not None and len(qkv) - len(rows) > MOST_ROWS_ATTENDED_IN_VAIN:
+            return self._attend_last(query[rows], layer, rows).flatten(1)
+        attended = self._plan.attend(query, *self._device.layers[layer], config.head_dim**-0.5).flatten(1)
+        return attended if rows is None else attended[rows]
+
+    def _attend_last(self, query: Tensor, layer: int, rows: Tensor) -> Tensor:
+        """query [N, Hq, D] of the tokens `rows`: as if their sequences decoded."""
+        inputs, device = self._input, self._device
+        sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=query.device)
+        lengths = inputs.seq_lens[sequences]
+        return paged_attention_triton(
+            query,
+            *device.layers[layer],
+            inputs.block_tables[sequences],
+            starts,
+            lengths,
+            1,
+            inputs.max_seq_len,
+            device.config.head_dim**-0.5,
+            one_kernel=device.is_deterministic,
+        )
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         tiles = tiles_for(linear.weight, len(x), is_gated=False)

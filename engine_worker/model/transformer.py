@@ -27,7 +27,8 @@ class DeviceStep(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
     def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
     def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
-    def attention(self, qkv: Tensor, layer: int) -> Tensor: ...
+    def rotate_and_store(self, qkv: Tensor, layer: int) -> None: ...
+    def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor: ...
 
 
 class Device(Protocol):
@@ -65,10 +66,18 @@ class DecoderLayer:
         )
         self._down = Linear(weights.get(f"{prefix}.mlp.down_proj.weight", (hidden, inner)))
 
-    def __call__(self, step: DeviceStep, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`hidden` is what the layer before computed and not yet added to `residual`."""
+    def __call__(
+        self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` is what the layer before computed and not yet added to `residual`.
+
+        `rows` (int64): only these of the result are wanted; the KV is stored of all.
+        """
         normed, residual = step.add_rms_norm(hidden, residual, self._input_norm)
-        hidden = step.linear(step.attention(step.linear(normed, self._qkv), self._index), self._o)
+        qkv = step.linear(normed, self._qkv)
+        step.rotate_and_store(qkv, self._index)
+        hidden = step.linear(step.attend(qkv, self._index, rows), self._o)
+        residual = residual if rows is None else residual[rows]
         normed, residual = step.add_rms_norm(hidden, residual, self._post_attention_norm)
         return step.linear(step.gated_linear(normed, self._gate_up), self._down), residual
 
@@ -110,13 +119,18 @@ class Transformer:
         step = device.begin_step(model_input)
         residual = F.embedding(model_input.token_ids, self._embedding)
         hidden = torch.zeros_like(residual)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             hidden, residual = layer(step, hidden, residual)
+        # What the last layer computes after its keys and values is read for logits alone: of a prompt's part for one
+        # token or none.
+        wanted = model_input.logits_indices
+        hidden, residual = self._layers[-1](step, hidden, residual, wanted if look is None else None)
 
-        def logits_of(rows: Tensor) -> Tensor:
-            normed, _ = step.add_rms_norm(hidden[rows], residual[rows], self._norm)
+        def logits_of(hidden: Tensor, residual: Tensor) -> Tensor:
+            normed, _ = step.add_rms_norm(hidden, residual, self._norm)
             return step.linear(normed, self._head)
 
-        if look is not None:
-            look(logits_of)
-        return logits_of(model_input.logits_indices)
+        if look is None:
+            return logits_of(hidden, residual)
+        look(lambda rows: logits_of(hidden[rows], residual[rows]))
+        return logits_of(hidden[wanted], residual[wanted])
