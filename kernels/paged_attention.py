@@ -39,7 +39,7 @@ from kernels.paged_attention_plan import DecodePlan, plan_decode
 from kernels.paged_attention_pool import suits_copy_engine
 from kernels.paged_attention_prefill import attend_prefill
 from kernels.paged_attention_prefill_hopper import attend_prefill_hopper
-from kernels.paged_attention_shares import H200_CONFIG, SharePlan, plan_shares
+from kernels.paged_attention_shares import SharePlan, plan_shares, share_config
 
 
 def paged_attention_reference(
@@ -133,8 +133,8 @@ class TritonPlan:
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
             num_kv_heads, _, head_dim = key_cache.shape[1:]
             if self._on_hopper:
-                processors = num_multiprocessors(seq_lens.device)
-                self._decode = plan_shares(*self._lengths, num_heads, num_kv_heads, head_dim, H200_CONFIG, processors)
+                config, processors = share_config(seq_lens.shape[0]), num_multiprocessors(seq_lens.device)
+                self._decode = plan_shares(*self._lengths, num_heads, num_kv_heads, head_dim, config, processors)
             else:
                 self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim)
 

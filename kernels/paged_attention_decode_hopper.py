@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
@@ -124,6 +124,18 @@ def _write_zeros(
 
 
 @gluon.jit
+def _clear_unused(value_tile, num_used, TILE: gl.constexpr):
+    """A weight of 0 does not silence NaN. In shared memory, so that it is a branch: of registers the compiler makes
+    selections, which every tile would carry out."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    used = gl.arange(0, TILE, gl.SliceLayout(1, layout)) < num_used
+    values = value_tile.load(layout)
+    value_tile.store(gl.where(used[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _attend_tile(
     query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
     TILE: gl.constexpr, mma: gl.constexpr,
@@ -142,11 +154,9 @@ def _attend_tile(
     weights = gl.exp2(scores * scale_log2 - new_max[:, None])
     decay = gl.exp2(row_max - new_max)
     row_sum = row_sum * decay + gl.sum(weights, axis=1)
-    values = value_tile.load(right)
     if tile * TILE + TILE > seq_len:
-        # A weight of 0 does not silence NaN.
-        used = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, right)) < seq_len
-        values = gl.where(used[:, None], values, gl.zeros_like(values))
+        _clear_unused(value_tile, seq_len - tile * TILE, TILE)
+    values = value_tile.load(right)
     accumulator = mma_v2(gl.convert_layout(weights.to(values.dtype), left), values, accumulator * decay[:, None])
     return accumulator, row_sum, new_max
 

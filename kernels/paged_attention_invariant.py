@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.paged_attention_decode import num_multiprocessors
 from kernels.paged_attention_prefill import (
     SHORT_TILES,
@@ -36,9 +38,12 @@ PROGRAMS_PER_SM = 2  # of short tiles
 def merge_splits_kernel(
     splits, split_logs, query_start_loc, seq_lens, output,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (query head, sequence)."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     head, sequence = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_start_loc + sequence)
     if tl.load(query_start_loc + sequence + 1) - row != 1:
@@ -100,4 +105,5 @@ def attend_invariant(
             HEAD_DIM=head_dim,
             BLOCK_DIM=max(64, triton.next_power_of_2(head_dim)),
             num_warps=1,
+            **dependent_launch(query),
         )

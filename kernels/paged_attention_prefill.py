@@ -17,7 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.paged_attention_decode import LOG2_E, num_multiprocessors
 
 
@@ -166,10 +168,13 @@ def prefill_kernel(
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (kv head of a tile of tokens, share of the splits). Where there are several shares, MAX_SPLITS > 0,
     rows are single tokens, and each split goes to its place [sequence, MAX_SPLITS, head, HEAD_DIM]."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     # Last tiles first: they see the most keys, and a long program that starts last would run alone.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -307,4 +312,5 @@ def launch_prefill(
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
+        **dependent_launch(query),
     )

@@ -39,8 +39,16 @@ class ShareConfig:
     tail: int
 
 
-# Of nine tried (ADR 0044): the best or within 3 % of it in each of thirteen batches, from 1 x 1024 to 256 x 8192.
-H200_CONFIG = ShareConfig(tile=16, num_stages=3, programs_per_sm=8, tail=2)
+# By sequences, ascending; measured in fourteen batches from 1 x 1024 to 256 x 8192 (ADR 0044).
+H200_CONFIGS = (
+    (8, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=2)),
+    (48, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=0)),
+    (None, ShareConfig(tile=32, num_stages=2, programs_per_sm=6, tail=2)),
+)
+
+
+def share_config(num_sequences: int) -> ShareConfig:
+    return next(config for most, config in H200_CONFIGS if most is None or num_sequences <= most)
 
 
 @dataclass(frozen=True)

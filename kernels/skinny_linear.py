@@ -9,8 +9,10 @@ one: gate and up are rounded, as if they were stored, then the product). So a ro
 its neighbours, and it has the bits of every matrix product that sums the same way (ADR 0026).
 
 A tile is BLOCK_N rows of the weight; each program, one an SM, takes an even share of them, and runs through it with one
-ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by the copy engine. Weights do not depend on the kernel
-before: the whole ring is asked for before the dependency wait, so the memory does not idle from one kernel to the next.
+ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by the copy engine. Where tiles are too few for the SMs,
+ROW_BLOCKS programs share a tile, each with BLOCK_M rows of x: the memory is read once, L2 again by every one of them.
+Weights do not depend on the kernel before: the whole ring is asked for before the dependency wait, so the memory does
+not idle from one kernel to the next.
 Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of x cost 8 columns, and weights never
 pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py does. Gluon has no
 interpreter, so without a GPU the kernel can only be compiled.
@@ -38,11 +40,13 @@ _SHARED_BYTES = 225 * 1024
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated."""
+    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated; `row_blocks`
+    programs share the rows of x."""
 
     block_n: int
     block_k: int
     num_warps: int = 4
+    row_blocks: int = 1
 
 
 def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,23 +78,24 @@ def _load_weights(
 
 @gluon.jit
 def _load_rows(
-    x, ring, barriers, step, num_steps, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    x, ring, barriers, step, num_steps, first_row,
+    BLOCK_K: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     stage = step % NUM_STAGES
-    place = [0, step % STEPS * BLOCK_K]
+    place = [first_row, step % STEPS * BLOCK_K]
     tma.async_copy_global_to_shared(x, place, barriers.index(stage), ring.index(stage), pred=step < num_steps)
 
 
 @gluon.jit
 def _store(
-    values, output, tile, num_rows, NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr,
-    num_warps: gl.constexpr,
+    values, output, tile, first_row, num_rows,
+    NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """values [BOX_N, BLOCK_M] are columns of output [num_rows, NUM_OUTPUTS]: turned, so that writes are 16 bytes."""
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
     turned = gl.convert_layout(values, layout)
     columns = tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, layout))[:, None]
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
+    rows = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
     gl.store(output + rows * NUM_OUTPUTS + columns, turned, mask=rows < num_rows)
 
 
@@ -99,9 +104,10 @@ def _store(
 def skinny_linear_kernel(
     weight, x, output, num_rows,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_BLOCKS: gl.constexpr,
+    NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """Program = (share of the tiles, rows of x); those with the same tiles are neighbours."""
     gdc_launch_dependents()
     # A gated tile is BLOCK_N / 2 rows of the gate and the same rows of up, NUM_OUTPUTS further down.
     BOXES: gl.constexpr = 2 if GATED else 1
@@ -114,8 +120,9 @@ def skinny_linear_kernel(
     for early in gl.static_range(NUM_STAGES):
         mbarrier.init(barriers.index(early), count=1)
     NUM_TILES: gl.constexpr = NUM_OUTPUTS // BOX_N
-    first_tile = gl.program_id(0) * NUM_TILES // NUM_PROGRAMS
-    num_tiles = (gl.program_id(0) + 1) * NUM_TILES // NUM_PROGRAMS - first_tile
+    share, first_row = gl.program_id(0) // ROW_BLOCKS, gl.program_id(0) % ROW_BLOCKS * BLOCK_M
+    first_tile = share * NUM_TILES // NUM_SHARES
+    num_tiles = (share + 1) * NUM_TILES // NUM_SHARES - first_tile
     num_steps = num_tiles * STEPS
     for early in gl.static_range(NUM_STAGES):
         _load_weights(
@@ -124,7 +131,7 @@ def skinny_linear_kernel(
         )  # fmt: skip
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
-        _load_rows(x, rows, barriers, early, num_steps, BLOCK_K, STEPS, NUM_STAGES)
+        _load_rows(x, rows, barriers, early, num_steps, first_row, BLOCK_K, STEPS, NUM_STAGES)
     step = 0
     for tile in range(first_tile, first_tile + num_tiles):
         first = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
@@ -145,7 +152,7 @@ def skinny_linear_kernel(
                 weight, weights, barriers, ahead, num_steps, first_tile,
                 NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, BLOCK_K, STEPS, NUM_STAGES,
             )  # fmt: skip
-            _load_rows(x, rows, barriers, ahead, num_steps, BLOCK_K, STEPS, NUM_STAGES)
+            _load_rows(x, rows, barriers, ahead, num_steps, first_row, BLOCK_K, STEPS, NUM_STAGES)
             step += 1
         if GATED:
             first, second = warpgroup_mma_wait(0, deps=(first, second))
@@ -154,7 +161,8 @@ def skinny_linear_kernel(
             result = gate / (1.0 + gl.exp(-gate)) * up
         else:
             result = warpgroup_mma_wait(0, deps=(first,))
-        _store(result.to(output.dtype.element_ty), output, tile, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+        result = result.to(output.dtype.element_ty)
+        _store(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
@@ -175,10 +183,10 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
     output = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return output
-    block_m = max(8, triton.next_power_of_2(num_rows))  # wgmma has no fewer columns
+    block_m = max(8, triton.next_power_of_2(triton.cdiv(num_rows, tiles.row_blocks)))  # wgmma has no fewer columns
     stage_bytes = (tiles.block_n + block_m) * tiles.block_k * 2
-    num_programs = min(num_outputs // box_n, NUM_SMS)
-    skinny_linear_kernel[(num_programs,)](
+    num_shares = min(num_outputs // box_n, NUM_SMS // tiles.row_blocks)
+    skinny_linear_kernel[(num_shares * tiles.row_blocks,)](
         _descriptor(weight, box_n, tiles.block_k),
         _descriptor(x, block_m, tiles.block_k),
         output,
@@ -190,7 +198,8 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_K=tiles.block_k,
         NUM_STAGES=(_SHARED_BYTES - 2 * box_n * block_m) // stage_bytes,
-        NUM_PROGRAMS=num_programs,
+        ROW_BLOCKS=tiles.row_blocks,
+        NUM_SHARES=num_shares,
         num_warps=tiles.num_warps,
         launch_pdl=True,
     )

@@ -16,7 +16,7 @@ from kernels.skinny_linear import NUM_SMS, Tiles
 # (outputs, inputs, is gated): (rows up to, tiles), ascending. Llama-3.1-8B's layers; its head at two vocabularies.
 H200_TILES: dict[tuple[int, int, bool], tuple[tuple[int, Tiles], ...]] = {
     (6144, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
-    (4096, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
+    (4096, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128)), (128, Tiles(64, 128, row_blocks=2))),
     (14336, 4096, True): ((64, Tiles(128, 128)), (128, Tiles(128, 64))),
     (4096, 14336, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
     (49152, 4096, False): ((64, Tiles(64, 128)),),

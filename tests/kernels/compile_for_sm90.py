@@ -77,8 +77,9 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
 
     def launch() -> None:
         lengths = (indices, indices[1:])
-        for max_query_len in (1, 8):  # the kernels for Hopper, where they suit
-            plan = TritonPlan(tables, *lengths, max_query_len, 4096, heads, key_cache)
+        # The kernels for Hopper, where they suit: a prompt, and as many that decode as have shares of their own.
+        for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1)):
+            plan = TritonPlan(tables, indices[: rows + 1], indices[:rows], max_query_len, 4096, heads, key_cache)
             plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True)
         # Those for every device.
         plan = plan_decode(*lengths, 4096, heads, head_dim)
