@@ -5,7 +5,7 @@
         plan.attend(query, key_cache, value_cache, scale) -> output, once a layer
 
     paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-                    max_query_len, max_seq_len, scale) -> output [T, Hq, D], contiguous
+                    max_query_len, max_seq_len, scale, one_kernel) -> output [T, Hq, D], contiguous
         query                    [T, Hq, D]         new tokens of all sequences, concatenated; D is contiguous
         key_cache, value_cache   [N, Hkv, BS, D]    views of one pool with equal strides, below 2^31 elements each;
                                                     D is contiguous; Hq = G * Hkv
@@ -196,8 +196,9 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    one_kernel: bool = False,
 ) -> Tensor:
-    attend = paged_attention_triton if query.is_cuda else paged_attention_reference
-    return attend(
-        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale
-    )
+    batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale)
+    if query.is_cuda:
+        return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel)
+    return paged_attention_reference(query, key_cache, value_cache, *batch)

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine_worker.model.config import ModelConfig
 from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
-from kernels.paged_attention import AttentionPlan, paged_attention_triton
+from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
@@ -77,7 +77,7 @@ class CudaStep:
         sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=query.device)
         lengths = inputs.seq_lens[sequences]
-        return paged_attention_triton(
+        return paged_attention(
             query,
             *device.layers[layer],
             inputs.block_tables[sequences],

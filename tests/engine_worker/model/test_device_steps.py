@@ -1,15 +1,18 @@
 """Both devices compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine_worker.execution.input_builder import build_model_input
+from engine_worker.model import cuda_step
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.cpu_step import CpuDevice
+from engine_worker.model.cpu_step import CpuDevice, CpuStep
 from engine_worker.model.cuda_step import CudaDevice
-from engine_worker.model.transformer import Device, Transformer
+from engine_worker.model.layers import Linear
+from engine_worker.model.transformer import Device, LogitsOf, Transformer
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
@@ -26,29 +29,56 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return Transformer(ModelConfig.from_directory(Path(directory)), weights, max_len=256)
 
 
-def logits_and_pool(model: Transformer, device_class: type) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Two steps: a prompt in part beside a whole one, then its rest beside a decode."""
+def logits_and_pool(
+    model: Transformer, device_class: type, look: Callable[[LogitsOf], None] | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Three steps: a prompt in part, its next part beside a whole one, then its rest beside a decode."""
     config = model.config
     pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     device: Device = device_class(config, model.rotary, pool)
     long, short = make_sequence(30, "long"), make_sequence(9, "short", output_token_ids=[5])
     long.block_table, short.block_table = [3, 9, 1, 7], [4, 2]
     steps = [
-        [ScheduledSequence(long, 0, 13, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
+        [ScheduledSequence(long, 0, 6, samples=False)],
+        [ScheduledSequence(long, 6, 7, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
         [ScheduledSequence(long, 13, 17, samples=True), ScheduledSequence(short, 9, 1, samples=True)],
     ]
     inputs = [build_model_input(ScheduledBatch(step), BLOCK_SIZE, CPU) for step in steps]
-    return [model.forward(model_input, device) for model_input in inputs], pool
+    return [model.forward(model_input, device, look) for model_input in inputs], pool
 
 
-def test_both_devices_give_the_same_logits_and_the_same_cache(model: Transformer) -> None:
+@pytest.mark.parametrize("most_rows_in_vain", [cuda_step.MOST_ROWS_ATTENDED_IN_VAIN, 0], ids=["all_rows", "last_rows"])
+def test_both_devices_give_the_same_logits_and_the_same_cache(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, most_rows_in_vain: int
+) -> None:
+    monkeypatch.setattr(cuda_step, "MOST_ROWS_ATTENDED_IN_VAIN", most_rows_in_vain)
     cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
     cuda_logits, cuda_pool = logits_and_pool(model, CudaDevice)
-    assert [len(logits) for logits in cpu_logits] == [1, 2]
+    assert [len(logits) for logits in cpu_logits] == [0, 1, 2]
     for on_cpu, on_cuda in zip(cpu_logits, cuda_logits, strict=True):
-        assert on_cpu.std() > 0.5
+        assert not len(on_cpu) or on_cpu.std() > 0.5
         torch.testing.assert_close(on_cpu, on_cuda, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cpu_pool, cuda_pool, atol=1e-4, rtol=1e-4)
+
+
+def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    gated_linear = CpuStep.gated_linear
+
+    def count(step: CpuStep, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
+        rows.append(len(x))
+        return gated_linear(step, x, gate_up)
+
+    monkeypatch.setattr(CpuStep, "gated_linear", count)
+    logits, pool = logits_and_pool(model, CpuDevice)
+    all_but_the_last = model.config.num_layers - 1
+    assert rows == [6] * all_but_the_last + [0] + [16] * all_but_the_last + [1] + [18] * all_but_the_last + [2]
+    # Who looks at other rows has them all, and nothing else is different.
+    of_all_rows, pool_of_all_rows = logits_and_pool(model, CpuDevice, look=lambda logits_of: None)
+    torch.testing.assert_close(logits, of_all_rows, atol=1e-5, rtol=1e-5)
+    assert torch.equal(pool, pool_of_all_rows)
 
 
 def test_attach_chooses_by_the_pool(model: Transformer) -> None:

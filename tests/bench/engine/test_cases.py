@@ -1,0 +1,18 @@
+"""bench/engine/cases.py: the command from its flags to its file, on a small model."""
+
+import json
+from pathlib import Path
+
+from bench.engine.cases import main
+from tests.engine_worker.execution.reference import write_model
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    model, trace = write_model(tmp_path / "model"), tmp_path / "trace.json"
+    trace.write_text(json.dumps([[9, 4], [20, 8], [3, 2]]))
+    options = ["--trace", str(trace), "--sections", "trace", "--repeats", "1", "--token-ids", "3:60"]
+    worker_flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "128", "--kv-cache-memory-bytes", "4M"]
+    assert main([*options, "--out", str(tmp_path), "--", *worker_flags]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "pagestream.jsonl").read_text().splitlines()]
+    assert [row["what"] for row in rows[:2]] == ["origin", "engine_start"] and rows[1]["kv_bytes"] > 0
+    assert {"requests": 3, "prompt_tokens": 32, "output_tokens": 14}.items() <= rows[2].items()
