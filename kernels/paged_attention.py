@@ -18,8 +18,8 @@ The last query row of a sequence is at position seq_len - 1; a row sees the keys
 that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
 lies in unused slots, in block 0 or behind a table's used part, NaN included, has no effect. Softmax in float32;
 products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A chunk's result does
-not depend on how its prompt was cut, nor any result on how a batch is padded. What else is in a batch decides where the
-keys of a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`.
+not depend on how its prompt was cut. What else is in a batch, and past 8 and 48 rows its padding, decides where keys of
+a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`.
 
 Launch grids depend on shapes and on the two bounds alone, so a plan and its layers can be captured in a CUDA graph;
 loose bounds cost nothing but the room of the plan.

@@ -6,7 +6,7 @@ The tiles of the sequences with one new token, one sequence after another, are c
 length, one for each program of a kv head that the device runs at once, then `tail` times as many short ones for those
 that finish first, because memory is nearer to some SMs than to others. A share may start and end within a sequence; a
 sequence that lies in several shares is joined from as many pieces. Few sequences are cut, but where they are cut
-depends on the whole batch (ADR 0044). Rows without keys have no part in it: padding a batch changes nothing.
+depends on the whole batch (ADR 0044). Rows without keys have no part in it, but count in the choice of a form.
 Launching never waits for the device. Does not know queries, keys or layers.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
@@ -39,7 +39,7 @@ class ShareConfig:
     tail: int
 
 
-# By sequences, ascending; measured in fourteen batches from 1 x 1024 to 256 x 8192 (ADR 0044).
+# By rows of the batch, padding included, ascending; of fourteen batches from 1 x 1024 to 256 x 8192 (ADR 0044).
 H200_CONFIGS = (
     (8, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=2)),
     (48, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=0)),
@@ -47,8 +47,8 @@ H200_CONFIGS = (
 )
 
 
-def share_config(num_sequences: int) -> ShareConfig:
-    return next(config for most, config in H200_CONFIGS if most is None or num_sequences <= most)
+def share_config(num_rows: int) -> ShareConfig:
+    return next(config for most, config in H200_CONFIGS if most is None or num_rows <= most)
 
 
 @dataclass(frozen=True)
