@@ -13,7 +13,7 @@ device, the forward pass holds its thread, and another fills the masks meanwhile
 What goes wrong in a grammar ends its own request.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from operator import ge
 
@@ -69,6 +69,7 @@ class GrammarMasks:
         self._compiler.compile(grammar)
 
     def keep_only(self, sequences: list[Sequence]) -> None:
+        self._end_of_begun()
         kept = set(sequences)
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
@@ -86,12 +87,20 @@ class GrammarMasks:
 
         `indices[i]`: of the token that is to be sampled, in the output of `sequences[i]`.
         """
-        begun, self._begun = self._begun, None
+        begun = self._end_of_begun()
         if begun is not None and begun.sequences == sequences and begun.indices == indices:
             filled, problems = begun.filling.result()
         else:
             filled, problems = self._filled(sequences, indices, tokens_in_flight)
         return (self._sent(filled) if filled is not None else None), problems
+
+    def _end_of_begun(self) -> _Begun | None:
+        """What was begun last and has not been asked for. Its thread writes to the buffer and to matchers, so even what
+        nobody wants any more, because a forward pass failed, is waited for."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            wait([begun.filling])
+        return begun
 
     def _filled(
         self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight

@@ -2,8 +2,10 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -203,6 +205,30 @@ def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: P
     begun.begin(sequences, [0, 1])
     found, _ = begun.of(sequences[1:], [1], dict)  # what is asked is another batch after all
     assert found is not None and found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
+
+def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write to the same buffer and the same matchers."""
+    masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
+    sequences = [make_sequence(3, grammar=Grammar(GrammarKind.REGEX, "ab?c*")) for _ in range(2)]
+    fill, asked, overlaps = masks._fill, threading.Event(), list[bool]()
+
+    def watched(rows: list[int], matchers: list[Any]) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            asked.set()
+        else:  # who may not come is waited for in vain: that long
+            overlaps.append(asked.wait(0.2))
+        return fill(rows, matchers)
+
+    monkeypatch.setattr(masks, "_fill", watched)
+    masks.begin(sequences, [0, 0])
+    masks.of(sequences[1:], [0], dict)
+    asked.clear()
+    masks.begin(sequences, [0, 0])
+    masks.keep_only(sequences[1:])
+    assert masks._begun is None and masks.of(sequences[1:], [0], dict)[0] is not None
+    assert overlaps == [False, False]
 
 
 def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
