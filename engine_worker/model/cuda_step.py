@@ -16,7 +16,8 @@ from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for
 
-# The seven kernels that pick tokens out cost about 20 us; attention of 512 tokens takes as long.
+# Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
+# tokens takes 30 us.
 MOST_ROWS_ATTENDED_IN_VAIN = 512
 
 
