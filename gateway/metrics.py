@@ -138,6 +138,9 @@ class ModelMetrics(_Metrics):
         self.rejected = self._counter("requests_rejected_total", "Requests refused before acceptance", ("reason",))
 
     def _of_queue(self) -> None:
+        self.queue_unfinished = self._gauge(
+            "queue_unfinished", "Accepted requests that have not ended: what workers are needed for", _STREAM_LABEL
+        )
         self.queue_depth = self._gauge("queue_depth", "Accepted requests that no worker has claimed", _STREAM_LABEL)
         self.queue_pending = self._gauge("queue_pending", "Requests claimed by a worker, not finished", _STREAM_LABEL)
         self.queue_oldest_age = self._gauge("queue_oldest_age_seconds", "Age of the oldest unclaimed request")

@@ -42,9 +42,11 @@ def engine_panels() -> list[Panel]:
                 SELECTED),
         lines(
             "Queue",
-            "Requests that wait for a worker, those that a worker holds, and those that kept killing workers",
+            "Requests accepted and not ended, of them those that wait for a worker and those that one holds, and those "
+            "that kept killing workers",
             "short",
             {
+                "unfinished": in_queue("pagestream_queue_unfinished", ALL_QUEUES),
                 "waiting": in_queue("pagestream_queue_depth", ALL_QUEUES),
                 "claimed": in_queue("pagestream_queue_pending", ALL_QUEUES),
                 "dead letters": in_queue("pagestream_dead_letters"),

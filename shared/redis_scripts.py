@@ -208,7 +208,7 @@ class RedisScripts:
         """For one holder, for all of a gateway that is gone, or for all there are. `event`: the end that a kept
         request gets, and `blob` its message to the gateways of holders. `only_unstarted`: not if a worker has it, or
         had it and left tokens."""
-        keys = [*self._pair(request_id), self.keys.queue(priority_class)]
+        keys = [*self._pair(request_id), self.keys.queue(priority_class), self.keys.queue(RESUMED)]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
         arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS, gone_gateway_id, int(only_unstarted)]
         return bool(await self._call("cancel", keys, arguments))

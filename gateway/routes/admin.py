@@ -99,8 +99,10 @@ async def _refresh_model(service: ModelService) -> bool:
         stats = await service.client.queue_stats()
     except StoreUnavailable:
         return False
-    gauges.queue_depth.labels(_ALL_QUEUES).set(stats.waiting)
-    gauges.queue_pending.labels(_ALL_QUEUES).set(stats.pending)
+    for name, load in {_ALL_QUEUES: stats.all, **stats.queues}.items():
+        gauges.queue_unfinished.labels(name).set(load.unfinished)
+        gauges.queue_depth.labels(name).set(load.waiting)
+        gauges.queue_pending.labels(name).set(load.pending)
     gauges.dead_letters.set(stats.dead_letters)
     gauges.queue_oldest_age.set(stats.oldest_waiting_seconds)
     return True

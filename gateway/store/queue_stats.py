@@ -1,33 +1,48 @@
 """How full the queues are: for metrics, admission and readiness. Read-only; decides nothing.
 
+An entry stays in its queue until its request has ended, so the length of a queue is what is accepted and unfinished.
 The age of the oldest entry is told by the server's clock from the entry's id. It is shown, never acted on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from shared.redis_keys import GROUP, RedisKeys
+from shared.redis_keys import GROUP, PRIORITY_CLASSES, RESUMED, RedisKeys
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLoad:
+    unfinished: int = 0
+    pending: int = 0  # of them, held by a worker
+
+    @property
+    def waiting(self) -> int:
+        return max(self.unfinished - self.pending, 0)  # the two are not read in one instant
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    depth: int = 0  # accepted and not finished: waiting + pending
-    pending: int = 0  # held by a worker
-    waiting: int = 0
+    queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, and "resumed"
     oldest_waiting_seconds: float = 0.0
     dead_letters: int = 0
 
+    @property
+    def all(self) -> QueueLoad:
+        """Of all queues together."""
+        loads = self.queues.values()
+        return QueueLoad(sum(load.unfinished for load in loads), sum(load.pending for load in loads))
+
 
 async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
-    depth = pending = 0
+    queues: dict[str, QueueLoad] = {}
     oldest_milliseconds: list[int] = []
-    for queue in keys.queues:
-        depth += await redis.xlen(queue)
+    for name in (RESUMED, *PRIORITY_CLASSES):
+        queue = keys.queue(name)
         group = await _group(redis, queue)
-        pending += group["pending"] if group else 0
+        queues[name] = QueueLoad(await redis.xlen(queue), group["pending"] if group else 0)
         last_delivered: bytes = group["last-delivered-id"] if group else b"0-0"
         first_waiting: Any = await redis.xrange(queue, f"({last_delivered.decode()}", "+", count=1)
         if first_waiting:
@@ -35,8 +50,7 @@ async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
     seconds, microseconds = await redis.time()
     now_milliseconds = seconds * 1000 + microseconds // 1000
     oldest = max((now_milliseconds - added for added in oldest_milliseconds), default=0)
-    dead_letters = await redis.xlen(keys.dead_letters)
-    return QueueStats(depth, pending, depth - pending, max(oldest, 0) / 1000, dead_letters)
+    return QueueStats(queues, max(oldest, 0) / 1000, await redis.xlen(keys.dead_letters))
 
 
 async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:

@@ -2,12 +2,12 @@
 -- With a holder only that one lets go, with a gone gateway all that it had; nothing more happens while another holds the
 -- request. A kept request stays, with `event` as its end; any other is forgotten.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
--- KEYS  r, j, q
+-- KEYS  r, j, q, resumed queue
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
 --       channels, seconds to keep r and j, gone gateway or '', 1 = not if it
 --       was begun
 -- reply 1, or 0 when there was nothing to end
-local r, j, q = KEYS[1], KEYS[2], KEYS[3]
+local r, j = KEYS[1], KEYS[2]
 local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone, unstarted = unpack(ARGV)
 
 local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record', 'gateway')
@@ -51,12 +51,15 @@ if worker then
   redis.call('PUBLISH', prefix .. worker, id)
   return 1
 end
--- The entry may be in the queue of resumed requests instead, where the same id can be another request's: compare.
-local found = redis.call('XRANGE', q, entry, entry)
-if #found == 1 and found[1][2][2] == id then
-  local pending = redis.pcall('XPENDING', q, group, entry, entry, 1)
-  if pending.err or #pending == 0 then
-    redis.call('XDEL', q, entry)
+-- Its entry is in the queue of its class or, after a worker's death, in that of resumed requests, where the same entry id
+-- can be another request's: compare.
+for k = 3, #KEYS do
+  local found = redis.call('XRANGE', KEYS[k], entry, entry)
+  if #found == 1 and found[1][2][2] == id then
+    local pending = redis.pcall('XPENDING', KEYS[k], group, entry, entry, 1)
+    if pending.err or #pending == 0 then
+      redis.call('XDEL', KEYS[k], entry)
+    end
   end
 end
 return 1

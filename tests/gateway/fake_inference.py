@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from gateway.store.inference_client import Keep, QueueStats, WorkerStatus
+from gateway.store.queue_stats import QueueLoad
 from gateway.store.store_memory import StoreMemory
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
@@ -155,7 +156,7 @@ class FakeInferenceClient:
     async def queue_stats(self) -> QueueStats:
         if self.store_error is not None:
             raise self.store_error
-        return QueueStats(depth=5, pending=2, waiting=3, oldest_waiting_seconds=1.5)
+        return QueueStats({"interactive": QueueLoad(4, 2), "batch": QueueLoad(1, 0)}, oldest_waiting_seconds=1.5)
 
     async def write_probe(self) -> float:
         if self.store_error is not None:

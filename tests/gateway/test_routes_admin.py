@@ -173,7 +173,10 @@ async def test_scrape(gateway: Gateway) -> None:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=")
     for line in (
+        'pagestream_queue_unfinished{model="tiny",stream="all"} 5.0',
+        'pagestream_queue_unfinished{model="tiny",stream="batch"} 1.0',
         'pagestream_queue_depth{model="tiny",stream="all"} 3.0',
+        'pagestream_queue_depth{model="tiny",stream="interactive"} 2.0',
         'pagestream_queue_pending{model="tiny",stream="all"} 2.0',
         'pagestream_queue_oldest_age_seconds{model="tiny"} 1.5',
         "pagestream_redis_up 1.0",

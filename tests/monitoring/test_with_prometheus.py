@@ -202,6 +202,7 @@ def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
     gateway.open_requests.labels("/v1/completions").set(1)
     gateway.redis_up.set(1)
     metrics.ready_workers.set(1)
+    metrics.queue_unfinished.labels("all").set(3)
     metrics.queue_depth.labels("all").set(2)
     metrics.queue_pending.labels("all").set(1)
 

@@ -245,6 +245,13 @@ class TestCancel:
         assert await scripts.cancel("a", "interactive")
         assert await queued(redis, keys) == 0
 
+    async def test_of_a_request_that_waits_to_be_resumed_it_leaves_nothing(self, scripts, redis, keys):
+        await start(scripts, "a")
+        await reap_worker(scripts, WORKER)
+        assert await redis.xlen(keys.queue(RESUMED)) == 1
+        assert await scripts.cancel("a", "interactive")
+        assert await queued(redis, keys) == 0
+
     async def test_of_a_read_but_unclaimed_entry_keeps_it_pending_for_its_worker(self, scripts, redis, keys):
         await accept(scripts, "a")
         await scripts.register(WORKER)

@@ -322,13 +322,14 @@ class TestViews:
         assert client.num_bad_messages == 1
 
     async def test_queue_stats_before_and_with_workers(self, client, worker):
-        assert (await client.queue_stats()).depth == 0
+        assert (await client.queue_stats()).all.unfinished == 0
         await client.submit(make_request("a"))
         await worker.claim()
         await client.submit(make_request("b"))
         await client.submit(make_request("c", priority_class="batch"))
         stats = await client.queue_stats()
-        assert (stats.depth, stats.pending, stats.waiting) == (3, 1, 2)
+        assert (stats.all.unfinished, stats.all.pending, stats.all.waiting) == (3, 1, 2)
+        assert (stats.queues["interactive"].waiting, stats.queues["batch"].waiting) == (1, 1)
         assert 0 <= stats.oldest_waiting_seconds < 60
         await worker.claim()
         assert (await client.queue_stats()).oldest_waiting_seconds == 0

@@ -1,0 +1,203 @@
+"""What KEDA reads through the overlay is the truth: requests that are accepted and unfinished, by queue.
+
+A cancelled request that a worker has read counts until that worker has let go of it, in its next step.
+"""
+
+import random
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from gateway.store.queue_stats import read_queue_stats
+from shared.reaping import reap_worker
+from shared.redis_client import RedisConnections
+from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.redis_scripts import Ending, Keep, QueueEntry, ReapMode, RedisScripts
+
+pytestmark = pytest.mark.redis
+
+OVERLAY = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "keda"
+MODEL = "SmolLM2-135M-Instruct"  # of the overlay
+NUM_HISTORIES, NUM_ACTIONS = 200, 40
+WORKERS = ("w0.1", "w1.1")
+
+
+@pytest.fixture(scope="module")
+def scaled_object() -> dict[str, Any]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl, whose kustomize builds the overlay, is not on this machine")
+    built = subprocess.run(["kubectl", "kustomize", str(OVERLAY)], check=True, capture_output=True, text=True).stdout
+    (found,) = [item for item in yaml.safe_load_all(built) if item["kind"] == "ScaledObject"]
+    return found  # type: ignore[no-any-return]
+
+
+async def as_keda_reads(redis: Redis, trigger: dict[str, Any], stream: str = "") -> int:
+    """Its redis-streams scaler: without a group the stream's length; else the group's lag, of which an unknown one is 0
+    to go-redis; and with neither the group's pending entries."""
+    metadata, stream = trigger["metadata"], stream or trigger["metadata"]["stream"]
+    if "consumerGroup" not in metadata:
+        return await redis.xlen(stream)
+    if "lagCount" in metadata:
+        groups = await redis.xinfo_groups(stream)
+        return next(group["lag"] or 0 for group in groups if group["name"].decode() == metadata["consumerGroup"])
+    return (await redis.xpending(stream, metadata["consumerGroup"]))["pending"]  # type: ignore[no-any-return]
+
+
+@dataclass
+class History:
+    """A store to which anything may happen in any order, and beside it what is true."""
+
+    scripts: RedisScripts
+    random: random.Random
+    queue_of: dict[str, str] = field(default_factory=dict)  # by request that is unfinished
+    class_of: dict[str, str] = field(default_factory=dict)
+    held: dict[str, dict[str, QueueEntry]] = field(default_factory=lambda: {worker: {} for worker in WORKERS})
+    cancelled: set[str] = field(default_factory=set)  # and still held
+    num_accepted: int = 0
+
+    async def act(self) -> None:
+        actions = (self.accept, self.take, self.finish, self.cancel, self.lose_worker)
+        await self.random.choices(actions, weights=(8, 4, 5, 3, 1))[0]()
+
+    async def accept(self) -> None:
+        priority_class = self.random.choice(PRIORITY_CLASSES)
+        request_id, self.num_accepted = f"r{self.num_accepted}", self.num_accepted + 1
+        keep = Keep(b"record", "holder") if self.random.random() < 0.3 else None
+        await self.scripts.accept(request_id, b"body", gateway_id="g", priority_class=priority_class, keep=keep)
+        self.queue_of[request_id] = self.class_of[request_id] = priority_class
+
+    async def take(self) -> None:
+        worker = self.random.choice(WORKERS)
+        entries = await self.scripts.take(worker, self.random.randint(1, 6))
+        self.held[worker] |= {entry.request_id: entry for entry in entries}
+        await self.scripts.claim(worker, [entry.request_id for entry in entries])
+
+    async def finish(self) -> None:
+        """Any of them, not the oldest; and what was cancelled, which a worker lets go of in its next step."""
+        worker = self.random.choice(WORKERS)
+        held = self.held[worker]
+        some = self.random.sample(sorted(held), min(len(held), self.random.randint(1, 3)))
+        ended = [(id_, held[id_]) for id_ in {*some, *(held.keys() & self.cancelled)}]
+        endings = [Ending(id_, entry.queue, entry.entry_id, b"end") for id_, entry in ended]
+        await self.scripts.finish(worker, endings, {})
+        for request_id, _ in ended:
+            del held[request_id], self.queue_of[request_id]
+            self.cancelled.discard(request_id)
+
+    async def cancel(self) -> None:
+        if not (alive := sorted(self.queue_of.keys() - self.cancelled)):
+            return
+        request_id = self.random.choice(alive)
+        await self.scripts.cancel(request_id, self.class_of[request_id], event=b"end")
+        if any(request_id in held for held in self.held.values()):
+            self.cancelled.add(request_id)
+        else:
+            del self.queue_of[request_id]
+
+    async def lose_worker(self) -> None:
+        """It dies or drains; its requests are queued again, before all others, or become dead letters."""
+        worker = self.random.choice(WORKERS)
+        await reap_worker(self.scripts, worker, ReapMode.DRAIN if self.random.random() < 0.5 else ReapMode.CRASH)
+        for request_id in self.held[worker]:
+            stored: Any = await self.scripts.redis.hmget(self.scripts.keys.request(request_id), "state")
+            if request_id in self.cancelled or stored[0] == b"done":
+                del self.queue_of[request_id]
+            else:
+                self.queue_of[request_id] = RESUMED
+        self.cancelled -= self.held[worker].keys()
+        self.held[worker] = {}
+        await self.scripts.register(worker)
+
+
+async def new_history(connections: RedisConnections, keys: RedisKeys, seed: int) -> History:
+    await connections.commands.flushall()
+    history = History(RedisScripts(connections.commands, keys), random.Random(seed))
+    for worker in WORKERS:
+        await history.scripts.register(worker)
+    return history
+
+
+async def test_each_trigger_reads_what_is_accepted_and_unfinished(
+    connections: RedisConnections, scaled_object: dict[str, Any]
+) -> None:
+    triggers, keys = scaled_object["spec"]["triggers"], RedisKeys(MODEL)
+    num_resumed = num_ended = 0
+    for seed in range(NUM_HISTORIES):
+        history = await new_history(connections, keys, seed)
+        for number in range(NUM_ACTIONS):
+            await history.act()
+            if number % 5 == 4:
+                truth = Counter(map(keys.queue, history.queue_of.values()))
+                for trigger in triggers:
+                    stream = trigger["metadata"]["stream"]
+                    assert await as_keda_reads(connections.commands, trigger) == truth[stream], (seed, number, stream)
+        num_resumed += truth[keys.queue(RESUMED)]
+        num_ended += history.num_accepted - len(history.queue_of)
+    assert num_resumed > 100 and num_ended > 1000  # or little was tried
+
+
+async def test_a_gateway_tells_the_same(connections: RedisConnections) -> None:
+    """For who scales by Prometheus."""
+    keys = RedisKeys("org/model:7b")
+    for seed in range(20):
+        history = await new_history(connections, keys, seed)
+        for _ in range(NUM_ACTIONS):
+            await history.act()
+        truth = Counter(history.queue_of.values())
+        stats = await read_queue_stats(connections.commands, keys)
+        assert {name: load.unfinished for name, load in stats.queues.items()} == {
+            name: truth[name] for name in (RESUMED, *PRIORITY_CLASSES)
+        }
+        assert stats.all.pending == sum(map(len, history.held.values()))
+        assert stats.all.unfinished == len(history.queue_of)
+
+
+def test_the_triggers_are_the_queues_and_none_asks_for_the_lag(scaled_object: dict[str, Any]) -> None:
+    triggers = scaled_object["spec"]["triggers"]
+    assert sorted(trigger["metadata"]["stream"] for trigger in triggers) == sorted(RedisKeys(MODEL).queues)
+    for trigger in triggers:
+        assert trigger["type"] == "redis-streams"
+        assert trigger["metadata"]["stream"] == RedisKeys(MODEL).queue(trigger["name"])
+        assert not {"lagCount", "consumerGroup", "pendingEntriesCount"} & trigger["metadata"].keys()
+
+
+def test_the_formula_weighs_every_queue_once(scaled_object: dict[str, Any]) -> None:
+    modifiers = scaled_object["spec"]["advanced"]["scalingModifiers"]
+    weights = {}
+    for term in modifiers["formula"].split(" + "):
+        name, _, divisor = term.partition(" / ")
+        weights[name] = 1 / int(divisor or 1)
+    assert weights == {"interactive": 1, "resumed": 1, "batch": 1 / 8}
+    assert weights.keys() == {trigger["name"] for trigger in scaled_object["spec"]["triggers"]}
+    assert float(modifiers["target"]) > 0 == float(modifiers["activationTarget"])
+
+
+@pytest.mark.parametrize("name", ["a:b", "org/model:7b", "modèle 1", "a}b", "{a}", "a{b"])
+async def test_names_with_marks_of_keys_count_apart_or_are_refused(
+    connections: RedisConnections, scaled_object: dict[str, Any], name: str
+) -> None:
+    if set("{}") & set(name):
+        with pytest.raises(ValueError, match="without braces"):
+            RedisKeys(name)
+        return
+    keys = RedisKeys(name)
+    scripts = RedisScripts(connections.commands, keys)
+    await scripts.accept("a", b"body", gateway_id="g", priority_class="interactive")
+    for trigger in scaled_object["spec"]["triggers"]:
+        stream = trigger["metadata"]["stream"].replace(MODEL, name)
+        assert await as_keda_reads(connections.commands, trigger, stream) == (trigger["name"] == "interactive")
+
+
+async def test_queues_that_are_not_there_yet_read_as_0(
+    connections: RedisConnections, scaled_object: dict[str, Any]
+) -> None:
+    for trigger in scaled_object["spec"]["triggers"]:
+        assert await as_keda_reads(connections.commands, trigger) == 0
+    assert (await read_queue_stats(connections.commands, RedisKeys(MODEL))).all.unfinished == 0
