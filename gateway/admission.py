@@ -28,7 +28,7 @@ class Load:
     model_loaded: bool  # the tokenizer is there
     ready_workers: int
     was_ready: bool  # a worker has been ready since this gateway began
-    open_requests: int
+    open_requests: int  # this one too
     store_has_room: bool
 
 
@@ -61,8 +61,8 @@ def admit(load: Load, limits: Limits) -> Admitted | Rejected:
         return Rejected("no_worker", "No engine worker is ready.")
     if not load.store_has_room:
         return Rejected("store_full", "The request store is nearly full; its room is kept for open requests.")
-    if load.open_requests >= limits.max_open_requests:
-        return Rejected("gateway_full", f"This gateway holds {load.open_requests} open requests, its limit.")
+    if load.open_requests > limits.max_open_requests:
+        return Rejected("gateway_full", f"This gateway holds {limits.max_open_requests} open requests, its limit.")
     return Admitted()
 
 

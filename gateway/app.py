@@ -9,6 +9,7 @@ from aiohttp import web
 
 from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
+from gateway.charging import charge
 from gateway.http.server_log import server_logger
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
@@ -67,6 +68,7 @@ def create_app(
             trace(tracing),
             errors_to_json,
             authenticate(access),
+            charge,
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )

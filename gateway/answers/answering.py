@@ -19,8 +19,8 @@ from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.keeping import Wish, new_keeps, wish_of
 from gateway.answers.kept_answers import KeptAnswer, find_answer, find_named
-from gateway.auth.access import ACCOUNT, begin
-from gateway.errors import GatewayError, Unavailable
+from gateway.auth.charges import CHARGE
+from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
@@ -39,15 +39,20 @@ from gateway.tracing import traceparent_of
 _Given = TypeVar("_Given")
 Begin: TypeAlias = Callable[[], Coroutine[Any, Any, None]]  # submits the reply's generation, or attaches to it
 Give: TypeAlias = Callable[[Reply, Begin], Awaitable[_Given]]
+Whole: TypeAlias = Callable[[Asker, bytes], Awaitable[bytes]]
 GiveAgain: TypeAlias = Callable[[KeptAnswer], Awaitable[_Given]]
 
 
-async def answer(http: web.Request, kind: AnswerKind) -> web.StreamResponse:
-    arrived_at = time.monotonic()
-    body = await read_body(http, http.app[STATE].settings.body_timeout_seconds)
-    return await answered(
-        asker_of(http), kind, body, arrived_at, give=partial(give, http), give_again=partial(answer_again, http)
-    )
+async def answer(http: web.Request, kind: AnswerKind, whole: Whole | None = None) -> web.StreamResponse:
+    """`whole` makes the body that is read and stored of the one that was sent."""
+    arrived_at, state, asker = time.monotonic(), http.app[STATE], asker_of(http)
+    body = await read_body(http, state.settings.body_timeout_seconds)
+    with state.open_requests.counted(route_name(http)):
+        if whole is not None:
+            body = await whole(asker, body)
+        return await answered(
+            asker, kind, body, arrived_at, give=partial(give, http), give_again=partial(_answer_again, http)
+        )
 
 
 async def answered(
@@ -67,6 +72,7 @@ async def answered(
         if found is not None:
             return await give_again(found)
         wish = replace(wish, stale_id=stale_id)
+    asker.charge.begin_generating()
     try:
         return await give(*await _new_reply(asker, service, kind, body, completion, wish, arrived_at))
     except NameTaken as taken:  # by a request that came at the same time
@@ -77,7 +83,7 @@ def asker_of(http: web.Request) -> Asker:
     state = http.app[STATE]
     return Asker(
         state,
-        http[ACCOUNT],
+        http[CHARGE],
         http.headers,
         state.default_timeouts,
         state.settings.default_detach_seconds,
@@ -95,9 +101,9 @@ async def _new_reply(
     arrived_at: float,
 ) -> tuple[Reply, Begin]:
     state, account = asker.state, asker.account
-    await state.grammar_checks.check(completion.grammar)
     timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
     model = service.admit()
+    await state.grammar_checks.check(completion.grammar)
     limits = service.limits(model)
     token_ids = await encode_prompts(model, limits, completion)
     completion = replace(completion, bad_words=encode_words(model, completion.fields.bad_words or ()))
@@ -123,7 +129,7 @@ async def _fleet_seconds(service: ModelService) -> float:
         raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 
 
-async def answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
+async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamResponse:
     """As its body asked: streamed, or collected, or as it stands."""
     if kept.completion.background and not kept.completion.stream:
         return web.Response(body=await show_again(http, kept), content_type="application/json")
@@ -138,7 +144,19 @@ async def stream_again(
     completion = kept.completion
     include_usage = completion.include_usage or not completion.stream
     completion = replace(completion, stream=True, include_usage=include_usage)
-    return await _give_again(http, kept, completion, None if num_known is None else first_events(num_known))
+    with http.app[STATE].open_requests.counted(route_name(http)):
+        return await _give_again(http, kept, completion, None if num_known is None else first_events(num_known))
+
+
+async def read_again(asker: Asker, kept: KeptAnswer) -> bytes:
+    """collect_again(), charged as its making was, but for one in the background, which is read in no other way."""
+    is_charged = not kept.completion.background
+    if is_charged:
+        asker.charge.check_debt()
+    body = await collect_again(asker, kept)
+    if is_charged:
+        asker.account.spend(kept.num_tokens)
+    return body
 
 
 async def collect_again(asker: Asker, kept: KeptAnswer) -> bytes:
@@ -156,8 +174,8 @@ async def show_again(http: web.Request, kept: KeptAnswer) -> bytes:
     asker = asker_of(http)
     if kept.state in ("finished", "failed"):
         try:
-            return await collect_again(asker, kept)
-        except Unavailable:
+            return await read_again(asker, kept)
+        except (Unavailable, RateLimited):
             raise
         except GatewayError as error:
             return reply_again(asker, kept, kept.completion)[0].response_format.unfinished("failed", error)
@@ -181,9 +199,15 @@ async def _give_again(
         asker = replace(asker, headers={LAST_EVENT_ID: last_event_id})
     if completion.stream and asker.headers.get(LAST_EVENT_ID) == END:
         return web.Response(status=204)  # which tells an EventSource to stay away
-    # The place of a request in the background is held until it ends: who reads it takes no second one.
-    is_charged = not completion.background
-    return await give(http, *reply_again(asker, kept, completion), is_charged=is_charged)
+    is_charged = not completion.background  # as in read_again()
+    if is_charged:
+        asker.charge.check_debt()
+    reply, attach = reply_again(asker, kept, completion)
+    try:
+        return await _given(http, reply, attach, asker.charge.hold(kept.answer_id))
+    finally:
+        if is_charged:
+            asker.account.spend(reply.generation.usage.all_tokens)
 
 
 def _reply(
@@ -223,34 +247,32 @@ def _reply(
     )
 
 
-async def give(
-    http: web.Request, reply: Reply, begin_generation: Begin, *, is_charged: bool = True
-) -> web.StreamResponse:
-    """Submission or attachment is done within the account and the count of open requests."""
-    state, account, generation = http.app[STATE], http[ACCOUNT], reply.generation
+async def give(http: web.Request, reply: Reply, submit: Begin) -> web.StreamResponse:
+    """A new answer. It is charged when this gateway lets go of it, which may be long after its client has."""
+    charge, generation = http[CHARGE], reply.generation
+    release = charge.hold(generation.request_ids[0])
 
     def settle() -> None:
-        if is_charged:
-            account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+        charge.account.spend(generation.usage.all_tokens)
+        release()
 
-    if is_charged:
-        begin(account)
-    with state.open_requests.counted(route_name(http)):
-        try:
-            await begin_generation()
-            if reply.completion.stream:
-                return await stream_reply(EventStream(http, reply.headers, state.watch), reply)
-            if reply.completion.background:
-                body = reply.response_format.unfinished("queued")
-            else:
-                body = await collect_reply(reply)
-            return web.Response(body=body, content_type="application/json", headers=reply.headers)
-        finally:
-            if reply.completion.background:
-                generation.leave(reply.detach_seconds, settle)
-            else:
-                generation.leave(reply.detach_seconds)
-                settle()
+    return await _given(http, reply, submit, settle)
+
+
+async def _given(
+    http: web.Request, reply: Reply, begin_generation: Begin, let_go: Callable[[], None]
+) -> web.StreamResponse:
+    try:
+        await begin_generation()
+        if reply.completion.stream:
+            return await stream_reply(EventStream(http, reply.headers, http.app[STATE].watch), reply)
+        if reply.completion.background:
+            body = reply.response_format.unfinished("queued")
+        else:
+            body = await collect_reply(reply)
+        return web.Response(body=body, content_type="application/json", headers=reply.headers)
+    finally:
+        reply.generation.leave(reply.detach_seconds, let_go)
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gateway.auth.charges import Charge
 from gateway.auth.rate_limits import Account
 from gateway.requests.deadlines import Timeouts
 from gateway.state import GatewayState
@@ -11,9 +12,13 @@ from gateway.state import GatewayState
 @dataclass(frozen=True, slots=True)
 class Asker:
     state: GatewayState
-    account: Account
+    charge: Charge  # of what is asked; whoever answers ends it
     headers: Mapping[str, str]
     default_timeouts: Timeouts
     default_detach_seconds: float  # of a kept answer
     traceparent: str = ""
     is_recorded: bool = True  # in the metrics of what clients wait for
+
+    @property
+    def account(self) -> Account:
+        return self.charge.account

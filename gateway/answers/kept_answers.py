@@ -50,6 +50,11 @@ class KeptAnswer:
     def requests(self) -> list[GenerationRequest]:
         return [part.request for part in self.parts]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompts and of what the engine has made so far."""
+        return sum(len(part.request.prompt_token_ids) + part.num_tokens for part in self.parts)
+
     def keeps(self) -> list[Keep]:
         """Of a new holder."""
         return attached_keeps(

@@ -38,12 +38,16 @@ class UsageCount:
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # of the completion's; None: nothing tells them apart
 
+    @property
+    def all_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
     def as_object(self) -> dict[str, Any]:
         details = {} if self.reasoning_tokens is None else {"reasoning_tokens": self.reasoning_tokens}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "total_tokens": self.all_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         } | ({"completion_tokens_details": details} if details else {})
 

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
 from gateway.auth.browser_guard import check_host, check_site, is_of_this_site
 from gateway.auth.rate_limits import Account
-from gateway.errors import RateLimited, Unauthenticated
+from gateway.errors import Unauthenticated
 
 logger = logging.getLogger("gateway")
 
@@ -133,14 +133,6 @@ def authenticate(access: Access) -> Middleware:
         return await handler(request)
 
     return middleware
-
-
-def begin(account: Account) -> None:
-    """Count an inference request against its key. Raises RateLimited."""
-    if exceeded := account.begin():
-        raise RateLimited(
-            exceeded.message, code=f"{exceeded.limit}_exceeded", retry_after_seconds=exceeded.retry_after_seconds
-        )
 
 
 def check_address(host: str, access: Access, *, allow_unauthenticated: bool) -> None:

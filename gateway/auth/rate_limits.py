@@ -1,13 +1,19 @@
 """What one API key has spent: requests a minute, tokens a minute, requests at once. Pure; the clock is an argument.
 
-Each gateway process counts for itself, so behind N of them a key can spend N times its limits.
+Of requests at once there are two counts: answers that are generated, and all other requests (reads, counts, files),
+which do not take the places of the first. An answer that goes on without its client keeps its place, which all who read
+it at this gateway share: its client can still read it, or cancel it. Each gateway process counts for itself, so behind
+N of them a key can spend N times its limits.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.auth.api_keys import ApiKey
 from shared.redis_keys import PRIORITY_CLASSES
+
+MIN_OTHER_PLACES = 8  # of requests that do not generate, however few a key's max_concurrent lets generate
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Account:
     def __init__(self, key: ApiKey | None, clock: Callable[[], float]) -> None:
         self.key = key
         self._clock = clock
-        self._num_open = 0
+        self._num_open = {True: 0, False: 0}  # by whether they generate
+        self._holders = Counter[str]()  # of the places of answers, by their ids
         now = clock()
         self._requests = TokenBucket(key.requests_per_minute, now) if key and key.requests_per_minute else None
         self._tokens = TokenBucket(key.tokens_per_minute, now) if key and key.tokens_per_minute else None
@@ -70,33 +77,63 @@ class Account:
         """Whose requests these are; without keys they are everybody's."""
         return self.key.sha256 if self.key else ""
 
-    def begin(self) -> Exceeded | None:
+    def begin(self, *, generates: bool) -> Exceeded | None:
         """Count a request, unless a limit forbids it. Each success is followed by one end()."""
-        if exceeded := self._exceeded():
+        exceeded = self._no_place(generates=generates) or self._too_many() or (self.in_debt() if generates else None)
+        if exceeded:
             return exceeded
-        self._num_open += 1
+        self._num_open[generates] += 1
         if self._requests:
             self._requests.take(1, self._clock())
         return None
 
-    def end(self, num_tokens: int) -> None:
-        """`num_tokens`: prompt and output of the request together."""
-        self._num_open -= 1
+    def promote(self) -> Exceeded | None:
+        """Count a request that did not generate as one that does, unless a limit forbids it."""
+        if exceeded := self._no_place(generates=True) or self.in_debt():
+            return exceeded
+        self._num_open[False] -= 1
+        self._num_open[True] += 1
+        return None
+
+    def spend(self, num_tokens: int) -> None:
+        """`num_tokens`: prompt and output of a request together."""
         if self._tokens:
             self._tokens.take(num_tokens, self._clock())
 
-    def _exceeded(self) -> Exceeded | None:
-        if self.key is None:
-            return None
-        now = self._clock()
-        if self.key.max_concurrent is not None and self._num_open >= self.key.max_concurrent:
-            return Exceeded("max_concurrent", f"{self.key.max_concurrent} requests of this key are open, its limit.", 1)
-        if self._requests and (seconds := self._requests.seconds_until(1, now)):
-            return Exceeded(
-                "requests_per_minute", f"This key may send {self.key.requests_per_minute} requests a minute.", seconds
-            )
-        if self._tokens and (seconds := self._tokens.seconds_until(1, now)):
+    def end(self, *, generates: bool) -> None:
+        self._num_open[generates] -= 1
+
+    def hold(self, answer_id: str) -> None:
+        """Its place among those that generate is there until each who holds it has released it. Never refused."""
+        if not self._holders[answer_id]:
+            self._num_open[True] += 1
+        self._holders[answer_id] += 1
+
+    def release(self, answer_id: str) -> None:
+        self._holders[answer_id] -= 1
+        if not self._holders[answer_id]:
+            del self._holders[answer_id]
+            self._num_open[True] -= 1
+
+    def in_debt(self) -> Exceeded | None:
+        """Whether tokens are owed: then nothing that costs any is begun."""
+        if self._tokens and self.key and (seconds := self._tokens.seconds_until(1, self._clock())):
             return Exceeded(
                 "tokens_per_minute", f"This key may use {self.key.tokens_per_minute} tokens a minute.", seconds
+            )
+        return None
+
+    def _no_place(self, *, generates: bool) -> Exceeded | None:
+        if self.key is None or self.key.max_concurrent is None:
+            return None
+        most = self.key.max_concurrent if generates else max(MIN_OTHER_PLACES, self.key.max_concurrent)
+        if self._num_open[generates] < most:
+            return None
+        return Exceeded("max_concurrent", f"{most} requests of this key are open, its limit.", 1)
+
+    def _too_many(self) -> Exceeded | None:
+        if self._requests and self.key and (seconds := self._requests.seconds_until(1, self._clock())):
+            return Exceeded(
+                "requests_per_minute", f"This key may send {self.key.requests_per_minute} requests a minute.", seconds
             )
         return None

@@ -20,7 +20,7 @@ from gateway.answers.delivery import Reply, collect_reply
 from gateway.answers.keeping import NAME_HEADER, name_digest
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.responses_history import with_history
-from gateway.auth.access import begin
+from gateway.auth.charges import Charge
 from gateway.auth.rate_limits import Account
 from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
@@ -81,10 +81,14 @@ class LineAnswers:
             await asyncio.sleep(min(MAX_PAUSE_SECONDS, pause_seconds))
 
     async def _ask(self, line: BatchLine, account: Account, life: int) -> LineResult:
+        with Charge(account, generates=True) as charge:
+            return await self._asked(line, charge, life)
+
+    async def _asked(self, line: BatchLine, charge: Charge, life: int) -> LineResult:
         name = f"{self._batch_id}-{line.number}-{life}"
         asker = Asker(
             self._state,
-            account,
+            charge,
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
             Timeouts(0, 0),  # the defaults are for those who wait
             DETACH_SECONDS,
@@ -94,15 +98,14 @@ class LineAnswers:
         async def give(reply: Reply, begin_generation: Begin) -> LineResult:
             if reply.completion.stream:
                 raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
-            begin(account)
             generation = reply.generation
             try:
                 await begin_generation()
                 body = await collect_reply(reply)
             finally:
                 generation.leave(None if self.is_withdrawing else reply.detach_seconds)
-                account.end(generation.usage.prompt_tokens + generation.usage.completion_tokens)
-            forget = partial(generation.forget, name_digest(account.owner_key_hash, name))
+                charge.account.spend(generation.usage.all_tokens)
+            forget = partial(generation.forget, name_digest(charge.account.owner_key_hash, name))
             return LineResult(200, body, generation.request_ids[0], forget)
 
         async def give_again(kept: KeptAnswer) -> LineResult:

@@ -2,7 +2,9 @@
 
 from aiohttp import web
 
+UNKNOWN_ROUTE = "unknown"
+
 
 def route_name(request: web.Request) -> str:
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"
+    return resource.canonical if resource is not None else UNKNOWN_ROUTE

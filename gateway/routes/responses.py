@@ -7,24 +7,20 @@
     GET     /v1/responses/{id}/input_items   what came into it, the newest first
 """
 
-import time
-from functools import partial
 from typing import Literal
 
 from aiohttp import web
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import RESPONSE
-from gateway.answers.answering import answer_again, answered, asker_of, give, show_again, stream_again
+from gateway.answers.answering import answer, asker_of, show_again, stream_again
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
 from gateway.answers.responses_input import InputItemsBody, input_items
 from gateway.answers.responses_shapes import DeletedResponseBody, ResponseBody
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
-from gateway.http.http_body import read_body
 from gateway.http.query_fields import query_choice, query_flag, query_number
-from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
 from gateway.requests.responses_schema import ResponsesBody
 from gateway.store.inference_client import StoreUnavailable
@@ -35,12 +31,7 @@ _MAX_ITEMS = 100
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:
-    arrived_at = time.monotonic()
-    asker = asker_of(http)
-    body = await with_history(asker, await read_body(http, http.app[STATE].settings.body_timeout_seconds))
-    return await answered(
-        asker, RESPONSE, body, arrived_at, give=partial(give, http), give_again=partial(answer_again, http)
-    )
+    return await answer(http, RESPONSE, with_history)
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:

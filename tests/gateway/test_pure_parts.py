@@ -25,8 +25,8 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({"model_loaded": False}, "starting"),
         ({"ready_workers": 0, "was_ready": False}, "starting"),
         ({"ready_workers": 0}, "no_worker"),
-        ({"open_requests": 9}, None),
-        ({"open_requests": 10}, "gateway_full"),
+        ({"open_requests": 10}, None),
+        ({"open_requests": 11}, "gateway_full"),
         ({"store_has_room": False}, "store_full"),
     ],
 )

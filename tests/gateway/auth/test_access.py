@@ -10,7 +10,7 @@ import pytest
 
 from gateway.auth.access import OPEN_ROUTES, Access, check_address
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read_keys, single_key
-from gateway.auth.rate_limits import Account, TokenBucket
+from gateway.auth.rate_limits import MIN_OTHER_PLACES, Account, TokenBucket
 from gateway.errors import Unauthenticated
 from shared.redis_keys import PRIORITY_CLASSES
 from tests.gateway.conftest import Gateway
@@ -102,25 +102,52 @@ class TestLimits:
 
     def test_each_limit_names_itself_and_when_to_come_again(self) -> None:
         now = 0.0
-        key = ApiKey(name="a", sha256="0" * 64, requests_per_minute=2, tokens_per_minute=60, max_concurrent=1)
+        key = ApiKey(name="a", sha256="0" * 64, requests_per_minute=3, tokens_per_minute=60, max_concurrent=1)
         account = Account(key, lambda: now)
-        assert account.begin() is None
-        assert (exceeded := account.begin()) is not None
+        assert account.begin(generates=True) is None
+        assert (exceeded := account.begin(generates=True)) is not None
         assert exceeded.limit == "max_concurrent"
-        account.end(10)
-        assert account.begin() is None
-        account.end(60)
-        assert (exceeded := account.begin()) is not None
-        assert (exceeded.limit, exceeded.retry_after_seconds) == ("requests_per_minute", 30.0)
+        assert account.begin(generates=False) is None  # what does not generate takes no such place
+        account.end(generates=False)
+        account.end(generates=True)
+        assert account.begin(generates=True) is None
+        account.spend(60)
+        account.end(generates=True)
+        assert (exceeded := account.begin(generates=True)) is not None
+        assert (exceeded.limit, exceeded.retry_after_seconds) == ("requests_per_minute", 20.0)
         now = 5.0
         account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), lambda: now)
-        assert account.begin() is None
-        account.end(70)
-        assert (exceeded := account.begin()) is not None
+        assert account.begin(generates=True) is None
+        account.spend(70)
+        assert (exceeded := account.begin(generates=True)) is not None
         assert (exceeded.limit, exceeded.retry_after_seconds) == ("tokens_per_minute", 11.0)
         now = 16.0
-        assert account.begin() is None
+        assert account.begin(generates=True) is None
 
+    def test_debt_forbids_what_costs_tokens_alone(self) -> None:
+        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), lambda: 0.0)
+        account.spend(61)
+        assert account.begin(generates=False) is None
+        assert (exceeded := account.promote()) is not None
+        assert exceeded.limit == "tokens_per_minute"
+        account.end(generates=False)  # it still has the place that it had
+
+    def test_an_answer_has_one_place_however_many_hold_it(self) -> None:
+        account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), lambda: 0.0)
+        for _ in range(3):
+            account.hold("answer")
+        for _ in range(2):
+            account.release("answer")
+            assert account.begin(generates=True) is not None
+        account.release("answer")
+        assert account.begin(generates=True) is None
+
+    def test_what_does_not_generate_has_places_of_its_own(self) -> None:
+        account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), lambda: 0.0)
+        assert [account.begin(generates=False) for _ in range(MIN_OTHER_PLACES)] == [None] * MIN_OTHER_PLACES
+        assert (exceeded := account.begin(generates=False)) is not None
+        assert exceeded.limit == "max_concurrent"
+        assert account.begin(generates=True) is None
 
     def test_a_class_above_the_keys_own_is_lowered(self) -> None:
         low = Account(ApiKey(name="a", sha256="0" * 64, highest_priority_class="batch"), lambda: 0.0)

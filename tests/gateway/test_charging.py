@@ -1,0 +1,148 @@
+"""Limits come first: what a key may not do any more is not begun, on any route; what is begun is counted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.charging import GENERATING, UNCHARGED
+from gateway.requests.grammar_fields import AskedGrammar
+from tests.gateway.auth.test_access import KEY, OTHER, PROMPT, bearer, entry
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import finish, says
+
+HEADERS = bearer(KEY)
+JSON = {"Content-Type": "application/json"}
+ROUTES_OF_NONE = frozenset(("unknown",))  # names of what no route has matched
+DEEP = b'{"messages":' + b"[" * 100
+
+
+async def limited(start_gateway: Callable[..., Any], tmp_path: Path, **limits: int) -> Gateway:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(entry("a", KEY, **limits) + entry("b", OTHER))
+    return await start_gateway(api_keys_file=keys, files_dir=tmp_path / "files")  # type: ignore[no-any-return]
+
+
+async def spent(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
+    """A key that has used up its only request."""
+    gateway = await limited(start_gateway, tmp_path, requests_per_minute=1)
+    async with gateway.session.post("/tokenize", json={"prompt": "the"}, headers=HEADERS) as reply:
+        assert reply.status == 200
+    return gateway
+
+
+async def test_every_route_that_does_work_is_refused_before_it(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Bodies that could not be read are not even looked at."""
+    gateway = await spent(start_gateway, tmp_path)
+    seen = set()
+    for method, path in gateway.routes:
+        url = path.replace("{id}", "tiny").replace("{name}", "page.js")
+        async with gateway.session.request(method, url, data=DEEP, headers={**HEADERS, **JSON}) as reply:
+            assert (reply.status == 429) == (path not in UNCHARGED), (method, path, reply.status)
+            if reply.status == 429:
+                assert int(reply.headers["Retry-After"]) >= 1
+        seen.add(path)
+    assert seen > (UNCHARGED.keys() - ROUTES_OF_NONE) | GENERATING  # none of their names is out of date
+    assert gateway.engine.requests == []
+    async with gateway.session.post("/tokenize", data=DEEP, headers={**bearer(OTHER), **JSON}) as reply:
+        assert reply.status == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["the"] * 32}),
+        ("/v1/completions", {"prompt": "the", "bad_words": ["the"] * 500}),
+        ("/v1/completions", {"prompt": "the", "guided_regex": "a+"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
+        ("/v1/responses", {"input": "the"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "the"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "the"}]}),
+        ("/tokenize", {"prompt": "the"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+async def test_over_its_limit_nothing_is_computed(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    gateway = await spent(start_gateway, tmp_path)
+    work: list[str] = []
+    encoder = type(gateway.service.require_model().encoder)
+    for name in ("encode_text", "render_chat", "encode_chat", "decode", "least_tokens"):
+        monkeypatch.setattr(encoder, name, lambda *_, name=name, **__: work.append(name))
+    monkeypatch.setattr("gateway.requests.request_body.msgspec.json.decode", lambda *_, **__: work.append("decode"))
+    monkeypatch.setattr("gateway.requests.grammar_checks.check_grammar", lambda *_: work.append("grammar"))
+    async with gateway.session.post(path, json=body, headers=HEADERS) as reply:
+        assert reply.status == 429
+    assert work == []
+
+
+async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway = await limited(start_gateway, tmp_path, requests_per_minute=3, max_concurrent=1)
+    bodies = ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}, {"model": "nobody", **PROMPT}, PROMPT)
+    statuses = []
+    for body in bodies:
+        async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
+            statuses.append(reply.status)
+    assert statuses == [400, 400, 404, 429]
+
+
+async def test_a_place_is_given_back_however_a_request_ends(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
+    for body in ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}):
+        async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
+            assert reply.status == 400
+    request = gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}, headers=HEADERS)
+    async with request as reply:
+        assert reply.status == 200
+        async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "max_concurrent_exceeded")
+        reply.close()  # the client goes
+    await gateway.engine.next_cancellation()
+    gateway.state.open_requests.draining = True
+    async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (503, "draining")
+    gateway.state.open_requests.draining = False
+    gateway.engine.script = says([5])
+    async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as reply:
+        assert reply.status == 200
+
+
+async def test_a_repeat_by_name_asks_for_its_place_once_it_is_new(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
+    named = {**HEADERS, "Idempotency-Key": "mine"}
+    async with gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}, headers=HEADERS) as reply:
+        stream = await gateway.engine.next_stream()
+        async with gateway.session.post("/v1/completions", json=PROMPT, headers=named) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "max_concurrent_exceeded")
+        stream.send(finish(stream.request, 0))
+        assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+    assert len(gateway.engine.requests) == 1
+
+
+async def test_who_cannot_be_served_is_told_before_a_grammar_is_checked(
+    start_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway: Gateway = await start_gateway()
+    checked: list[AskedGrammar] = []
+    monkeypatch.setattr("gateway.requests.grammar_checks.check_grammar", checked.append)
+    gateway.state.open_requests.draining = True
+    async with gateway.session.post("/v1/completions", json={**PROMPT, "guided_regex": "a+"}) as reply:
+        assert reply.status == 503
+    assert checked == []
+
+
+async def test_places_at_the_gateway_are_taken_when_they_are_given(start_gateway: Callable[..., Any]) -> None:
+    """Not when the prompts are encoded: those that come meanwhile would all be let in."""
+    gateway: Gateway = await start_gateway(max_num_streams=1)
+    async with gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}) as reply:
+        assert reply.status == 200
+        async with gateway.session.post("/v1/completions", json=PROMPT) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (503, "gateway_full")

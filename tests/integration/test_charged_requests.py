@@ -1,0 +1,108 @@
+"""A kept answer is charged for as long as it is made, by whom it is made for, also when nobody listens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.integration.conftest import COMPLETIONS, Gateway, World
+from tests.integration.test_kept_requests import GREEDY, write_keys
+
+pytestmark = pytest.mark.redis
+
+KEY = "sk-one-0123456789abcdef"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@asynccontextmanager
+async def limited(world: World, model: Path, tmp_path: Path, limit: str) -> AsyncIterator[Gateway]:
+    keys_file = write_keys(tmp_path, {"one": KEY})
+    keys_file.write_text(f"{keys_file.read_text()}\n{limit}\n")
+    async with world.another_gateway(model, api_keys_file=keys_file) as gateway:
+        yield gateway
+
+
+async def left(gateway: Gateway, body: dict[str, Any]) -> str:
+    """The id of a stream whose client has gone."""
+    async with gateway.streaming(COMPLETIONS, {**body, "stream": True}, **HEADERS) as reader:
+        return reader.request_id
+
+
+async def code(gateway: Gateway, body: dict[str, Any], **headers: str) -> str | None:
+    _, shown = await gateway.post(COMPLETIONS, body, **HEADERS, **headers)
+    return shown["error"]["code"] if "error" in shown else None
+
+
+async def eventually(gateway: Gateway, body: dict[str, Any], expected: str | None) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await code(gateway, body) != expected:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_detached_request_keeps_its_place(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
+        request_id = await left(gateway, GREEDY)
+        for _ in range(3):
+            assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
+        status, shown = await gateway.shown(request_id, **HEADERS)  # to look takes no such place
+        assert (status, shown["state"]) in ((200, "queued"), (200, "running"))
+        world.worker.gate.allow(FOREVER_STEPS)
+        await eventually(gateway, GREEDY, None)
+
+
+async def test_cancelling_it_gives_the_place_back(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
+        request_id = await left(gateway, GREEDY)
+        assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
+        assert (await gateway.shown(request_id, "DELETE", **HEADERS))[0] == 200
+        world.worker.gate.allow(FOREVER_STEPS)
+        await eventually(gateway, GREEDY, None)
+
+
+async def test_who_reads_it_again_shares_its_place(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    """By its events or by its name, however often the connection breaks; and its maker's end does not free it."""
+    async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
+        named = {**HEADERS, "Idempotency-Key": "mine"}
+        body = {**GREEDY, "stream": True}
+        async with gateway.streaming(COMPLETIONS, body, **named) as reader:
+            request_id = reader.request_id
+        for _ in range(12):
+            async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
+                assert reply.status == 200
+            async with gateway.session.post(COMPLETIONS, json=body, headers=named) as reply:
+                assert reply.status == 200
+        assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
+        world.worker.gate.allow(FOREVER_STEPS)
+        async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
+            assert (await reply.text()).endswith("[DONE]\n\n")
+        await eventually(gateway, GREEDY, None)
+
+
+async def test_its_tokens_are_charged_without_its_client(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    async with limited(world, demo_model_dir, tmp_path, "tokens_per_minute = 40") as gateway:
+        request_id = await left(gateway, {**GREEDY, "max_tokens": 60})
+        world.worker.gate.allow(FOREVER_STEPS)
+        await eventually(gateway, {**GREEDY, "max_tokens": 1}, "tokens_per_minute_exceeded")
+        # To read it is charged as well, but to look at what runs, to cancel and to count is not.
+        assert (await gateway.shown(request_id, **HEADERS))[0] == 429
+        async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
+            assert reply.status == 429
+        assert (await gateway.post("/tokenize", {"prompt": "Hi"}, **HEADERS))[0] == 200
+
+
+async def test_reading_it_again_is_a_request_and_its_tokens(
+    world: World, demo_model_dir: Path, tmp_path: Path
+) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    async with limited(world, demo_model_dir, tmp_path, "requests_per_minute = 4\ntokens_per_minute = 70") as gateway:
+        _, made = await gateway.post(COMPLETIONS, GREEDY, **HEADERS)
+        assert (await gateway.shown(made["id"], **HEADERS))[0] == 200
+        assert (await gateway.shown(made["id"], **HEADERS))[0] == 200
+        _, refused = await gateway.shown(made["id"], **HEADERS)
+        assert refused["error"]["code"] == "tokens_per_minute_exceeded"
+        _, refused = await gateway.shown(made["id"], **HEADERS)
+        assert refused["error"]["code"] == "requests_per_minute_exceeded"
