@@ -52,9 +52,9 @@ class AnthropicFormat:
     def begin(self) -> bytes:
         return b""
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        usage = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
-        message = {**self._head, "content": [], **self._stop, "usage": usage}
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
+        counted = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
+        message = {**self._head, "content": [], **self._stop, "usage": counted}
         return named_event("message_start", {"type": "message_start", "message": message})
 
     def text(
@@ -72,7 +72,7 @@ class AnthropicFormat:
     ) -> bytes:
         return self._events(self._blocks.pieces(reasoning, tool_calls, ""))
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+    def finish(self, index: int, reason: str, stop_string: str | None = None, **_openai: Any) -> bytes:
         self._stop = _stop(reason, stop_string)
         return self._events(self._blocks.ending()) + self._block_stop()
 

@@ -6,6 +6,7 @@ Knows nothing of streams, HTTP or JSON.
 import time
 from collections.abc import Sequence
 from itertools import repeat
+from typing import TypeAlias
 
 import msgspec
 
@@ -15,6 +16,9 @@ from gateway.text.logprobs import LogprobEntry, logprob_entry
 from gateway.text.output_text import OutputText
 from gateway.text.token_bytes import TokenBytes
 from shared.messages import FinishReason, TokenLogprobs
+
+_Tokens: TypeAlias = tuple[tuple[int, ...], tuple[LogprobEntry, ...]]  # ids, and what is told of each
+_NOTHING: _Tokens = ((), ())
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +65,7 @@ class ChoiceProgress:
         self._last_token_at = 0.0
         self._token_bytes = token_bytes
         self._scores_every_token = scores_every_token
-        self._held_logprobs: tuple[LogprobEntry, ...] = ()  # of a token that may have ended the sequence
+        self._held = _NOTHING  # a token that may have ended the sequence
 
     @property
     def num_tokens(self) -> int:
@@ -72,35 +76,44 @@ class ChoiceProgress:
     ) -> list[ChoiceUpdate]:
         """An update for each of the next tokens, and one for their end if there is a `reason`. Not to be called after
         the end. A client that counts or times tokens sees each, also when several came together or one has no text yet;
-        and however tokens are grouped, the updates are the same."""
+        one that may have ended the sequence is in the update behind it. However tokens are grouped, the updates are the
+        same."""
         if token_ids:
             self._record_tokens(time.monotonic())
         updates: list[ChoiceUpdate] = []
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
+            num_tokens = self._output.num_tokens
             text = self._output.push(token_id)
-            entries = () if token_logprobs is None else self._entries(token_id, token_logprobs)
+            is_consumed = self._output.num_tokens > num_tokens  # unless the one held before completed a stop string
+            told_ids, entries = self._told(token_id, token_logprobs) if is_consumed else self._held
             if self._output.stopped:
                 self.stopped_early = reason is None
-                return [*updates, self._end(text, FinishReason.STOP, entries, (token_id,))]
-            updates.append(ChoiceUpdate(self._index, text, None, entries, (token_id,)))
+                return [*updates, self._end(text, FinishReason.STOP, entries, told_ids)]
+            if told_ids:
+                updates.append(ChoiceUpdate(self._index, text, None, entries, told_ids))
         if reason is None:
             return updates
         text = self._output.finish(reason)
-        shown = self._held_logprobs if self._scores_every_token or self._output.shows_terminal(reason) else ()
+        held_ids, entries = self._held
+        shown = entries if self._scores_every_token or self._output.shows_terminal(reason) else ()
         reason = FinishReason.STOP if self._output.stopped else reason
-        return [*updates, self._end(text, reason, shown, ())]
+        return [*updates, self._end(text, reason, shown, held_ids)]
 
     def record_end(self, reason: str) -> None:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()
 
-    def _entries(self, token_id: int, logprobs: TokenLogprobs) -> tuple[LogprobEntry, ...]:
+    def _told(self, token_id: int, logprobs: TokenLogprobs | None) -> _Tokens:
         """What can be told after a token was consumed: a terminal one is held back, as its text is."""
-        self.cumulative_logprob += logprobs.logprob
-        entry = logprob_entry(self._token_bytes, token_id, logprobs, self._output.token_start)
-        released = self._held_logprobs
-        self._held_logprobs = (entry,) if self._output.holds_terminal else ()
-        return released if self._output.holds_terminal else (*released, entry)
+        entries: tuple[LogprobEntry, ...] = ()
+        if logprobs is not None:
+            self.cumulative_logprob += logprobs.logprob
+            entries = (logprob_entry(self._token_bytes, token_id, logprobs, self._output.token_start),)
+        (held_ids, held_entries), self._held = self._held, _NOTHING
+        if self._output.holds_terminal:
+            self._held = (token_id,), entries
+            return held_ids, held_entries
+        return (*held_ids, token_id), (*held_entries, *entries)
 
     def _end(
         self, text: str, reason: FinishReason, logprobs: tuple[LogprobEntry, ...], token_ids: tuple[int, ...]

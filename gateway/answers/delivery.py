@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
 from gateway.answers.answer_extras import AnswerExtras
+from gateway.answers.continuous_usage import continuous_usage
 from gateway.answers.generation import ChoiceUpdate, Generation
-from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat
+from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount
 from gateway.errors import GatewayError, InternalError
 from gateway.http.event_numbers import EventNumbers
 from gateway.http.event_stream import EventStream
@@ -45,8 +47,15 @@ class _Chunks:
         self._format = reply.response_format
         self._numbers = reply.numbers
         self._extras = reply.extras or None  # nearly always: nothing to ask it once a token
-        self._continuous_usage = reply.completion.continuous_usage
+        self._counts = continuous_usage(reply.completion, reply.generation)
         self._begun: set[int] = set()
+
+    def ready(self) -> Iterator[Sequence[ChoiceUpdate]]:
+        """What there is to be told now. Raises GatewayError when a choice fails."""
+        ready = self.generation.ready()
+        if self._counts is None or self._numbers is not None:  # what is numbered may not depend on what came together
+            return ready
+        return self._counts.with_ends(ready)
 
     def begin(self) -> bytes:
         event = self._format.begin()
@@ -57,26 +66,37 @@ class _Chunks:
         for update in updates:
             is_first = update.index not in self._begun
             events = self._first(update.index) if is_first else b""
-            events += self._said(update, is_first)
-            if update.reason is not None:
-                events += self._format.finish(update.index, update.finish_name, update.stop_string)
+            usage = None if self._counts is None else self._counts.with_tokens_of(update)
+            if update.reasoning or update.tool_calls:
+                events += self._format.delta(update.index, update.reasoning, update.tool_calls, usage)
+            extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
+            if update.reason is None:
+                events += self._said(update, usage, extra)
+            else:
+                events += self._ended(update, usage, extra)
             chunks.append(events if self._numbers is None else self._numbers.of_choice(update.index, events))
         return b"".join(chunks)
 
     def _first(self, index: int) -> bytes:
         self._begun.add(index)
-        return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING)
+        usage = None if self._counts is None else self._counts.so_far
+        return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING, usage)
 
-    def _said(self, update: ChoiceUpdate, is_first: bool) -> bytes:
-        """By one token: thoughts and calls, and then content; at least something, until the end."""
-        usage = self.generation.usage if self._continuous_usage else None
-        events = b""
-        if update.reasoning or update.tool_calls:
-            events = self._format.delta(update.index, update.reasoning, update.tool_calls, usage)
-        if update.text or update.logprobs or (update.reason is None and (self._extras or not events)):
-            extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
-            events += self._format.text(update.index, update.text, usage, update.logprobs, extra)
-        return events
+    def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Mapping[str, Any] | None) -> bytes:
+        """By one token: thoughts and calls, and then content; at least something."""
+        is_told = update.reasoning or update.tool_calls
+        if is_told and not (update.text or update.logprobs or self._extras):
+            return b""
+        return self._format.text(update.index, update.text, usage, update.logprobs, extra)
+
+    def _ended(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Mapping[str, Any] | None) -> bytes:
+        index, reason, stop_string = update.index, update.finish_name, update.stop_string
+        if self._counts is None and update.text:
+            text = self._format.text(index, update.text, usage, update.logprobs, extra)
+            return text + self._format.finish(index, reason, stop_string)
+        return self._format.finish(
+            index, reason, stop_string, text=update.text, usage=usage, logprobs=update.logprobs, extra=extra
+        )
 
     def last(self) -> bytes:
         usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
@@ -131,7 +151,7 @@ class _LiveEvents:
         """Whether the client keeps up: what it cannot take yet stays where it is."""
         keeps_up, data = True, b""
         try:
-            for updates in self._generation.ready():
+            for updates in self._chunks.ready():
                 data += self._chunks.of(updates)
                 if len(data) >= _WRITE_BYTES:
                     data, ready = b"", data

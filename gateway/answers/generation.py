@@ -60,7 +60,7 @@ class Generation:
                         model.encoder.token_bytes,
                         metrics,
                         arrived_at,
-                        scores_every_token=request.echo,
+                        scores_every_token=not request.is_chat,
                     )
                     for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
                 ],

@@ -7,8 +7,8 @@ The order of a stream's chunks (each method gives whole Server-Sent Events):
     first(i)      chat: the role, once a choice          completions: nothing
     text(i, ...)  finish_reason null
     delta(i, ...) thoughts and tool calls, of chat
-    finish(i, r)  once a choice, without text
-    usage(u)      choices [], if include_usage; all other chunks say usage null then
+    finish(i, r)  once a choice, without text unless all chunks have their usage
+    usage(u)      choices [], if include_usage; all other chunks say usage null then, or what it is so far
     DONE
 """
 
@@ -73,7 +73,7 @@ class ResponseFormat(Protocol):
     def begin(self) -> bytes:
         """What a stream begins with, before there is any token."""
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes: ...
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes: ...
 
     def text(
         self,
@@ -88,7 +88,18 @@ class ResponseFormat(Protocol):
         self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
     ) -> bytes: ...
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes: ...
+    def finish(
+        self,
+        index: int,
+        reason: str,
+        stop_string: str | None = None,
+        *,
+        text: str = "",
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """`text`: only where every chunk has its usage; `logprobs`, `extra`: of what came with the end."""
 
     def usage(self, usage: UsageCount) -> bytes: ...
 
@@ -141,8 +152,28 @@ class _Format:
     def logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         raise NotImplementedError
 
+    @staticmethod
+    def last_content(text: str) -> dict[str, Any]:
+        """Of a choice in its last chunk."""
+        raise NotImplementedError
+
     def begin(self) -> bytes:
         return b""
+
+    def finish(
+        self,
+        index: int,
+        reason: str,
+        stop_string: str | None = None,
+        *,
+        text: str = "",
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        shown = self.logprobs(logprobs) if logprobs else None
+        choice = {"index": index, **self.last_content(text), "logprobs": shown, "finish_reason": reason}
+        return self._chunk([{**choice, **(extra or {})}], None if usage is None else usage.as_object())
 
     def text(
         self,
@@ -199,9 +230,10 @@ class ChatFormat(_Format):
     before_text = '"delta":{"content":'
     after_text = '},"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], extra=extra)
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice], None if usage is None else usage.as_object(), extra)
 
     def delta(
         self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
@@ -212,14 +244,15 @@ class ChatFormat(_Format):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object())
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
-        return self._chunk([{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}])
-
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
         return self._body(chosen, usage, extra)
 
     logprobs = staticmethod(chat_logprobs)
+
+    @staticmethod
+    def last_content(text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
 
 
 class CompletionFormat(_Format):
@@ -230,7 +263,7 @@ class CompletionFormat(_Format):
     before_text = '"text":'
     after_text = ',"logprobs":null,"finish_reason":null}'
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
         return b""
 
     def delta(
@@ -238,13 +271,14 @@ class CompletionFormat(_Format):
     ) -> bytes:
         raise AssertionError("a text completion is not parsed")
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
-        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
-
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
 
     logprobs = staticmethod(completion_logprobs)
+
+    @staticmethod
+    def last_content(text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
 def _message(choice: ChoiceResult) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ResponsesFormat:
         created = self._writer.event("response.created", response=response)
         return created + self._writer.event("response.in_progress", response=response)
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
         return b""
 
     def text(
@@ -73,7 +73,16 @@ class ResponsesFormat:
         events = self._output.reason(reasoning) if reasoning else b""
         return events + b"".join(map(self._output.call, tool_calls))
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None) -> bytes:
+    def finish(
+        self,
+        index: int,
+        reason: str,
+        stop_string: str | None = None,
+        *,
+        logprobs: Sequence[LogprobEntry] = (),
+        **_chunks: Any,
+    ) -> bytes:
+        self._output.say("", logprobs)
         self._is_cut = reason == FinishReason.LENGTH.value
         return self._output.say_nothing() + self._output.close("incomplete" if self._is_cut else "completed")
 

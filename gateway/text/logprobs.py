@@ -5,7 +5,8 @@
     completion_logprobs(entries)    {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
 
 A `token` is what its bytes alone decode to, with U+FFFD for parts of a character: `bytes` is exact. The token that ends
-a sequence is listed only if its text is shown, and every token up to the one that completed a stop string is.
+a sequence is listed in completions, as vLLM lists it, and in a chat only if its text is shown, as OpenAI has it; every
+token up to the one that completed a stop string is.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,85 @@
+"""`continuous_usage_stats`: what has been used so far, in every chunk of a stream. Pure.
+
+As vLLM has it, each chunk of a choice counts more tokens than the one before it: tokens that came together are counted
+one by one, and an end without a token of its own is told in the chunk of the last token, where both are there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from msgspec import structs
+
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.answers.openai_response import UsageCount
+from gateway.errors import GatewayError
+from gateway.requests.openai_schema import CompletionRequest
+
+
+class Counted(Protocol):
+    """What of Generation is asked."""
+
+    @property
+    def usage(self) -> UsageCount: ...
+
+
+class ContinuousUsage:
+    def __init__(self, request: CompletionRequest, counted: Counted) -> None:
+        """Of one stream."""
+        # Of samples that are left out nothing is told, but they are counted: all at one time, when all have ended.
+        self._counts_told = not request.choices.is_best_of
+        self._counted = counted
+        self._num_told = 0
+        self._last: dict[int, ChoiceUpdate] = {}  # of each choice, until it is known whether its end came with it
+
+    @property
+    def so_far(self) -> UsageCount:
+        """With the tokens that are told by now; others may be there already."""
+        usage = self._counted.usage
+        return replace(usage, completion_tokens=self._num_told) if self._counts_told else usage
+
+    def with_tokens_of(self, update: ChoiceUpdate) -> UsageCount:
+        self._num_told += len(update.token_ids)
+        return self.so_far
+
+    def with_ends(self, ready: Iterable[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
+        """Each choice's last update joined with its end. What `ready` raises is raised behind what it gave; who stops
+        reading here goes on with the next `ready`."""
+        try:
+            for updates in ready:
+                if told := [known for update in updates for known in self._after(update)]:
+                    yield told
+        except GatewayError:
+            yield self._rest()
+            raise
+        yield self._rest()
+
+    def _after(self, update: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
+        before = self._last.pop(update.index, None)
+        if before is not None and (update.reason is None or update.token_ids):
+            yield before
+            before = None
+        if update.reason is None:
+            self._last[update.index] = update
+        else:
+            yield update if before is None else _joined(before, update)
+
+    def _rest(self) -> Sequence[ChoiceUpdate]:
+        rest, self._last = list(self._last.values()), {}
+        return rest
+
+
+def _joined(update: ChoiceUpdate, end: ChoiceUpdate) -> ChoiceUpdate:
+    return structs.replace(
+        end,
+        text=update.text + end.text,
+        logprobs=(*update.logprobs, *end.logprobs),
+        token_ids=update.token_ids,
+        reasoning=update.reasoning + end.reasoning,
+        tool_calls=(*update.tool_calls, *end.tool_calls),
+    )
+
+
+def continuous_usage(request: CompletionRequest, counted: Counted) -> ContinuousUsage | None:
+    """None: the request does not ask for it."""
+    return ContinuousUsage(request, counted) if request.continuous_usage else None
