@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from engine_worker.engine_thread import EngineThread, Turn
 from engine_worker.metrics import WorkerMetrics
 from engine_worker.request_times import RequestClock
@@ -156,7 +158,7 @@ class Worker:
     async def _finish(self, tokens: TokenPublisher, ends: Sequence[FinishEvent | ErrorEvent]) -> None:
         if not ends:
             return
-        await tokens.finish(ends)
+        await tokens.finish([_dated(end) for end in ends])
         for end in ends:
             del self._held[end.request_id]
             self._clock.ended(end.request_id, end.reason if isinstance(end, FinishEvent) else "error")
@@ -194,3 +196,8 @@ class Worker:
         except Fenced:
             logger.warning("%s was fenced while it drained: others have its requests", incarnation.worker_id)
         self._held.clear()
+
+
+def _dated(end: FinishEvent | ErrorEvent) -> FinishEvent | ErrorEvent:
+    """With the time of day, which clients read and nothing decides on."""
+    return structs.replace(end, ended_at=int(time.time())) if isinstance(end, FinishEvent) else end

@@ -176,6 +176,7 @@ class FinishEvent(msgspec.Struct, frozen=True, tag="f", array_like=True):
     request_id: str
     reason: FinishReason
     usage: Usage
+    ended_at: int = 0  # Unix seconds by the clock of whoever ended it, for clients to read; 0: not told
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, tag="e", array_like=True):

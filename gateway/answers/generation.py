@@ -10,6 +10,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
@@ -43,10 +44,13 @@ class Generation:
         planned: Sequence[PlannedRequest],
         arrived_at: float,
         metrics: ModelMetrics | None = None,
+        ended_at: int = 0,
     ) -> None:
+        """`ended_at`: Unix seconds, of an answer that has ended before."""
         metrics = metrics or service.metrics
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
+        self._ended_at = ended_at
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = service.client
@@ -83,6 +87,7 @@ class Generation:
             completion_tokens=sum(request.num_tokens for request in self._requests if self._counts_tokens),
             cached_tokens=sum(request.cached_tokens for request in self._requests),
             reasoning_tokens=self._num_reasoning_tokens,
+            ended_at=self._ended_at or max(request.ended_at for request in self._requests),
         )
 
     @property
@@ -190,7 +195,7 @@ class Generation:
 
     def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
         if request.stream is not None:
-            self.service.background.start(self._client.release(request.stream, reason))
+            self.service.background.start(self._client.release(request.stream, reason, request.ended_at))
 
 
 class _RequestProgress:
@@ -208,6 +213,7 @@ class _RequestProgress:
         self.stream: ResponseStream | None = None  # once it is accepted
         self.has_ended = False  # the engine has nothing more of it
         self.is_over = False  # so it is then, and when nothing more of it is wanted since a stop string was met
+        self.ended_at = 0  # Unix seconds, once it is over
         self.cached_tokens = 0
         self._choices = choices
         self._best_of = best_of
@@ -237,6 +243,7 @@ class _RequestProgress:
             if choice.finished:
                 stopped_early = any(choice.stopped_early for choice in self._choices)
                 self.is_over = stopped_early and all(choice.finished for choice in self._choices)
+                self.ended_at = int(time.time()) if self.is_over else 0
             return updates
         self.has_ended = self.is_over = True
         if isinstance(event, ErrorEvent):
@@ -252,6 +259,7 @@ class _RequestProgress:
 
     def _end(self, event: FinishEvent) -> list[ChoiceUpdate]:
         self.cached_tokens = event.usage.cached_tokens
+        self.ended_at = event.ended_at or int(time.time())  # a worker of before does not tell it
         if event.reason is FinishReason.CANCELLED:
             self.record_end("error")
             raise GenerationFailed("The request was cancelled by the server.", code="request_cancelled")

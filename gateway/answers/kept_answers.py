@@ -47,6 +47,12 @@ class KeptAnswer:
         return "queued" if all(part.state == "queued" and not part.num_tokens for part in self.parts) else "running"
 
     @property
+    def _ended_at(self) -> int:
+        """Unix seconds; 0 while it goes on."""
+        ends = [part.terminal.ended_at if isinstance(part.terminal, FinishEvent) else 0 for part in self.parts]
+        return max(ends) if all(ends) else 0
+
+    @property
     def requests(self) -> list[GenerationRequest]:
         return [part.request for part in self.parts]
 
@@ -67,8 +73,9 @@ class KeptAnswer:
         planned = [PlannedRequest(index, index * n, request) for index, request in enumerate(self.requests)]
         model = self.service.require_model()
         return Generation(
-            self.service, model, self.completion, planned, time.monotonic(), metrics=self.service.unrecorded
-        )
+            self.service, model, self.completion, planned, time.monotonic(), metrics=self.service.unrecorded,
+            ended_at=self._ended_at,
+        )  # fmt: skip
 
 
 async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:

@@ -37,6 +37,7 @@ class UsageCount:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # of the completion's; None: nothing tells them apart
+    ended_at: int = 0  # Unix seconds; 0: not yet
 
     @property
     def all_tokens(self) -> int:

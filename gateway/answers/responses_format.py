@@ -21,6 +21,9 @@ from shared.messages import FinishReason
 ID_PREFIX = "resp_"
 _CANCELLED = "request_cancelled"  # the code of the error that readers of a cancelled answer get
 _STATUSES = {"running": "in_progress"}  # the others are of one name
+_NOTHING_YET: dict[str, Any] = {
+    "completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None
+}  # fmt: skip
 
 
 class ResponsesFormat:
@@ -37,7 +40,7 @@ class ResponsesFormat:
         repeated: Mapping[str, Any] = NOTHING,
     ) -> None:
         """`repeated`: what a response says of its request. A stream always has its usage."""
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": ID_PREFIX + response_id,
             "object": "response",
             "created_at": int(time.time()) if created is None else created,
@@ -117,7 +120,9 @@ class ResponsesFormat:
     def _ended(self) -> dict[str, Any]:
         assert self._usage is not None
         if not self._is_cut:
-            return self._response("completed", output=self._output.items, usage=_usage(self._usage))
+            completed_at = max(self._usage.ended_at, self._head["created_at"])  # by the clock of another machine
+            output, usage = self._output.items, _usage(self._usage)
+            return self._response("completed", completed_at=completed_at, output=output, usage=usage)
         details = {"reason": "max_output_tokens"}
         return self._response(
             "incomplete", output=self._output.items, usage=_usage(self._usage), incomplete_details=details
@@ -130,8 +135,7 @@ class ResponsesFormat:
         return self._response(status, error={"code": code, "message": error.message})
 
     def _response(self, status: str, **ended: Any) -> dict[str, Any]:
-        nothing_yet: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-        return {**self._head, "status": status, **nothing_yet, **ended, **self._repeated}
+        return {**self._head, "status": status, **_NOTHING_YET, **ended, **self._repeated}
 
 
 def _usage(usage: UsageCount) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from gateway.answers.asker import Asker
 from gateway.answers.kept_answers import KeptAnswer, find_answer
 from gateway.errors import GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.request_body import decode_body
-from gateway.requests.responses_schema import EARLIER_ITEMS, ResponsesBody
+from gateway.requests.responses_body import ResponsesBody
+from gateway.requests.responses_schema import EARLIER_ITEMS
 
 PARAM = "previous_response_id"
 

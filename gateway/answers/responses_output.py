@@ -150,7 +150,7 @@ class OutputItems:
         text, done = "".join(opened.pieces), f"response.{opened.text_kind}.done"
         if opened.kind == CALL:
             opened.item["arguments"] = text
-            return self._writer.event(done, **opened.place, arguments=text)
+            return self._writer.event(done, **opened.place, name=opened.item["name"], arguments=text)
         part = _part(opened.kind, text, opened.logprobs)
         opened.item["content"] = [part]
         scores = {"logprobs": _scores(opened.logprobs)} if opened.kind == MESSAGE else {}

@@ -45,9 +45,11 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     background: bool
+    store: bool
     error: ResponseErrorBody | None
     incomplete_details: IncompleteBody | None
     instructions: str | None
@@ -55,6 +57,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     output: list[OutputItemBody]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    frequency_penalty: float
+    presence_penalty: float
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's Responses API -> CompletionRequest, the same form that chats take. Pure.
 
 Items become messages, `text.format` a response format, flat tools those of a chat; what would change the answer and is
-not supported is refused, as in openai_schema.py. What the answer repeats of its request is made here, once.
+not supported is refused, as in openai_schema.py.
 
     store         true, as OpenAI's default: the answer is kept, and can be read, continued and deleted by its id
     background    it goes on without a reader
@@ -12,10 +12,7 @@ which EARLIER_ITEMS says (answers/responses_history.py).
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeAlias
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
@@ -23,101 +20,17 @@ from gateway.requests.openai_schema import (
     ChatBody,
     CompletionRequest,
     MessageFields,
-    StopString,
     chat_request,
     check_other_fields,
 )
 from gateway.requests.request_body import decode_body
-from gateway.requests.responses_items import ItemFields, messages_of
-from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools, chat_tools
-from shared.messages import MAX_LOGPROBS
+from gateway.requests.responses_body import ResponsesBody, TextFields
+from gateway.requests.responses_items import messages_of
+from gateway.requests.responses_repeated import repeated
+from gateway.requests.responses_tools import chat_tools
 
 EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are those of earlier responses
 _LOGPROBS = "message.output_text.logprobs"
-
-_Items: TypeAlias = Annotated[list[ItemFields], Meta(min_length=1, max_length=4096)]
-_MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
-_MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
-_Metadata: TypeAlias = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
-_Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
-# All but the logprobs are of tools that are not there, or of thoughts, which are told in the clear.
-_Include: TypeAlias = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]
-
-
-class TextFormat(msgspec.Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFields(msgspec.Struct, kw_only=True):
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningFields(msgspec.Struct, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class ResponseStreamOptions(msgspec.Struct, kw_only=True):
-    include_obfuscation: bool | None = None  # there is none to leave out
-
-
-class ResponsesBody(msgspec.Struct, kw_only=True):
-    """null is the same as absent."""
-
-    model: str | None = None
-    input: str | _Items
-    instructions: str | None = None
-    previous_response_id: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    text: TextFields | None = None
-    tools: ResponseTools | None = None
-    tool_choice: ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None  # of tools that a server runs; there are none
-    reasoning: ReasoningFields | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    include: list[_Include] | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    store: bool | None = None
-    background: bool | None = None
-    metadata: _Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    # Beyond OpenAI's, as in a chat.
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
-    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
-    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
-
 
 _AS_IN_A_CHAT = (
     "model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_k", "min_p", "presence_penalty",
@@ -163,7 +76,7 @@ def parse_response(body: bytes) -> CompletionRequest:
         max_tokens_param="max_output_tokens",
         grammar=grammar,
         background=bool(fields.background),
-        repeated=_repeated(fields, given),
+        repeated=repeated(fields),
     )
 
 
@@ -230,35 +143,6 @@ def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
     if effort == "none":
         thinking["enable_thinking"] = False
     return thinking | (fields.chat_template_kwargs or {})
-
-
-def _repeated(fields: ResponsesBody, given: Mapping[str, Any]) -> dict[str, Any]:
-    effort, summary = (fields.reasoning.effort, fields.reasoning.summary) if fields.reasoning else (None, None)
-    return {
-        "background": bool(fields.background),
-        "instructions": fields.instructions,
-        "max_output_tokens": fields.max_output_tokens,
-        "max_tool_calls": fields.max_tool_calls,
-        "metadata": fields.metadata or {},
-        "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "previous_response_id": fields.previous_response_id,
-        "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": {"effort": effort, "summary": summary},
-        "safety_identifier": fields.safety_identifier,
-        "service_tier": "default",
-        "temperature": 1.0 if fields.temperature is None else fields.temperature,
-        "text": {"format": {"type": "text"}, **_present(given.get("text"))},
-        "tool_choice": given.get("tool_choice") or "auto",
-        "tools": given.get("tools") or [],
-        "top_logprobs": fields.top_logprobs or 0,
-        "top_p": 1.0 if fields.top_p is None else fields.top_p,
-        "truncation": fields.truncation or "disabled",
-        "user": fields.user,
-    }
-
-
-def _present(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {name: item for name, item in (value or {}).items() if item is not None}
 
 
 def _worded(said: str) -> str:

@@ -3,7 +3,7 @@
     POST    /v1/responses
     GET     /v1/responses/{id}               as it stands; with `stream` as events, from the first or after a number
     DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
-    POST    /v1/responses/{id}/cancel        one that has ended stays as it was
+    POST    /v1/responses/{id}/cancel        one in the background; one that has ended stays as it was
     GET     /v1/responses/{id}/input_items   what came into it, the newest first
 """
 
@@ -22,7 +22,7 @@ from gateway.answers.responses_shapes import DeletedResponseBody, ResponseBody
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.query_fields import query_choice, query_flag, query_number
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
-from gateway.requests.responses_schema import ResponsesBody
+from gateway.requests.responses_body import ResponsesBody
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
@@ -47,7 +47,10 @@ async def show_response(http: web.Request) -> web.StreamResponse:
 
 
 async def cancel_response(http: web.Request) -> web.Response:
-    return await _shown(http, await _cancelled(http, await _find(http)))
+    kept = await _find(http)
+    if not kept.completion.background:
+        raise InvalidRequest("id: a synchronous response cannot be cancelled, only one in the background.", param="id")
+    return await _shown(http, await _cancelled(http, kept))
 
 
 async def delete_response(http: web.Request) -> web.Response:
@@ -126,9 +129,9 @@ OPERATIONS = (
     Operation(
         method="POST",
         path=_PATH + "/cancel",
-        summary="Cancel a response that is being made",
+        summary="Cancel a response that is being made in the background",
         answer=ResponseBody,
-        errors=_ERRORS,
+        errors=(*_ERRORS, InvalidRequest),
     ),
     Operation(
         method="GET",

@@ -167,12 +167,15 @@ class InferenceClient:
         finally:
             await self.release(stream)
 
-    async def release(self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Let go of a request that has not ended: it ends for this `reason`, unless somebody else holds it.
+    async def release(
+        self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
+    ) -> None:
+        """Let go of a request that has not ended: it ends for this `reason`, unless somebody else holds it, and at this
+        time (Unix seconds).
 
         Never raises for the store: repeated until it answers."""
         if stream in self._streams:
-            self._end_locally(stream, cancelled_event(stream, reason), withdraw=True)
+            self._end_locally(stream, cancelled_event(stream, reason, ended_at), withdraw=True)
             await asyncio.shield(self._calls.own(self._withdrawals.send()))
 
     async def cancel(self, request: GenerationRequest) -> None:

@@ -248,7 +248,9 @@ def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogpr
     return PromptLogprobs(1, tokens) if tokens else None
 
 
-def cancelled_event(stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED) -> FinishEvent:
-    """The end as the reader sees it when this gateway withdraws the request."""
+def cancelled_event(
+    stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
+) -> FinishEvent:
+    """The end as the reader sees it when this gateway withdraws the request. `ended_at`: Unix seconds."""
     usage = Usage(prompt_tokens=len(stream.request.prompt_token_ids), completion_tokens=stream.num_tokens)
-    return FinishEvent(stream.request_id, reason, usage)
+    return FinishEvent(stream.request_id, reason, usage, ended_at)

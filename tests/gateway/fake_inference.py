@@ -126,7 +126,9 @@ class FakeInferenceClient:
                 stream.send(event)
         return stream
 
-    async def release(self, stream: FakeStream, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    async def release(
+        self, stream: FakeStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
+    ) -> None:
         request_id = stream.request.request_id
         self.cancelled.append(request_id)
         self._cancellations.put_nowait(request_id)

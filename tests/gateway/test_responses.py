@@ -1,6 +1,7 @@
 """/v1/responses with a scripted engine: items, events in their order, what the engine is asked, what is repeated."""
 
 import json
+import time
 from typing import Any
 
 import openai
@@ -215,6 +216,30 @@ async def test_what_is_repeated_of_the_request(gateway: Gateway) -> None:
     }
     assert told["tools"][0]["name"] == "get_weather" and response.reasoning is not None
     assert response.reasoning.effort == "low"
+
+
+async def test_what_typed_clients_need_is_in_every_response(start_gateway: Any, roomy_model_dir: Any) -> None:
+    """By OpenAI's document and the Open Responses specification, whatever the request leaves out or adds."""
+    gateway = await start_gateway(model=roomy_model_dir)
+    model_says(gateway, "ok")
+    tool = {"type": "function", "name": "f", "defer_loading": False, "x": 1}
+    body: dict[str, Any] = {
+        "input": "hi", "tools": [tool],
+        "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "f"}]},
+        "text": {"format": {"type": "text", "name": "n"}, "x": 2}, "presence_penalty": 0.5,
+    }  # fmt: skip
+    async with gateway.session.post("/v1/responses", json=body) as reply:
+        told = await reply.json()
+    assert told["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+    ]
+    assert told["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
+    assert told["text"] == {"format": {"type": "text"}}
+    assert (told["store"], told["presence_penalty"], told["frequency_penalty"]) == (True, 0.5, 0.0)
+    assert told["created_at"] <= told["completed_at"] <= time.time()
+    schema = {"type": "json_schema", "schema": {"type": "integer"}}
+    async with gateway.session.post("/v1/responses", json={"input": "hi", "text": {"format": schema}}) as reply:
+        assert (await reply.json())["text"] == {"format": {"name": "response", "strict": None, **schema}}
 
 
 async def test_an_error_within_a_stream_is_a_failed_response(gateway: Gateway) -> None:

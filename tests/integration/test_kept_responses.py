@@ -1,6 +1,7 @@
 """/v1/responses on a real store, by OpenAI's client: read, continued, cancelled and deleted at any gateway."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -9,6 +10,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from shared.messages import FinishEvent, decode_terminal_event
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
 from tests.gateway.responses import URL, checked_events, checked_response
 from tests.integration.conftest import CHAT, World, nothing_is_left
@@ -123,8 +125,35 @@ async def test_cancelled_at_another_gateway(world: World, clients: Any) -> None:
     assert (await clients[0].responses.retrieve(made.id)).status == "cancelled"
     last = (await raw_events(world, made.id))[-1]
     assert (last.type, last.response.status) == ("response.failed", "cancelled")
-    ended = await make(clients[0], world)
+    ended = await eventually(clients[0], (await make(clients[0], world, background=True)).id, "incomplete")
     assert await clients[1].responses.cancel(ended.id) == ended  # it stays as it was
+
+
+async def test_a_synchronous_response_cannot_be_cancelled(world: World, clients: Any) -> None:
+    stream = await make(clients[0], world, stream=True)
+    created = await anext(aiter(stream))
+    for _ in ("it runs", "it has ended"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await clients[1].responses.cancel(created.response.id)
+        assert refused.value.param == "id" and "synchronous" in refused.value.message
+        world.worker.gate.allow(FOREVER_STEPS)
+        await eventually(clients[1], created.response.id, "incomplete")  # it goes on meanwhile
+
+
+async def test_when_a_response_was_completed_is_told_alike_everywhere(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    cut = await make(clients[0], world)
+    assert cut.completed_at is None  # for it was cut
+    ended_by = {"stop": [cut.output_text[1:3]], "ignore_eos": True}
+    before = int(time.time())
+    made = await make(clients[0], world, extra_body=ended_by)
+    assert made.status == "completed" and before <= made.completed_at <= time.time()
+    streamed = [event async for event in await make(clients[0], world, extra_body=ended_by, stream=True)][-1].response
+    for response in (made, streamed):
+        assert await clients[1].responses.retrieve(response.id) == response
+        assert (await raw_events(world, response.id))[-1].response.completed_at == response.completed_at
+    end = decode_terminal_event(await world.gateways[0].client._redis.hget(world.keys.request(cut.id[5:]), "terminal"))
+    assert isinstance(end, FinishEvent) and before - 60 <= end.ended_at <= time.time()  # the worker tells it
 
 
 async def test_a_response_goes_on_from_another(world: World, clients: Any) -> None:
