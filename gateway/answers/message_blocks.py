@@ -7,10 +7,11 @@
 A stream and a whole answer are made of the same pieces, so they say the same.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from gateway.parsing.message import ToolCallDelta
 from gateway.requests.anthropic_blocks import CALL_ID_PREFIX
@@ -86,9 +87,8 @@ def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Nothing of a call that was cut: half an object is none, and the stop reason says why."""
+    """Nothing of a call that was cut: half an object is none, and the stop reason says why; nor of one without end."""
     try:
-        arguments = json.loads(text)
-    except ValueError:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
         return {}
-    return arguments if isinstance(arguments, dict) else {}

@@ -5,6 +5,7 @@ before it are gone. Instructions are each request's own, as OpenAI has it.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.answers.answer_kinds import RESPONSE
@@ -69,9 +70,9 @@ async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
     return items_of(kept) + output
 
 
-def _given_items(fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _given_items(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`input` as a list, of a body that was checked."""
-    given = fields["input"]
+    given: str | list[dict[str, Any]] = fields["input"]
     return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
 
 

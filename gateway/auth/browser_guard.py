@@ -41,7 +41,10 @@ def check_site(method: str, headers: Mapping[str, str]) -> None:
 def is_of_this_site(headers: Mapping[str, str]) -> bool:
     """By the Origin, which browsers send and programs do not."""
     origin = headers.get("Origin")
-    return origin is None or urllib.parse.urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
+    try:
+        return origin is None or urllib.parse.urlsplit(origin).netloc.lower() == headers.get("Host", "").lower()
+    except ValueError:
+        return False  # no URL at all, such as "http://["
 
 
 def _opens_a_page(method: str, headers: Mapping[str, str]) -> bool:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from gateway.batches.records import BatchProblem
 from gateway.errors import GatewayError, InvalidJson, InvalidRequest
+from gateway.requests.json_structure import MAX_DEPTH
 from gateway.requests.request_body import MAX_BODY_BYTES, decode_body
 
 MAX_LINES = 50_000  # OpenAI's
@@ -96,7 +97,7 @@ class LineChecks:
 
 def _line_or_problem(text: bytes, number: int, endpoint: str) -> BatchLine | BatchProblem:
     try:
-        fields, _ = decode_body(text, _LineFields)
+        fields, _ = decode_body(text, _LineFields, max_depth=MAX_DEPTH + 1)  # its own object, and the body's
         body = bytes(fields.body).strip()
         if fields.url != endpoint:
             raise InvalidRequest(f"url: expected {endpoint}, as the batch has; got {fields.url[:100]!r}.", param="url")

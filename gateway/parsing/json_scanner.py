@@ -7,7 +7,7 @@ braces of the arguments is the model's own.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from gateway.parsing.parts import Arguments, CallBegins, Part
@@ -59,23 +59,28 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Of one object. `parts` collects what it finds; `raw` is all it has read, until the call has begun."""
+    """Of one object. `parts` collects what it finds. Characters are kept one by one: adding one copies a text."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.raw = ""
+        self._raw: list[str] = []
         self.has_begun = False
         self._state: Callable[[str], Scan] = self._before
-        self._key = ""
-        self._value = ""
+        self._key: list[str] = []
+        self._value: list[str] = []
         self._scanner = ValueScanner()
-        self._held_arguments = ""  # until the name is known
+        self._held_arguments: list[str] = []  # until the name is known
         self._has_arguments = False
+
+    @property
+    def raw(self) -> str:
+        """All it has read, until the call has begun."""
+        return "".join(self._raw)
 
     def take(self, char: str) -> Scan:
         """NOT_OF_IT: no object that calls a function, from this character on."""
         if not self.has_begun:
-            self.raw += char
+            self._raw.append(char)
         return self._state(char)
 
     def _before(self, char: str) -> Scan:
@@ -91,11 +96,11 @@ class CallScanner:
             return self._end()
         if char != '"':
             return Scan.NOT_OF_IT
-        self._key, self._scanner, self._state = "", ValueScanner(), self._in_key
+        self._key, self._scanner, self._state = [], ValueScanner(), self._in_key
         return self._in_key(char)
 
     def _in_key(self, char: str) -> Scan:
-        self._key += char
+        self._key.append(char)
         if self._scanner.take(char) is Scan.LAST:
             self._state = self._before_value
         return Scan.MORE
@@ -103,7 +108,7 @@ class CallScanner:
     def _before_value(self, char: str) -> Scan:
         if char in _WHITE_SPACE or char == ":":
             return Scan.MORE
-        self._value, self._scanner = "", ValueScanner()
+        self._value, self._scanner = [], ValueScanner()
         is_arguments = _text(self._key) in _ARGUMENT_KEYS and not self._has_arguments
         # A string is the arguments' JSON as text, as OpenAI's own format has it: it is unescaped when it is whole.
         self._state = self._in_arguments if is_arguments and char != '"' else self._in_value
@@ -112,7 +117,7 @@ class CallScanner:
     def _in_value(self, char: str) -> Scan:
         scan = self._scanner.take(char)
         if scan is not Scan.NOT_OF_IT:
-            self._value += char
+            self._value.append(char)
         if scan is Scan.MORE:
             return scan
         self._state = self._before_key
@@ -138,16 +143,17 @@ class CallScanner:
         return Scan.MORE
 
     def _begin(self, name: str) -> None:
-        self.has_begun, self.raw = True, ""
+        self.has_begun = True
+        self._raw.clear()
         self.parts.append(CallBegins(name))
         if self._held_arguments:
-            self.parts.append(Arguments(self._held_arguments))
+            self.parts.append(Arguments("".join(self._held_arguments)))
 
     def _add_arguments(self, text: str) -> None:
         if self.has_begun:
             self.parts.append(Arguments(text))
         else:
-            self._held_arguments += text
+            self._held_arguments.append(text)
 
     def _end(self) -> Scan:
         if not self.has_begun:
@@ -157,10 +163,11 @@ class CallScanner:
         return Scan.LAST
 
 
-def _text(value: str) -> str:
-    """Of a JSON string; "" of anything else."""
+def _text(value: Sequence[str]) -> str:
+    """Of a JSON string; "" of anything else, however deep."""
+    if not value or value[0] != '"':
+        return ""
     try:
-        text = json.loads(value)
+        return str(json.loads("".join(value)))
     except ValueError:
         return ""
-    return text if isinstance(text, str) else ""

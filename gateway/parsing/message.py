@@ -6,6 +6,7 @@
 Content is what the parser of reasoning leaves; the one of tools reads that. Ids are the caller's, by the call's number.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -79,7 +80,8 @@ class MessageParser:
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
     """The deltas of one message, joined: one a call."""
     calls: dict[int, ToolCallDelta] = {}
+    arguments = defaultdict[int, list[str]](list)
     for delta in deltas:
-        before = calls.get(delta.index)
-        calls[delta.index] = delta if before is None else replace(before, arguments=before.arguments + delta.arguments)
-    return list(calls.values())
+        calls.setdefault(delta.index, delta)
+        arguments[delta.index].append(delta.arguments)
+    return [replace(call, arguments="".join(arguments[index])) for index, call in calls.items()]

@@ -16,6 +16,7 @@ from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, 
 _SEPARATORS = " \t\r\n[],;"  # between calls, in whatever list they are written
 _NAME = re.compile(r"[\w.-]{1,256}")
 _BEHIND_NAME = "[ARGS]"
+_REREAD_CHARS = 2**14  # of an answer: of no calls within each other, a thousand deep, the last would be read 1000 times
 
 
 class NamedCall:
@@ -46,6 +47,7 @@ class MarkedCalls(StepParser):
         self._names_first = names_first
         self._since_mark = ""  # what comes back as content if no call follows; kept until one does
         self._is_call = False
+        self._reread_chars = _REREAD_CHARS
         self._call = CallScanner()
         self._arguments = ValueScanner()
 
@@ -136,8 +138,10 @@ class MarkedCalls(StepParser):
         self._buffer = ""
 
     def _no_call(self, text: str) -> Iterator[Part]:
-        """What came since the mark is content, and `text` is to be read again as such."""
-        yield Content(self._since_mark)
+        """What came since the mark is content, and `text` is to be read again as such, or is content as it is."""
+        self._reread_chars -= len(text)
+        content, text = (self._since_mark, text) if self._reread_chars >= 0 else (self._since_mark + text, "")
+        yield Content(content)
         self._since_mark, self._buffer, self._step = "", text + self._buffer, self._in_text
 
     def _keep_if_no_call(self, text: str) -> None:

@@ -7,7 +7,7 @@ foreign option is visible to its sender. Knows no tokens: limits that need a mod
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -232,16 +232,19 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def check_other_fields(
-    kind: type[msgspec.Struct], given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED
+    kind: type[msgspec.Struct],
+    given: Mapping[str, Any],
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    no_effect: Collection[str] = NO_EFFECT,
 ) -> tuple[str, ...]:
     """Refuse known fields that are not supported; the names of unknown ones come back."""
     ignored = []
-    for name, value in given.items():
-        if name in kind.__struct_fields__ or name in NO_EFFECT:
+    for name in given:
+        if name in kind.__struct_fields__ or name in no_effect:
             continue
         if name not in unsupported:
             ignored.append(name)
-        elif value is not None and not is_neutral(value, unsupported[name]):
+        elif (value := given[name]) is not None and not is_neutral(value, unsupported[name]):
             neutral = " or ".join(json.dumps(allowed) for allowed in (None, *unsupported[name]))
             raise UnsupportedParameter(f"{name}: not supported by this server; leave it out, or {neutral}.", param=name)
     return tuple(ignored)
@@ -335,7 +338,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
 def _message(message: MessageFields, path: str) -> ChatMessage:
     if message.role not in ROLES:
         raise InvalidRequest(
-            f"{path}.role: {message.role!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
+            f"{path}.role: {message.role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
         )
     # `developer` is OpenAI's newer word for it, which open models' templates do not know.
     role = "system" if message.role == "developer" else message.role

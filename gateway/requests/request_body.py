@@ -5,51 +5,87 @@ win silently), no nesting deeper than 32, no bool or "1" for a number. Knows no 
 """
 
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from gateway.errors import InvalidJson, InvalidRequest, MissingParameter
+from gateway.requests.json_structure import MAX_DEPTH, check_structure
 
 MAX_BODY_BYTES = 2 * 2**20
-MAX_DEPTH = 32
+MAX_FIELDS = 256  # top-level names; all APIs together have about a hundred
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_ONE_KIND_OF_BRACKET = bytes.maketrans(b"{}", b"[]")
-_MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
-_LOCATION = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$")
+_MAX_NAME_CHARS = 256
+_SHOWN_CHARS = 200  # of what msgspec says: it may repeat a value of the client
+_MAX_SEARCHED_BYTES = 2**16  # a lone surrogate's place is looked for value by value
+_MISSING_FIELD = "Object missing required field `"
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
-def decode_body(body: bytes, kind: type[_Body]) -> tuple[_Body, dict[str, Any]]:
+class _Name(str):
+    """Of a top-level field. A type of its own, for msgspec then shows each to its hook."""
+
+
+class GivenFields(Mapping[str, Any]):
+    """The top-level fields as they came. A value is decoded when it is asked for: most have a type, and were."""
+
+    def __init__(self, values: Mapping[_Name, msgspec.Raw]) -> None:
+        self._values: Mapping[Any, msgspec.Raw] = values
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        try:
+            return msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{name}: {str(error)[:_SHOWN_CHARS]}.", param=name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def decode_body(body: bytes, kind: type[_Body], *, max_depth: int = MAX_DEPTH) -> tuple[_Body, GivenFields]:
     """The typed body, and all its top-level fields as they came, for those that `kind` does not have."""
     if not body.strip():
         raise InvalidJson("The request body is empty; expected a JSON object.")
-    _check_depth(body)
+    check_structure(body, max_depth)
     try:
-        typed = msgspec.json.decode(body, type=kind)
+        text = body.decode()  # also what no field of `kind` reads
+        given = GivenFields(_top_level_fields(text))
+        return msgspec.json.decode(text, type=kind), given
     except msgspec.ValidationError as error:
         raise invalid_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_lone_surrogate(body)
-        raise InvalidJson(f"The request body is not valid JSON: {error}.") from error
-    return typed, _top_level_fields(body)
+        raise InvalidJson(f"The request body is not valid JSON: {str(error)[:_SHOWN_CHARS]}.") from error
 
 
 def invalid_field(message: str) -> InvalidRequest:
     """msgspec's words, with the path taken out of them as `param`: `$.messages[0].role` is messages[0].role."""
-    location = _LOCATION.search(message)
-    path = location["path"].removeprefix(".").removesuffix("[...]") if location else ""
-    problem = message[: location.start()] if location else message
-    missing = _MISSING_FIELD.fullmatch(problem)
-    if missing:
-        param = f"{path}.{missing['field']}" if path else missing["field"]
+    problem, path = _problem_and_path(message)
+    if problem.startswith(_MISSING_FIELD):
+        field = problem.removeprefix(_MISSING_FIELD).removesuffix("`")
+        param = f"{path}.{field}" if path else field
         return MissingParameter(f"Missing required parameter: {param}.", param=param)
+    if len(problem) > _SHOWN_CHARS:
+        problem = f"{problem[:_SHOWN_CHARS]}..."
     return InvalidRequest(f"{path or 'request body'}: {problem[0].lower()}{problem[1:]}.", param=path or None)
+
+
+def decode_object(text: str, param: str) -> dict[str, Any]:
+    """Of a field that holds a JSON object as text, such as a call's arguments. Raises InvalidRequest."""
+    try:
+        check_structure(text.encode())
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except InvalidJson as error:
+        raise InvalidRequest(f"{param}: {error.message}", param=param) from error
+    except msgspec.DecodeError as error:
+        problem = str(error)[:_SHOWN_CHARS]
+        raise InvalidRequest(f"{param}: expected a JSON object as text: {problem}.", param=param) from error
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -57,36 +93,36 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral)
 
 
-def _check_depth(body: bytes) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND_OF_BRACKET, delete=_NOT_BRACKETS)
-    for _ in range(MAX_DEPTH):  # each round takes the innermost level away, at the speed of bytes.replace
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise InvalidJson(f"The request body is nested deeper than {MAX_DEPTH} levels, or its brackets do not match.")
+def _problem_and_path(message: str) -> tuple[str, str]:
+    """From the end: before it there may be text of the client that looks like a path."""
+    problem, _, place = message.rpartition(" - at `")
+    if not problem:
+        return message, ""
+    path = place.removeprefix("key` in `").removesuffix("`").removeprefix("$")
+    return problem, path.removeprefix(".").removesuffix("[...]")
 
 
-def _top_level_fields(body: bytes) -> dict[str, Any]:
-    pairs: list[tuple[str, Any]] = []
+def _top_level_fields(text: str) -> dict[_Name, msgspec.Raw]:
+    seen = set[str]()
 
-    def keep_last(object_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        pairs[:] = object_pairs  # the outermost object is closed, and so reported, last
-        return dict(object_pairs)
+    def checked(_: type, name: str) -> _Name:
+        if len(name) > _MAX_NAME_CHARS:
+            raise InvalidRequest(f"{name[:40]}...: the name of a field has at most {_MAX_NAME_CHARS} characters.")
+        if name in seen:
+            raise InvalidRequest(f"{name}: given more than once.", param=name)
+        if len(seen) == MAX_FIELDS:
+            raise InvalidRequest(f"The request body has more than {MAX_FIELDS} fields.")
+        seen.add(name)
+        return _Name(name)
 
-    try:
-        fields: dict[str, Any] = json.loads(body, object_pairs_hook=keep_last, parse_constant=_no_constant)
-    except ValueError as error:  # an integer of thousands of digits in a field that msgspec had no use for
-        raise InvalidJson(f"The request body is not valid JSON: {error}.") from error
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        name = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise InvalidRequest(f"{name}: given more than once.", param=name)
-    return fields
+    values: dict[_Name, msgspec.Raw] = msgspec.json.decode(text, type=dict[_Name, msgspec.Raw], dec_hook=checked)
+    return values
 
 
 def _refuse_lone_surrogate(body: bytes) -> None:
     """JSON's grammar allows half a character, `"\\ud800"`; text that can be encoded does not."""
+    if len(body) > _MAX_SEARCHED_BYTES:
+        return  # msgspec's own words have to do
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except ValueError:

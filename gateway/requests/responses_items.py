@@ -8,7 +8,6 @@
 Does not know where items come from: those of earlier responses stand before the new ones (responses_history.py).
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.openai_schema import MessageFields
+from gateway.requests.request_body import decode_object
 from gateway.requests.tool_fields import CalledFunction, ToolCallFields
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -83,13 +83,7 @@ def _add_call(messages: list[MessageFields], call: ToolCallFields) -> None:
 
 def _call(item: ItemFields, path: str) -> ToolCallFields:
     arguments = _needed(item.arguments, f"{path}.arguments")
-    try:
-        is_object = isinstance(json.loads(arguments or "{}"), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        param = f"{path}.arguments"
-        raise InvalidRequest(f"{param}: expected a JSON object as text.", param=param)
+    decode_object(arguments or "{}", f"{path}.arguments")  # here it has this name
     function = CalledFunction(_needed(item.name, f"{path}.name"), arguments)
     return ToolCallFields(id=_needed(item.call_id, f"{path}.call_id"), function=function)
 

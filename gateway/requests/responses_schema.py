@@ -17,6 +17,7 @@ from typing import Any
 from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
+    NO_EFFECT,
     ChatBody,
     CompletionRequest,
     MessageFields,
@@ -58,10 +59,9 @@ _WORDS = (
 def parse_response(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest."""
     fields, given = decode_body(body, ResponsesBody)
-    num_earlier = given.pop(EARLIER_ITEMS, None)
-    if fields.previous_response_id and num_earlier is None:
+    if fields.previous_response_id and given.get(EARLIER_ITEMS) is None:
         raise UnsupportedParameter("previous_response_id: not supported here.", param="previous_response_id")
-    ignored = check_other_fields(ResponsesBody, given, UNSUPPORTED)
+    ignored = check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
     _check(fields)
     messages = _messages(fields)
     try:

@@ -8,7 +8,6 @@
 Does not know how a family of models writes its calls (gateway/parsing does).
 """
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,6 +16,7 @@ from msgspec import Meta
 
 from gateway.errors import InvalidRequest
 from gateway.requests.grammar_fields import AskedGrammar, check_beside_grammar
+from gateway.requests.request_body import decode_object
 from shared.grammars import json_schema_grammar
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -102,12 +102,7 @@ def rendered_calls(calls: list[ToolCallFields], path: str) -> list[dict[str, Any
     rendered = []
     for index, call in enumerate(calls):
         param = f"{path}[{index}].function.arguments"
-        try:
-            arguments = json.loads(call.function.arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequest(f"{param}: expected a JSON object as text: {error}.", param=param) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{param}: expected a JSON object as text.", param=param)
+        arguments = decode_object(call.function.arguments or "{}", param)
         function = {"name": call.function.name, "arguments": arguments}
         rendered.append({"id": call.id, "type": "function", "function": function})
     return rendered

@@ -77,7 +77,15 @@ MALFORMED = [
     raw("array body", b"[]", VALUE, says="object"),
     raw("text body", b'"hi"', VALUE, says="object"),
     raw("depth 33", field_value('"x":' + "[" * 32 + "]" * 32), JSON, says="32 levels"),
-    raw("depth 100,000", b"[" * 100_000, JSON, says="32 levels"),
+    raw("depth 60,000", b"[" * 60_000, JSON, says="32 levels"),
+    raw("brackets in a string", field_value('"y":"]]\\"]","x":' + "[" * 32 + "]" * 32), JSON, says="32 levels"),
+    raw("a string that is not closed", field_value('"x":' + "[" * 32 + '"' + '\\"' * 100), JSON, says="32 levels"),
+    raw("100,000 arrays", b"[" * 100_000, JSON, says="at most 65536"),
+    raw("700,000 empty objects", field_value('"x":[' + "{}," * 690_000 + "{}]"), JSON, says="at most 65536"),
+    raw("257 fields", field_value(",".join(f'"x{i}":1' for i in range(256))), VALUE, says="256 fields"),
+    raw("a long name", field_value(f'"{"x" * 257}":1'), VALUE, says="256 characters"),
+    raw("invalid UTF-8 in a field that is not read", b'{"messages":[{"role":"user","content":"x"}],"x":"\xff"}', JSON),
+    raw("a value that looks like a path", field_value('"tool_choice":" - at `$.n` - at `$.n"'), VALUE, "tool_choice"),
     raw("deep objects", b'{"a":' * 5_000 + b"1" + b"}" * 5_000, JSON, says="32 levels"),
     raw("5,000 digits", field_value('"x":' + "9" * 5_000), JSON),
     raw("duplicate key", field_value('"n":1,"n":2'), VALUE, "n", "more than once"),
@@ -92,6 +100,17 @@ MALFORMED = [
     ),
     raw("lone low surrogate", field_value(r'"stop":["\udc00x"]'), VALUE, "stop[0]", "surrogate"),
     raw("lone surrogate in a key", field_value(r'"metadata":{"\ud800":1}'), VALUE, "metadata", "surrogate"),
+]
+ARGUMENTS = [
+    ("depth 33", '{"a":' * 33 + "1" + "}" * 33, "32 levels"),
+    ("depth 3,000", '{"a":' + "[" * 3_000 + "]" * 3_000 + "}", "32 levels"),
+    ("not closed", '{"a":' + "[" * 3_000, "32 levels"),
+    ("a list", "[1]", "object"),
+    ("no JSON", "{'a': 1}", "JSON object as text"),
+    ("NaN", '{"a":NaN}', "JSON object as text"),
+    ("a lone surrogate", '{"a":"\\ud800"}', "JSON object as text"),
+    ("5,000 digits", '{"a":' + "9" * 5_000 + "}", "1024 digits"),
+    ("a large exponent", '{"a":1e999}', "out of range"),
 ]
 MESSAGES = [
     raw("no messages", b"{}", MISSING, "messages"),
@@ -121,9 +140,35 @@ MESSAGES = [
         "tool calls",
         VALUE,
         "messages[0].tool_calls[0].function.arguments",
-        messages=[
-            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}
-        ],
+        messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}],
+    ),
+    *(
+        chat(
+            f"arguments: {name}",
+            VALUE,
+            "messages[0].tool_calls[0].function.arguments",
+            says,
+            messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": text}}]}],
+        )
+        for name, text, says in ARGUMENTS
+    ),
+    *(
+        Bad(
+            f"arguments of an item: {name}",
+            400,
+            VALUE,
+            "input[0].arguments",
+            says,
+            json.dumps(
+                {
+                    "input": [
+                        {"type": "function_call", "call_id": "1", "name": "f", "arguments": text},
+                    ]
+                }
+            ).encode(),
+            "/v1/responses",
+        )
+        for name, text, says in ARGUMENTS
     ),
     chat("too many messages", VALUE, "messages", "4096", messages=HI * 4097),
     chat(

@@ -54,6 +54,7 @@ def test_programs_and_our_own_page_are_let_in(method: str, headers: dict[str, st
 @pytest.mark.parametrize(
     ("method", "headers"),
     [
+        ("POST", {"Origin": "http://["}),  # no URL at all
         ("POST", {"Sec-Fetch-Site": "cross-site"}),
         ("POST", {"Sec-Fetch-Site": "same-site"}),  # another port of this machine
         ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}),

@@ -1,5 +1,6 @@
 """Tool calls as models write them; and that how the text is cut changes nothing of what is read."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.parsing.message import MessageDelta, MessageParser
-from gateway.parsing.parts import Parser
+from gateway.parsing.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
+from gateway.parsing.parts import Content, Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
 from gateway.parsing.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
 
@@ -75,7 +76,7 @@ CASES: list[tuple[str, str, Read]] = [
     ("llama3_json", '\n{"a": 1}\n', ('\n{"a": 1}\n', "", [])),
     ("llama3_json", 'so {"name": "f", "parameters": {}}', ('so {"name": "f", "parameters": {}}', "", [])),
     ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
-    ("mistral", "[TOOL_CALLS]get_f[ARGS]{}[TOOL_CALLS]g{\"a\": 1}", ("", "", [("get_f", "{}"), ("g", '{"a": 1}')])),
+    ("mistral", '[TOOL_CALLS]get_f[ARGS]{}[TOOL_CALLS]g{"a": 1}', ("", "", [("get_f", "{}"), ("g", '{"a": 1}')])),
     ("mistral", "[TOOL_CALLS]what is this", ("[TOOL_CALLS]what is this", "", [])),
     ("mistral", "[TOOL_CALLS]f[ARG", ("[TOOL_CALLS]f[ARG", "", [])),
     ("listed", f" [{CALL} ,\n{CALL}]", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
@@ -130,6 +131,33 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
     content, _, calls = read(name, [text])
     if not calls:
         assert content == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"a":[' * 2000 + "]}" * 2000,  # no calls, each within the one before
+        '<tool_call>{"arguments":{"a":"' + "x" * 200_000 + '"},"b":1',
+        '<tool_call>{"' + "x" * 200_000,
+        '<tool_call>{"a":"' + "x" * 200_000,
+        '<tool_call>{"a":' + "[" * 100_000,
+        '<tool_call>{"name":' + "[" * 5_000 + "]" * 5_000 + "}",
+    ],
+    ids=["within each other", "arguments first", "a key", "a value", "open arrays", "a name that is none"],
+)
+def test_no_text_of_a_model_takes_long(text: str) -> None:
+    """2 s for what takes 0.2 s on an idle core, and minutes if each piece is read or copied again for the next."""
+    parser, started = hermes(), time.process_time()
+    parts = [part for start in range(0, len(text), 4) for part in parser.push(text[start : start + 4])]
+    parts += parser.finish()
+    assert time.process_time() - started < 2
+    assert all(isinstance(part, Content) for part in parts)
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == text
+
+
+def test_deltas_are_joined_once() -> None:
+    (call,) = whole_calls([ToolCallDelta(0, "", "id", "f"), *(ToolCallDelta(0, "x" * 9) for _ in range(100_000))])
+    assert call == ToolCallDelta(0, "x" * 900_000, "id", "f")
 
 
 def test_arguments_come_while_they_are_written() -> None:
