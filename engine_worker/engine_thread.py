@@ -80,12 +80,16 @@ class EngineThread:
         self._num_requested += 1
         self._gate.add(request, stored)
 
-    def abort_request(self, request_id: str) -> None:
-        """Takes no part in the next step, which finds its blocks free."""
+    def abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
+        """Takes no part in the next step, which finds its blocks free.
+
+        `aborted` is called when every turn that may have events of it has been delivered.
+        """
         if self._gate.drop(request_id):
             self._num_requested -= 1
-            return
-        self._calls.put(lambda: self._running_engine().abort_request(request_id))
+            aborted(request_id)
+        else:
+            self._calls.put(partial(self._abort_request, request_id, aborted))
 
     def acknowledge(self) -> None:
         """The events of one more step are stored."""
@@ -182,6 +186,10 @@ class EngineThread:
     def _add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice], problem: str) -> None:
         self._running_engine().add_request(request, stored, problem)
         self._num_added += 1
+
+    def _abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
+        self._running_engine().abort_request(request_id)
+        self._in_loop(partial(aborted, request_id))
 
     def _acknowledge(self) -> None:
         assert self._steps_ahead > 0, "more steps acknowledged than taken"

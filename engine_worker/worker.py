@@ -39,11 +39,19 @@ HearCancels = Callable[[Incarnation, Callable[[str], None]], Coroutine[None, Non
 class HeldRequest:
     claimed: ClaimedRequest
     num_output_tokens: int  # emitted, of all choices, those of earlier attempts included
+    is_lost: bool = False  # cancelled, or no longer this worker's: the engine is dropping it
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancelled:
     """In the outbox between the turns: this request's client has gone."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Aborted:
+    """Behind the last turn that may have events of this request."""
 
     request_id: str
 
@@ -68,7 +76,7 @@ class Worker:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._draining = asyncio.Event()
-        self._outbox: asyncio.Queue[Turn | _Cancelled] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Turn | _Cancelled | _Aborted] = asyncio.Queue()
 
     @property
     def num_held(self) -> int:
@@ -134,13 +142,15 @@ class Worker:
             item = await self._outbox.get()
             if isinstance(item, Turn):
                 await self._emit(tokens, item)
-            else:
-                await self._finish_cancelled(tokens, [item.request_id])
+            elif isinstance(item, _Cancelled):
+                self._let_go([item.request_id])
+            elif item.request_id in self._held:
+                await self._finish(tokens, [self._cancelled_event(item.request_id)])
             self._outbox.task_done()
 
     async def _emit(self, tokens: TokenPublisher, turn: Turn) -> None:
         started_seconds = time.monotonic()
-        events = [event for event in turn.events if event.request_id in self._held]  # the rest was cancelled meanwhile
+        events = [event for event in turn.events if not self._is_lost(event.request_id)]
         new_tokens = [event for event in events if isinstance(event, TokenEvent)]
         try:
             cancelled_ids = await tokens.emit(new_tokens)
@@ -149,7 +159,7 @@ class Worker:
             self._clock.stored(event.request_id for event in new_tokens if event.token_ids)
             ends = [end for end in events if not isinstance(end, TokenEvent) and end.request_id not in cancelled_ids]
             await self._finish(tokens, ends)
-            await self._finish_cancelled(tokens, cancelled_ids)
+            self._let_go(cancelled_ids)
         finally:
             self._engine.acknowledge()
         if turn.step:
@@ -165,10 +175,22 @@ class Worker:
         if not self._held:
             self._is_idle.set()
 
-    async def _finish_cancelled(self, tokens: TokenPublisher, request_ids: Sequence[str]) -> None:
+    def _is_lost(self, request_id: str) -> bool:
+        held = self._held.get(request_id)
+        return held is None or held.is_lost
+
+    def _let_go(self, request_ids: Sequence[str]) -> None:
+        """They are finished when nothing more of them can come of the engine.
+
+        Another attempt may follow, even here, and must not be given tokens of this one.
+        """
         for request_id in request_ids:
-            self._engine.abort_request(request_id)
-        await self._finish(tokens, [self._cancelled_event(id_) for id_ in request_ids if id_ in self._held])
+            if not self._is_lost(request_id):
+                self._held[request_id].is_lost = True
+                self._engine.abort_request(request_id, self._on_aborted)
+
+    def _on_aborted(self, request_id: str) -> None:
+        self._outbox.put_nowait(_Aborted(request_id))
 
     def _cancelled_event(self, request_id: str) -> FinishEvent:
         held = self._held[request_id]

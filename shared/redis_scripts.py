@@ -12,16 +12,21 @@ What each does is told at the top of its .lua file in the folder of the same nam
 arguments and types replies; it decides nothing, and it repeats nothing.
 """
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
+import msgpack
 from redis.asyncio import Redis
 
+from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
+PUBLISHING = ("emit", "finish")  # scripts that begin with publish.lua
 SCRIPT_NAMES = ("accept", "attach", "register", "take", "claim", "emit", "finish", "cancel", "reap", "tick")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
@@ -86,6 +91,15 @@ class ClaimReply:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFrame:
+    """What one engine step adds to a request's journal."""
+
+    request_id: str
+    entry_id: bytes  # that it was claimed by
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """One request's end: its queue entry, and its terminal event (empty for an entry without a request)."""
 
@@ -113,6 +127,26 @@ class ReapReply:
     remaining: int  # still pending for the worker
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayMessage:
+    """Events for one gateway: bytes that end with their list, and of each event the request and its bytes."""
+
+    gateway_id: str
+    blob: bytes
+    parts: Sequence[tuple[int, int]]  # (position of its request in the call, number of bytes)
+
+
+def gateway_message(
+    gateway_id: str, worker_id: str, step: int, events: Sequence[StreamEvent], positions: Mapping[str, int]
+) -> GatewayMessage:
+    """An EventBatch of which the store can leave out some. `positions`: of their requests in the call, by id."""
+    encoded = [encode(event) for event in events]
+    head = encode(EventBatch(PROTOCOL_VERSION, worker_id, step, []))[:-1]  # the last byte is an empty list's header
+    blob = b"".join((head, msgpack.Packer().pack_array_header(len(events)), *encoded))
+    parts = [(positions[event.request_id], len(part)) for event, part in zip(events, encoded, strict=True)]
+    return GatewayMessage(gateway_id, blob, parts)
+
+
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
     return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1")
@@ -120,7 +154,9 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
 
 def load_sources() -> dict[str, str]:
     folder = files("shared") / "redis_scripts"
-    return {name: (folder / f"{name}.lua").read_text() for name in SCRIPT_NAMES}
+    publishing = (folder / "publish.lua").read_text()
+    texts = {name: (folder / f"{name}.lua").read_text() for name in SCRIPT_NAMES}
+    return {name: publishing + text if name in PUBLISHING else text for name, text in texts.items()}
 
 
 class RedisScripts:
@@ -175,30 +211,35 @@ class RedisScripts:
             for entry_id, fields in entries
         ]
 
-    async def claim(self, worker_id: str, request_ids: Sequence[str]) -> list[ClaimReply | None]:
-        """In the order of `request_ids`; None = cancelled, or already over."""
-        reply = await self._fenced_call("claim", worker_id, self._pairs(request_ids), [worker_id])
+    async def claim(self, worker_id: str, entries: Sequence[QueueEntry]) -> list[ClaimReply | None]:
+        """In the order of `entries`; None = cancelled, already over, or accepted anew since with another entry."""
+        keys = self._pairs(entry.request_id for entry in entries)
+        reply = await self._fenced_call("claim", worker_id, keys, [worker_id, *(entry.entry_id for entry in entries)])
         return [_claim_reply(fields) if fields else None for fields in reply[1:]]
 
     async def emit(
-        self, worker_id: str, step: int, frames: Sequence[tuple[str, bytes]], blobs: Mapping[str, bytes]
+        self, worker_id: str, step: int, frames: Sequence[StepFrame], messages: Sequence[GatewayMessage]
     ) -> list[str]:
-        """`frames`: (request id, its journal frames), each id once; `blobs` by gateway id. Returns cancelled ids."""
-        request_ids = [request_id for request_id, _ in frames]
-        arguments = [worker_id, step, *(frame for _, frame in frames), *self._channels(blobs)]
+        """`frames`: one a request. Returns the ids of requests that are not this worker's any more: nothing of them is
+        journalled or published."""
+        request_ids = [frame.request_id for frame in frames]
+        arguments: list[Any] = [worker_id, step]
+        for frame in frames:
+            arguments += [frame.entry_id, frame.data]
+        arguments += self._messages(messages)
         reply = await self._fenced_call("emit", worker_id, self._pairs(request_ids), arguments)
         if reply[0] == b"GAP":
             raise Fenced(f"the store knows {worker_id} at step {reply[1]}, not {step - 1}: it lost steps")
         return [request_ids[position] for position in reply[1:]]
 
-    async def finish(self, worker_id: str, endings: Sequence[Ending], blobs: Mapping[str, bytes]) -> int:
-        """Returns how many of them ended now (a repeat ends none)."""
+    async def finish(self, worker_id: str, endings: Sequence[Ending], messages: Sequence[GatewayMessage]) -> int:
+        """Returns how many of their entries went now (a repeat finds none)."""
         keys: list[str] = []
         arguments: list[Any] = [worker_id, GROUP, KEEP_SECONDS]
         for ending in endings:
             keys += [ending.queue, *self._pair(ending.request_id)]
             arguments += [ending.entry_id, ending.terminal_event]
-        reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._channels(blobs)])
+        reply = await self._fenced_call("finish", worker_id, keys, [*arguments, *self._messages(messages)])
         return int(reply[1])
 
     async def cancel(
@@ -241,8 +282,16 @@ class RedisScripts:
     def _pairs(self, request_ids: Iterable[str]) -> list[str]:
         return [key for request_id in request_ids for key in self._pair(request_id)]
 
-    def _channels(self, blobs: Mapping[str, bytes]) -> list[str | bytes]:
-        return [part for gateway_id, blob in blobs.items() for part in (self.keys.gateway_channel(gateway_id), blob)]
+    def _messages(self, messages: Iterable[GatewayMessage]) -> list[str | bytes]:
+        parts: list[str | bytes] = []
+        for message in messages:
+            layout = chain.from_iterable(message.parts)
+            parts += [
+                self.keys.gateway_channel(message.gateway_id),
+                message.blob,
+                struct.pack(f">{2 * len(message.parts)}I", *layout),
+            ]
+        return parts
 
 
 def _claim_reply(fields: Sequence[bytes]) -> ClaimReply:

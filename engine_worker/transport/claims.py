@@ -40,6 +40,9 @@ class Claims:
     def __iter__(self) -> Iterator[ClaimedRequest]:
         return iter(self._by_request_id.values())
 
+    def __getitem__(self, request_id: str) -> ClaimedRequest:
+        return self._by_request_id[request_id]
+
     @property
     def runs_solo(self) -> bool:
         return any(claim.solo for claim in self)

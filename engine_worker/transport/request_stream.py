@@ -21,10 +21,8 @@ from redis.exceptions import RedisError
 from engine_worker.transport.claims import ClaimedRequest, Claims
 from shared.fleet_clock import FleetClock
 from shared.messages import (
-    PROTOCOL_VERSION,
     ErrorCode,
     ErrorEvent,
-    EventBatch,
     FormatError,
     decode_request,
     encode,
@@ -33,7 +31,16 @@ from shared.messages import (
 from shared.reaping import ReapSummary, reap_worker
 from shared.redis_client import BLOCK_MILLISECONDS, RedisConnections, is_missing_group, is_transient
 from shared.redis_keys import GROUP
-from shared.redis_scripts import ClaimReply, Ending, Fenced, QueueEntry, ReapMode, RedisScripts, queue_entry
+from shared.redis_scripts import (
+    ClaimReply,
+    Ending,
+    Fenced,
+    QueueEntry,
+    ReapMode,
+    RedisScripts,
+    gateway_message,
+    queue_entry,
+)
 
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
@@ -50,9 +57,11 @@ class _Verdict:
     claimed: list[ClaimedRequest] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     errors: dict[str, list[ErrorEvent]] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)  # of refused requests among the endings
 
     def refuse(self, entry: QueueEntry, reply: ClaimReply, code: ErrorCode, message: str) -> None:
         event = ErrorEvent(entry.request_id, code, message)
+        self.positions[entry.request_id] = len(self.endings)
         self.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id, encode(event)))
         self.errors.setdefault(reply.gateway_id, []).append(event)
 
@@ -93,7 +102,7 @@ class RequestStream:
             max_batch = max_requests if max_batch_requests is None else max(0, min(max_requests, max_batch_requests))
             await self._fill_backlog(max_requests, max_batch, block)
             entries = self._next_entries(max_requests)
-            return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._solo_waits)
+            return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._must_wait)
         except (RedisError, OSError) as error:
             await self._endure(error, block)
             return []
@@ -121,7 +130,7 @@ class RequestStream:
     async def _fill_backlog(self, max_requests: int, max_batch: int, block: bool) -> None:
         if self._clock() >= self._reread_at:
             await self._reread_own_pending()
-        wanted = max_requests - len(self._backlog)
+        wanted = max_requests - len(self._claimable)
         if wanted <= 0 or self._solo_waits:
             return
         self._backlog += await self._scripts.take(self._worker_id, wanted, max_batch)
@@ -150,14 +159,25 @@ class RequestStream:
     def _solo_waits(self) -> bool:
         return any(entry.solo for entry in self._backlog)
 
+    @property
+    def _claimable(self) -> list[QueueEntry]:
+        """Without second entries of requests that run here: those wait for the end of that attempt, or its tokens would
+        be taken for theirs."""
+        return [entry for entry in self._backlog if self._claims.get(entry.request_id) is None]
+
+    @property
+    def _must_wait(self) -> bool:
+        """For the end of a request that runs here."""
+        return bool(self._backlog)
+
     def _next_entries(self, max_requests: int) -> list[QueueEntry]:
         solo = next((entry for entry in self._backlog if entry.solo), None)
         if solo is None:
-            return self._backlog[:max_requests]
+            return self._claimable[:max_requests]
         return [] if self._claims else [solo]
 
     async def _claim(self, entries: Sequence[QueueEntry]) -> list[ClaimedRequest]:
-        replies = await self._scripts.claim(self._worker_id, [entry.request_id for entry in entries])
+        replies = await self._scripts.claim(self._worker_id, entries)
         self._backlog = [entry for entry in self._backlog if entry not in entries]
         verdict = _Verdict()
         for entry, reply in zip(entries, replies, strict=True):
@@ -171,8 +191,6 @@ class RequestStream:
         if reply is None:
             verdict.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id))
             return
-        if self._claims.get(entry.request_id) is not None:
-            return  # a second entry of a running request: stays pending until that one has ended
         try:
             claimed = _claimed(entry, reply)
         except FormatError as error:
@@ -200,12 +218,12 @@ class RequestStream:
     async def _finish(self, verdict: _Verdict) -> None:
         if not verdict.endings:
             return
-        blobs = {
-            gateway_id: encode(EventBatch(PROTOCOL_VERSION, self._worker_id, 0, list(events)))
+        messages = [
+            gateway_message(gateway_id, self._worker_id, 0, events, verdict.positions)
             for gateway_id, events in verdict.errors.items()
-        }
+        ]
         try:
-            await self._scripts.finish(self._worker_id, verdict.endings, blobs)
+            await self._scripts.finish(self._worker_id, verdict.endings, messages)
         except (RedisError, OSError) as error:
             await self._endure(error, block=False)  # still pending, so the next re-read finds them again
 

@@ -8,15 +8,13 @@ are held and repeated while the store is away: the step number makes a repeat ha
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import Claims
 from shared.messages import (
-    PROTOCOL_VERSION,
-    EventBatch,
     JournalExtras,
     JournalFrame,
     StreamEvent,
@@ -25,7 +23,7 @@ from shared.messages import (
     encode,
 )
 from shared.redis_client import got_no_reply, is_transient
-from shared.redis_scripts import Ending, Fenced, RedisScripts
+from shared.redis_scripts import Ending, Fenced, GatewayMessage, RedisScripts, StepFrame, gateway_message
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
@@ -72,9 +70,9 @@ class TokenPublisher:
             if not frames:
                 return []
             step = self._step + 1
-            blobs = self._blobs(step, events)
-            pairs = list(frames.items())
-            cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, pairs, blobs))
+            messages = self._messages(step, events, frames)
+            of_step = [StepFrame(id_, self._claims[id_].entry_id, data) for id_, data in frames.items()]
+            cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, of_step, messages))
             self._step = step
             return cancelled
 
@@ -91,23 +89,26 @@ class TokenPublisher:
             ]
             if not endings:
                 return
-            blobs = self._blobs(self._step, events)
-            await self._held(lambda: self._scripts.finish(self._worker_id, endings, blobs))
+            messages = self._messages(self._step, events, [ending.request_id for ending in endings])
+            await self._held(lambda: self._scripts.finish(self._worker_id, endings, messages))
             for ending in endings:
                 self._claims.remove(ending.request_id)
 
-    def _blobs(self, step: int, events: Sequence[StreamEvent]) -> Mapping[str, bytes]:
-        """One message a gateway."""
+    def _messages(
+        self, step: int, events: Sequence[StreamEvent], request_ids: Iterable[str]
+    ) -> list[GatewayMessage]:
+        """One a gateway; `request_ids`: those of the call, in its order."""
         by_gateway: dict[str, list[StreamEvent]] = {}
         for event in events:
             if claim := self._claims.get(event.request_id):
                 by_gateway.setdefault(claim.gateway_id, []).append(event)
                 for gateway_id in claim.more_gateway_ids:
                     by_gateway.setdefault(gateway_id, []).append(event)
-        return {
-            gateway_id: encode(EventBatch(PROTOCOL_VERSION, self._worker_id, step, gateway_events))
-            for gateway_id, gateway_events in by_gateway.items()
-        }
+        positions = {request_id: position for position, request_id in enumerate(request_ids)}
+        return [
+            gateway_message(gateway_id, self._worker_id, step, its_events, positions)
+            for gateway_id, its_events in by_gateway.items()
+        ]
 
     async def _held(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         if self._fenced:

@@ -1,18 +1,20 @@
--- CLAIM: what a worker needs to run the entries that it has just read; marks their requests as run by it.
+-- CLAIM: what a worker needs to run the entries that it has just read; marks their requests as run by it, by that entry.
+-- An entry that its request does not name is of an earlier acceptance of it, and worth nothing.
 -- KEYS  w, (r, j)...
--- ARGV  worker id
+-- ARGV  worker id, entry id for each (r, j)
 -- reply {FENCED} | {OK, {body, gateway id, attempt, solo, journal} or {} for a request that is cancelled or over, ...}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local reply = {'OK'}
 for i = 2, #KEYS, 2 do
-  local request = redis.pcall('HMGET', KEYS[i], 'body', 'gateway', 'attempt', 'solo', 'state')
+  local entry = ARGV[1 + i / 2]
+  local request = redis.pcall('HMGET', KEYS[i], 'body', 'gateway', 'attempt', 'solo', 'state', 'entry')
   local journal = redis.pcall('GET', KEYS[i + 1]) or ''
-  if request.err or not request[1] or request[5] == 'done' or type(journal) == 'table' then
+  if request.err or not request[1] or request[5] == 'done' or request[6] ~= entry or type(journal) == 'table' then
     reply[#reply + 1] = {}
   else
-    redis.call('HSET', KEYS[i], 'worker', ARGV[1], 'state', 'running')
+    redis.call('HSET', KEYS[i], 'worker', ARGV[1], 'claim', entry, 'state', 'running')
     reply[#reply + 1] = {request[1], request[2] or '', request[3] or '1', request[4] or '0', journal}
   end
 end

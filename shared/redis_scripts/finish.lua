@@ -1,23 +1,26 @@
 -- FINISH: the end of requests. Acknowledges and deletes their entries, stores the terminal event in r for gateways that lose
--- the message, publishes it. An entry that is already acknowledged is left alone, so a repeat does nothing.
+-- the message, publishes it. An entry that is already acknowledged is left alone, so a repeat does nothing. A request that
+-- is no longer this worker's by this entry (emit.lua) does not end here: only the entry goes.
 -- KEYS  w, (q, r, j)...
--- ARGV  worker id, group, seconds to keep r and j, then (entry id, terminal event) for each, then (channel, blob)...
--- reply {FENCED} | {OK, number of requests that ended now}
+-- ARGV  worker id, group, seconds to keep r and j, then (entry id, terminal event) for each, then messages (publish.lua)
+-- reply {FENCED} | {OK, number of entries that went now}
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
 local worker, group, keep_seconds = ARGV[1], ARGV[2], ARGV[3]
 local count = (#KEYS - 1) / 3
-local ended = 0
+local ended, lost = 0, {}
 
 for i = 1, count do
   local q, r, j = KEYS[3 * i - 1], KEYS[3 * i], KEYS[3 * i + 1]
   local entry, event = ARGV[2 + 2 * i], ARGV[3 + 2 * i]
+  local mine = false
   if redis.call('XACK', q, group, entry) == 1 then
     ended = ended + 1
     redis.call('XDEL', q, entry)
-    local owner = redis.pcall('HGET', r, 'worker')
-    if owner == worker then
+    local owner = redis.pcall('HMGET', r, 'worker', 'claim')
+    mine = owner[1] == worker and owner[2] == entry
+    if mine then
       redis.call('HSET', r, 'state', 'done', 'terminal', event)
       redis.call('EXPIRE', r, keep_seconds)
       redis.call('EXPIRE', j, keep_seconds)
@@ -25,11 +28,10 @@ for i = 1, count do
       redis.call('UNLINK', j)
     end
   end
-end
-
-if ended > 0 then
-  for i = 4 + 2 * count, #ARGV, 2 do
-    redis.call('PUBLISH', ARGV[i], ARGV[i + 1])
+  if not mine then
+    lost[i - 1] = true
   end
 end
+
+publish(4 + 2 * count, lost)
 return {'OK', ended}

@@ -18,9 +18,10 @@ for i = 1, (#KEYS - 4) / 2 do
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
-    local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body')
+    local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body', 'entry')
     local length = redis.pcall('STRLEN', j)
-    if request.err or not request[8] or request[1] == 'done' or type(length) ~= 'number' then
+    -- Another entry's request was accepted anew since: it is not this worker's to give back.
+    if request.err or not request[8] or request[1] == 'done' or request[9] ~= entry or type(length) ~= 'number' then
       dropped = dropped + 1
       if not request.err and not request[8] then
         redis.call('UNLINK', j)

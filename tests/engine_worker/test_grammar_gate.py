@@ -79,7 +79,9 @@ async def test_a_request_that_is_dropped_while_it_waits_gives_its_seat_back() ->
     for request_id in ("one", "two"):
         thread.add_request(make_request(3, request_id, grammar=GRAMMAR), ())
     assert await thread.wait_for_seats() == 2
-    thread.abort_request("one")
+    dropped: list[str] = []
+    thread.abort_request("one", dropped.append)
+    assert dropped == ["one"]
     assert await thread.wait_for_seats() == 3
     await thread.drop_requests()
     assert await thread.wait_for_seats() == 4

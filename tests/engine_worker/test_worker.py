@@ -69,6 +69,24 @@ async def test_it_claims_what_fits_and_leaves_the_rest_to_others(
         assert max(len(batch) for batch in harness.gate.batches) == 2
 
 
+async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_before(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    """Ended and accepted again while a step with it is running: its old tokens come after its new entry was read."""
+    request = make_request(5, max_tokens=30, ignore_eos=True)
+    expected = expected_output(request)
+    async with WorkerHarness(connections, keys, num_steps=6).serving() as harness:
+        await harness.submit(request)
+        await eventually(lambda: len(harness.gate.batches) == 7)  # the seventh step has begun and waits
+        await harness.scripts.cancel(request.request_id, "interactive")
+        await harness.submit(request, journal=encode(JournalFrame(0, expected[:2])))
+        harness.gate.allow(FOREVER_STEPS)
+        tokens, end = await harness.finish(request.request_id)
+        assert (tokens, end.reason) == (expected, FinishReason.LENGTH)
+        await eventually(lambda: harness.worker.num_held == 0)
+        assert await harness.num_unacknowledged() == 0
+
+
 @pytest.mark.parametrize("hint", ["hint arrives", "hint is lost"])
 async def test_a_cancelled_request_frees_its_blocks(connections: RedisConnections, keys: RedisKeys, hint: str) -> None:
     cancelled = make_request(9, max_tokens=200, ignore_eos=True)

@@ -9,7 +9,7 @@ Violation if a client did not get exactly what the journal holds, or if anything
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,7 @@ from shared.messages import (
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
-from shared.redis_scripts import Fenced, RedisScripts
+from shared.redis_scripts import Fenced, GatewayMessage, QueueEntry, RedisScripts
 from shared.subscription import Message, Subscription
 from shared.tasks import cancel_and_wait
 
@@ -46,6 +46,7 @@ LOST_REPLY_RATIO = 0.10
 LOST_MESSAGE_RATIO = 0.15
 SPEED = 20  # the product's time-outs of seconds pass in a twentieth
 CAPACITY = 4  # sequences of one worker
+CUT_OFF = b"cut off: "  # on a gateway's channel, with the id of its request that was ended meanwhile
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
 
@@ -65,6 +66,15 @@ class Faults:
     publishes_before_journal: bool = False
     ignores_gaps: bool = False
     never_rereads: bool = False
+    cuts_off: bool = True  # not where a mutant takes away what keeps the attempt before out: zombies alone must show it
+    claims_what_runs: bool = False  # second entries too, whose claims the worker then ignores
+
+
+    @property
+    def stream_class(self) -> type[RequestStream]:
+        if self.claims_what_runs:
+            return HastyRequestStream
+        return ForgetfulRequestStream if self.never_rereads else RequestStream
 
 
 @dataclass
@@ -74,6 +84,7 @@ class Tally:
     crashes: int = 0
     fenced: int = 0
     cancels: int = 0
+    cut_offs: int = 0
     lost_replies: int = 0
     lost_messages: int = 0
     journal_reads: int = 0
@@ -98,12 +109,12 @@ class LossyScripts(RedisScripts):
         super().__init__(connections.commands, world.keys, world.faults.lua)
         self._world = world
 
-    async def emit(self, worker_id: str, step: int, frames: Any, blobs: Mapping[str, bytes]) -> list[str]:
+    async def emit(self, worker_id: str, step: int, frames: Any, messages: Sequence[GatewayMessage]) -> list[str]:
         if self._world.faults.publishes_before_journal:
-            for gateway_id, blob in blobs.items():
-                await self.redis.publish(self.keys.gateway_channel(gateway_id), blob)
-            blobs = {}
-        return await super().emit(worker_id, step, frames, blobs)
+            for message in messages:
+                await self.redis.publish(self.keys.gateway_channel(message.gateway_id), message.blob)
+            messages = []
+        return await super().emit(worker_id, step, frames, messages)
 
     async def _call(self, *arguments: Any) -> Any:
         reply = await super()._call(*arguments)
@@ -127,12 +138,25 @@ class LossyClient(InferenceClient):
         super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock)
         self._scripts = LossyScripts(world, world.connections)
         self._world = world
+        self._returns: set[asyncio.Task[None]] = set()
 
     def _understand(self, message: Message) -> None:
-        if self._world.random.random() < LOST_MESSAGE_RATIO:
+        if message.data.startswith(CUT_OFF):
+            # Nothing that was published of the attempt before can come behind this message.
+            task = asyncio.create_task(self._return(message.data.removeprefix(CUT_OFF).decode()))
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
+        elif self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
             super()._understand(message)
+
+
+    async def _return(self, request_id: str) -> None:
+        """Its request was ended while it was away: it is accepted anew."""
+        for stream in self._streams.of(request_id):
+            with suppress(ConnectionError):  # the next reading of journals finds it missing
+                await self._restore(stream)
 
 
 class GapBlindStream(ResponseStream):
@@ -143,6 +167,16 @@ class GapBlindStream(ResponseStream):
 class ForgetfulRequestStream(RequestStream):
     async def _reread_own_pending(self) -> None:
         return None
+
+
+class HastyRequestStream(RequestStream):
+    @property
+    def _claimable(self) -> list[QueueEntry]:
+        return self._backlog
+
+    def _judge(self, entry: QueueEntry, *rest: Any) -> None:
+        if self._claims.get(entry.request_id) is None:
+            super()._judge(entry, *rest)
 
 
 class SimulatedWorker:
@@ -173,7 +207,7 @@ class SimulatedWorker:
         await world.until_answered(lambda: scripts.register(self.worker_id))
         claims = Claims()
         reader = replace(connections, blocking=LossyReader(world, connections.blocking))
-        stream_class = ForgetfulRequestStream if world.faults.never_rereads else RequestStream
+        stream_class = world.faults.stream_class
         requests = stream_class(reader, scripts, self.worker_id, claims, clock=fast_clock)
         tokens = TokenPublisher(scripts, self.worker_id, claims, sleep=fast_sleep)
         running: dict[str, tuple[GenerationRequest, list[int]]] = {}
@@ -274,6 +308,21 @@ class World:
                 await asyncio.sleep(self.random.random() * 0.03)
                 worker.awake.set()
 
+    async def cut_off_gateways(self) -> None:
+        """Ends requests of gateways that only seemed to be gone, and that come back at once."""
+        while True:
+            await asyncio.sleep(self.random.random() * 0.04)
+            client = self.random.choice(self.gateways)
+            accepted = [stream for stream in client._streams if stream.is_accepted]
+            if not accepted:
+                continue
+            self.tally.cut_offs += 1
+            request, gateway_id = self.random.choice(accepted).request, client._gateway_id
+            with suppress(ConnectionError):  # the reply was lost
+                await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
+            channel = self.keys.gateway_channel(gateway_id)
+            await self.connections.commands.publish(channel, CUT_OFF + request.request_id.encode())
+
     async def reap_zombies(self) -> None:
         """The reapers of the product, without their counting of heartbeats: who dies is decided above."""
         reaper = Reaper(self.connections, self.keys)
@@ -355,11 +404,18 @@ class World:
             while True:
                 message = await subscription.get(1.0)
                 if isinstance(message, Message):
-                    events = decode_event_batch(message.data).events
-                    self.published += [event for event in events if isinstance(event, TokenEvent)]
+                    self._note(message.data)
         finally:
             await subscription.aclose()
             await connections.aclose()
+
+    def _note(self, data: bytes) -> None:
+        if data.startswith(CUT_OFF):  # what was published until here belonged to a journal that is gone
+            request_id = data.removeprefix(CUT_OFF).decode()
+            self.published = [event for event in self.published if event.request_id != request_id]
+        else:
+            events = decode_event_batch(data).events
+            self.published += [event for event in events if isinstance(event, TokenEvent)]
 
     async def check_answers(self) -> None:
         journals: dict[str, list[int]] = {}
@@ -432,6 +488,8 @@ async def run_world(
         *(asyncio.create_task(world.keep_worker(slot)) for slot in range(len(world.workers))),
     ]
     disasters = asyncio.create_task(_after_start(world))
+    if faults.cuts_off:
+        background.append(asyncio.create_task(world.cut_off_gateways()))
     clients = asyncio.gather(*(world.be_client(requests_per_client) for _ in range(num_clients)))
     try:
         await asyncio.wait([clients, disasters, *background], return_when=asyncio.FIRST_COMPLETED)

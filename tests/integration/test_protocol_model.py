@@ -26,7 +26,7 @@ SEEDS = (20260101, 7, 424242)
 STALL_SECONDS = 20.0
 MUTANT_STALL_SECONDS = 3.0  # a mutant that loses work is caught by standing still
 
-OWNERSHIP = ("emit", "redis.pcall('HGET', r, 'worker') == worker", "redis.call('EXISTS', r) == 1")
+OWNERSHIP = ("emit", "owner[1] == worker and owner[2] == entry", "redis.call('EXISTS', r) == 1")
 NO_FENCE_IN_EMIT = ("emit", "if not stored then\n  return {'FENCED'}\nend", "stored = stored or step - 1")
 NO_FENCE = ("redis.call('EXISTS', KEYS[1]) == 0", "false")
 
@@ -45,15 +45,18 @@ MUTANTS = {
         "not the journal|not in the journal|unreadable|got index|not done|stalled",
     ),
     "no fence check": (
-        Faults(lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish")))),
+        Faults(
+            cuts_off=False,
+            lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish"))),
+        ),
         "journal|unreadable|given up|another end|not done|stalled",
     ),
     "REAP leaves the fence": (
-        Faults(lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
+        Faults(cuts_off=False, lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
         "journal|unreadable|given up|another end|not done|stalled|left in the store",
     ),
     "publish without journal": (
-        Faults(lua=patched(("emit", "type(redis.pcall('APPEND', j, ARGV[2 + i])) == 'number'", "true"))),
+        Faults(lua=patched(("emit", "type(redis.pcall('APPEND', j, ARGV[2 + 2 * i])) == 'number'", "true"))),
         "not the journal|usage|stalled",
     ),
     "publish before journal": (Faults(publishes_before_journal=True), "journal|got index"),
@@ -71,6 +74,14 @@ MUTANTS = {
         "stalled",
     ),
     "no gap replay": (Faults(ignores_gaps=True), "not the journal"),
+    "tokens of the attempt before pass for those of a second claim": (
+        Faults(claims_what_runs=True, lua=patched(("emit", " and owner[2] == entry", ""))),
+        "journal|unreadable|got index",
+    ),
+    "what is not the worker's is published": (
+        Faults(lua=patched(("emit", "publish(3 + 2 * count, lost)", "publish(3 + 2 * count, {})"))),
+        "not the journal|not in the journal|got index",
+    ),
     "own pending entries are not read again": (Faults(never_rereads=True), "stalled"),
 }
 
@@ -105,13 +116,17 @@ async def world(valkey: Valkey, keys: RedisKeys, seed: int, faults: Faults, stal
 async def test_every_client_gets_exactly_the_journal(valkey, keys, seed):
     tally = await world(valkey, keys, seed, Faults(), STALL_SECONDS)
     # The faults did happen, or the test has shown nothing.
-    assert min(tally.kills, tally.crashes, tally.fenced, tally.cancels, tally.dead_letters) > 0
+    assert min(tally.kills, tally.crashes, tally.fenced, tally.cancels, tally.cut_offs, tally.dead_letters) > 0
     assert min(tally.lost_replies, tally.lost_messages, tally.journal_reads, tally.repeated_tokens) > 50
     assert tally.innocent_dead_letters < tally.requests / 50
 
 
 async def test_the_fence_alone_keeps_zombies_out(valkey, keys):
-    await world(valkey, keys, 11, Faults(lua=patched(OWNERSHIP)), STALL_SECONDS)
+    await world(valkey, keys, 11, Faults(cuts_off=False, lua=patched(OWNERSHIP)), STALL_SECONDS)
+
+
+async def test_the_claim_alone_keeps_the_attempt_before_out(valkey, keys):
+    await world(valkey, keys, 12, Faults(claims_what_runs=True), STALL_SECONDS)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -16,8 +16,6 @@ from redis.exceptions import ConnectionError, RedisError
 
 from gateway.store.inference_client import InferenceClient
 from shared.messages import (
-    PROTOCOL_VERSION,
-    EventBatch,
     FinishEvent,
     FinishReason,
     JournalFrame,
@@ -27,7 +25,7 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Ending, RedisScripts
+from shared.redis_scripts import Ending, RedisScripts, StepFrame, gateway_message
 from tests.builders import make_request
 from tests.conftest import Valkey
 
@@ -116,13 +114,14 @@ async def test_a_request_travels_through_tls(tls_server, certificates: Path, key
         request = make_request(max_tokens=2)
         stream = await client.submit(request)
         (entry,) = await scripts.take("w.1", 1)
-        await scripts.claim("w.1", [request.request_id])
+        await scripts.claim("w.1", [entry])
         token = TokenEvent(request.request_id, 0, [5, 6])
         end = FinishEvent(request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=5, completion_tokens=2))
-        frames = [(request.request_id, encode(JournalFrame(0, [5, 6])))]
-        await scripts.emit("w.1", 1, frames, {"g0": encode(EventBatch(PROTOCOL_VERSION, "w.1", 1, [token]))})
+        frames = [StepFrame(request.request_id, entry.entry_id, encode(JournalFrame(0, [5, 6])))]
+        position = {request.request_id: 0}
+        await scripts.emit("w.1", 1, frames, [gateway_message("g0", "w.1", 1, [token], position)])
         ending = Ending(request.request_id, entry.queue, entry.entry_id, encode(end))
-        await scripts.finish("w.1", [ending], {"g0": encode(EventBatch(PROTOCOL_VERSION, "w.1", 1, [end]))})
+        await scripts.finish("w.1", [ending], [gateway_message("g0", "w.1", 1, [end], position)])
         assert [event async for event in stream] == [token, end]
         await client.close()
 

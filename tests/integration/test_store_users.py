@@ -106,7 +106,7 @@ async def test_the_protocol_runs_under_the_users(
         for life in ("w2.1", "w2.2", "w2.3"):  # each reads the request and dies
             await scripts.register(life)
             (entry,) = await scripts.take(life, 1)
-            await scripts.claim(life, [entry.request_id])
+            await scripts.claim(life, [entry])
             await reap_worker(scripts, life)
         assert isinstance(await asyncio.wait_for(anext(stream), 10), ErrorEvent)
         letters = DeadLetters(as_gateway.commands, keys)

@@ -24,7 +24,7 @@ async def kill_three_workers_with(scripts: RedisScripts, request_id: str) -> Non
         worker_id = f"{request_id}-{life}"
         await scripts.register(worker_id)
         entries = await scripts.take(worker_id, 10)
-        await scripts.claim(worker_id, [entry.request_id for entry in entries])
+        await scripts.claim(worker_id, entries)
         await reap_worker(scripts, worker_id)
 
 
@@ -56,7 +56,7 @@ async def test_a_retry_is_a_new_request_and_ends_the_letter(
     await scripts.register("w")
     (entry,) = await scripts.take("w", 10)
     assert entry.request_id == new_id
-    (claimed,) = await scripts.claim("w", [new_id])
+    (claimed,) = await scripts.claim("w", [entry])
     assert claimed is not None
     again = decode_request(claimed.body)
     assert (again.request_id, again.prompt_token_ids, claimed.attempt) == (new_id, [7, 8, 9], 1)

@@ -3,11 +3,21 @@
 import pytest
 from redis.asyncio import Redis
 
-from shared.messages import decode_event_batch, decode_terminal_event
+from shared.messages import PROTOCOL_VERSION, EventBatch, TokenEvent, decode_event_batch, decode_terminal_event, encode
 from shared.reaping import ReapSummary, list_worker_ids, reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
-from shared.redis_scripts import AcceptStatus, Ending, Fenced, QueueEntry, ReapMode, RedisScripts
+from shared.redis_scripts import (
+    AcceptStatus,
+    Ending,
+    Fenced,
+    GatewayMessage,
+    QueueEntry,
+    ReapMode,
+    RedisScripts,
+    StepFrame,
+    gateway_message,
+)
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
@@ -31,10 +41,35 @@ async def start(scripts: RedisScripts, *request_ids: str, worker_id: str = WORKE
     return await continue_with(scripts, worker_id)
 
 
+async def continue_with_all(scripts: RedisScripts, request_ids: list[str]) -> list[QueueEntry]:
+    entries = await start(scripts, *request_ids[:100])
+    for start_at in range(100, len(request_ids), 100):
+        entries += await start(scripts, *request_ids[start_at : start_at + 100])
+    return entries
+
+
 async def continue_with(scripts: RedisScripts, worker_id: str) -> list[QueueEntry]:
     entries = await scripts.take(worker_id, 100)
-    await scripts.claim(worker_id, [entry.request_id for entry in entries])
+    await scripts.claim(worker_id, entries)
     return entries
+
+
+def frame(entry: QueueEntry, data: bytes) -> StepFrame:
+    return StepFrame(entry.request_id, entry.entry_id, data)
+
+
+def ending(entry: QueueEntry, event: bytes = b"end") -> Ending:
+    return Ending(entry.request_id, entry.queue, entry.entry_id, event)
+
+
+def message(blob: bytes) -> GatewayMessage:
+    return GatewayMessage("g", blob, [])
+
+
+def events_of(*request_ids: str, per_request: int = 1) -> GatewayMessage:
+    """For a call with these requests, `per_request` events of each, in turns."""
+    events = [TokenEvent(name, index, [7]) for index in range(per_request) for name in request_ids]
+    return gateway_message("g", WORKER, 1, events, {name: position for position, name in enumerate(request_ids)})
 
 
 async def state(redis: Redis, keys: RedisKeys, request_id: str = "a") -> dict[str, str]:
@@ -88,8 +123,8 @@ class TestRegister:
         assert await redis.ttl(keys.fence(WORKER)) == -1
 
     async def test_a_repeat_does_not_turn_the_step_back(self, scripts, redis, keys):
-        await start(scripts, "a")
-        await scripts.emit(WORKER, 1, [("a", b"x")], {})
+        (entry,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [frame(entry, b"x")], [])
         await scripts.register(WORKER)
         assert await redis.get(keys.fence(WORKER)) == b"1"
 
@@ -119,93 +154,170 @@ class TestClaim:
     async def test_gives_body_and_journal_and_leaves_the_entry_pending(self, scripts, redis, keys):
         await accept(scripts, journal=b"jjj")
         await scripts.register(WORKER)
-        await scripts.take(WORKER, 1)
+        entries = await scripts.take(WORKER, 1)
         for _ in range(2):
-            (reply,) = await scripts.claim(WORKER, ["a"])
+            (reply,) = await scripts.claim(WORKER, entries)
             assert reply is not None
             assert (reply.body, reply.journal, reply.gateway_id, reply.attempt) == (b"body-a", b"jjj", "g", 1)
         assert (await state(redis, keys))["worker"] == WORKER
         assert await pending(redis, keys) == 1
 
     async def test_cancelled_finished_and_broken_requests_come_back_empty(self, scripts, redis, keys):
-        await start(scripts, "done", "running")
+        entries = await start(scripts, "done", "missing", "wrong type", "no body", "odd journal", "running")
         await redis.hset(keys.request("done"), "state", "done")
+        await redis.delete(keys.request("missing"), keys.request("wrong type"))
         await redis.set(keys.request("wrong type"), "x")
-        await redis.hset(keys.request("no body"), "gateway", "g")
-        await redis.hset(keys.request("odd journal"), mapping={"body": "b", "gateway": "g"})
+        await redis.hdel(keys.request("no body"), "body")
         await redis.lpush(keys.journal("odd journal"), "x")
-        ids = ["done", "missing", "wrong type", "no body", "odd journal", "running"]
-        assert [reply is not None for reply in await scripts.claim(WORKER, ids)] == [False] * 5 + [True]
+        assert [reply is not None for reply in await scripts.claim(WORKER, entries)] == [False] * 5 + [True]
 
-    async def test_a_fenced_worker_gets_nothing(self, scripts):
+    async def test_an_entry_of_an_earlier_acceptance_is_worth_nothing(self, scripts, redis, keys):
+        await accept(scripts, "a")
+        await scripts.register(WORKER)
+        await scripts.register("w1.bbbb")
+        first = await scripts.take("w1.bbbb", 1)
+        await scripts.cancel("a", "interactive")
+        await accept(scripts, "a")
+        second = await scripts.take(WORKER, 1)
+        assert await scripts.claim("w1.bbbb", first) == [None]
+        assert (await scripts.claim(WORKER, second))[0] is not None
+        assert await scripts.finish("w1.bbbb", [ending(first[0])], []) == 1
+        assert await scripts.emit(WORKER, 1, [frame(second[0], b"A")], []) == []
+
+    async def test_a_fenced_worker_gets_nothing(self, scripts, redis, keys):
         await accept(scripts)
+        await scripts.register(WORKER)
+        entries = await scripts.take(WORKER, 1)
+        await redis.delete(keys.fence(WORKER))
         with pytest.raises(Fenced):
-            await scripts.claim(WORKER, ["a"])
+            await scripts.claim(WORKER, entries)
 
 
 class TestEmit:
     async def test_journals_then_publishes_once_per_step(self, scripts, redis, keys, connections):
-        await start(scripts, "a", "b")
+        a, b = await start(scripts, "a", "b")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
             await heard.get_message(timeout=10)
             for _ in range(3):
-                assert await scripts.emit(WORKER, 1, [("a", b"A"), ("b", b"B")], {"g": b"blob1"}) == []
-            await scripts.emit(WORKER, 2, [("a", b"C")], {"g": b"blob2"})
+                assert await scripts.emit(WORKER, 1, [frame(a, b"A"), frame(b, b"B")], [message(b"blob1")]) == []
+            await scripts.emit(WORKER, 2, [frame(a, b"C")], [message(b"blob2")])
             assert [(await heard.get_message(timeout=10))["data"] for _ in range(2)] == [b"blob1", b"blob2"]
         assert await redis.mget(keys.journal("a"), keys.journal("b")) == [b"AC", b"B"]
 
     async def test_without_a_fence_nothing_is_written(self, scripts, redis, keys):
-        await start(scripts, "a")
+        (a,) = await start(scripts, "a")
         await redis.delete(keys.fence(WORKER))
         with pytest.raises(Fenced):
-            await scripts.emit(WORKER, 1, [("a", b"A")], {})
+            await scripts.emit(WORKER, 1, [frame(a, b"A")], [])
         assert await redis.get(keys.journal("a")) is None
 
     @pytest.mark.parametrize("step", [0, 2, 4, 5])
     async def test_a_step_out_of_turn_is_refused(self, scripts, redis, keys, step):
-        await start(scripts, "a")
+        (a,) = await start(scripts, "a")
         for applied in (1, 2, 3):
-            await scripts.emit(WORKER, applied, [("a", b"A")], {})
+            await scripts.emit(WORKER, applied, [frame(a, b"A")], [])
         if step == 4:
-            assert await scripts.emit(WORKER, step, [("a", b"B")], {}) == []
+            assert await scripts.emit(WORKER, step, [frame(a, b"B")], []) == []
             return
         with pytest.raises(Fenced, match="at step 3"):
-            await scripts.emit(WORKER, step, [("a", b"B")], {})
+            await scripts.emit(WORKER, step, [frame(a, b"B")], [])
         assert await redis.get(keys.journal("a")) == b"AAA"
 
     async def test_cancelled_requests_are_told_again_on_a_repeat(self, scripts, redis, keys):
-        await start(scripts, "a", "b", "c")
+        a, b, c = await start(scripts, "a", "b", "c")
         await scripts.cancel("b", "interactive")
-        frames = [("a", b"A"), ("b", b"B"), ("c", b"C")]
-        assert await scripts.emit(WORKER, 1, frames, {}) == ["b"]
-        assert await scripts.emit(WORKER, 1, frames, {}) == ["b"]
+        frames = [frame(a, b"A"), frame(b, b"B"), frame(c, b"C")]
+        assert await scripts.emit(WORKER, 1, frames, []) == ["b"]
+        assert await scripts.emit(WORKER, 1, frames, []) == ["b"]
         assert await redis.mget(*(keys.journal(name) for name in "abc")) == [b"A", None, b"C"]
 
     async def test_a_request_that_was_accepted_anew_is_no_longer_this_workers(self, scripts, redis, keys):
-        await start(scripts, "a")
+        (a,) = await start(scripts, "a")
         await redis.delete(keys.request("a"))  # the store lost it, but not the fence
         await accept(scripts, "a")
-        assert await scripts.emit(WORKER, 1, [("a", b"A")], {}) == ["a"]
+        assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
         assert await redis.get(keys.journal("a")) is None
 
     async def test_a_journal_of_the_wrong_type_ends_its_own_request_only(self, scripts, redis, keys):
-        await start(scripts, "a", "b")
+        a, b = await start(scripts, "a", "b")
         await redis.lpush(keys.journal("a"), "x")
-        assert await scripts.emit(WORKER, 1, [("a", b"A"), ("b", b"B")], {}) == ["a"]
+        assert await scripts.emit(WORKER, 1, [frame(a, b"A"), frame(b, b"B")], []) == ["a"]
         assert await redis.get(keys.journal("b")) == b"B"
 
-
-class TestFinish:
-    async def test_acknowledges_stores_and_publishes_the_end_once(self, scripts, redis, keys, connections):
-        (entry,) = await start(scripts, "a")
-        await scripts.emit(WORKER, 1, [("a", b"A")], {})
-        ending = Ending("a", entry.queue, entry.entry_id, b"the end")
+    @pytest.mark.parametrize("num_requests", [2, 15, 16, 17, 300])  # the header of a list has 1 or 3 bytes
+    async def test_nothing_is_published_of_a_request_that_is_no_longer_this_workers(
+        self, scripts, redis, keys, connections, num_requests
+    ):
+        ids = [f"r{number}" for number in range(num_requests)]
+        entries = await continue_with_all(scripts, ids)
+        lost = {"r0", ids[num_requests // 2], ids[-1]}
+        for request_id in lost:
+            await scripts.cancel(request_id, "interactive")
+            await accept(scripts, request_id)
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
             await heard.get_message(timeout=10)
-            assert [await scripts.finish(WORKER, [ending], {"g": b"blob"}) for _ in range(3)] == [1, 0, 0]
-            assert (await heard.get_message(timeout=10))["data"] == b"blob"
+            frames = [frame(entry, b"A") for entry in entries]
+            assert set(await scripts.emit(WORKER, 1, frames, [events_of(*ids, per_request=2)])) == lost
+            await redis.publish(keys.gateway_channel("g"), b"after")
+            data = (await heard.get_message(timeout=10))["data"]
+            if lost == set(ids):
+                assert data == b"after"
+                return
+            batch = decode_event_batch(data)
+        assert (batch.worker_id, batch.step) == (WORKER, 1)
+        kept = [request_id for request_id in ids if request_id not in lost]
+        assert [(event.request_id, event.index) for event in batch.events] == [
+            (request_id, index) for index in range(2) for request_id in kept
+        ]
+
+    async def test_a_second_claim_of_the_worker_takes_no_token_of_the_first(self, scripts, redis, keys):
+        """An orphan's end, its gateway's return, and the new entry read by the same worker."""
+        (first,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [frame(first, b"old")], [])
+        await scripts.cancel("a", "interactive")
+        await accept(scripts, "a", journal=b"sent")
+        (second,) = await continue_with(scripts, WORKER)
+        assert await scripts.emit(WORKER, 2, [frame(first, b"old")], []) == ["a"]
+        await scripts.finish(WORKER, [ending(first)], [])
+        assert (await state(redis, keys))["state"] == "running"
+        assert await scripts.emit(WORKER, 3, [frame(second, b"new")], []) == []
+        assert await redis.get(keys.journal("a")) == b"sentnew"
+
+
+def test_a_message_of_parts_is_an_event_batch():
+    events = [TokenEvent(name, 0, list(range(9))) for name in ("a", "b") * 20]
+    for count in (0, 1, 15, 16, 40):
+        batch = gateway_message("g", "w", 3, events[:count], {"a": 0, "b": 1})
+        assert batch.blob == encode(EventBatch(PROTOCOL_VERSION, "w", 3, events[:count]))
+
+
+class TestFinish:
+    async def test_of_a_request_that_was_accepted_anew_nothing_is_published(self, scripts, redis, keys, connections):
+        """Its gateway would take the old attempt's end for that of the new one."""
+        a, b = await start(scripts, "a", "b")
+        await scripts.cancel("a", "interactive")
+        await accept(scripts, "a")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.gateway_channel("g"))
+            await heard.get_message(timeout=10)
+            assert await scripts.finish(WORKER, [ending(a), ending(b)], [events_of("a", "b")]) == 2
+            events = decode_event_batch((await heard.get_message(timeout=10))["data"]).events
+        assert [event.request_id for event in events] == ["b"]
+        assert (await state(redis, keys, "a"))["state"] == "queued"
+        assert (await state(redis, keys, "b"))["state"] == "done"
+
+    async def test_acknowledges_stores_and_publishes_the_end_once(self, scripts, redis, keys, connections):
+        (entry,) = await start(scripts, "a")
+        await scripts.emit(WORKER, 1, [frame(entry, b"A")], [])
+        the_end = ending(entry, b"the end")
+        async with connections.subscriber.pubsub() as heard:
+            await heard.subscribe(keys.gateway_channel("g"))
+            await heard.get_message(timeout=10)
+            batch = events_of("a")
+            assert [await scripts.finish(WORKER, [the_end], [batch]) for _ in range(3)] == [1, 0, 0]
+            assert (await heard.get_message(timeout=10))["data"] == batch.blob
             await connections.commands.publish(keys.gateway_channel("g"), b"after")
             assert (await heard.get_message(timeout=10))["data"] == b"after"
         stored = await state(redis, keys)
@@ -219,7 +331,7 @@ class TestFinish:
         (entry,) = await start(scripts, "a")
         await scripts.cancel("a", "interactive")
         await redis.set(keys.journal("a"), b"left over")
-        assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}) == 1
+        assert await scripts.finish(WORKER, [ending(entry)], []) == 1
         assert await redis.exists(keys.request("a"), keys.journal("a")) == 0
         assert (await pending(redis, keys), await queued(redis, keys)) == (0, 0)
 
@@ -227,7 +339,7 @@ class TestFinish:
         (entry,) = await start(scripts, "a")
         await redis.delete(keys.fence(WORKER))
         with pytest.raises(Fenced):
-            await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {})
+            await scripts.finish(WORKER, [ending(entry)], [])
         assert await pending(redis, keys) == 1
 
 
@@ -255,10 +367,10 @@ class TestCancel:
     async def test_of_a_read_but_unclaimed_entry_keeps_it_pending_for_its_worker(self, scripts, redis, keys):
         await accept(scripts, "a")
         await scripts.register(WORKER)
-        await scripts.take(WORKER, 1)
+        entries = await scripts.take(WORKER, 1)
         await scripts.cancel("a", "interactive")
         assert (await pending(redis, keys), await queued(redis, keys)) == (1, 1)
-        assert await scripts.claim(WORKER, ["a"]) == [None]
+        assert await scripts.claim(WORKER, entries) == [None]
 
     async def test_hints_the_worker(self, scripts, keys, connections):
         await start(scripts, "a")
@@ -276,7 +388,7 @@ class TestCancel:
 
     async def test_after_the_end_it_keeps_the_answer(self, scripts, redis, keys):
         (entry,) = await start(scripts, "a")
-        await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {})
+        await scripts.finish(WORKER, [ending(entry)], [])
         assert await scripts.cancel("a", "interactive") is False
         assert (await state(redis, keys))["terminal"] == "end"
 
@@ -284,15 +396,15 @@ class TestCancel:
 class TestReap:
     async def test_requeues_first_in_line_and_fences_the_zombie(self, scripts, redis, keys):
         (entry,) = await start(scripts, "a")
-        await scripts.emit(WORKER, 1, [("a", b"A")], {})
+        await scripts.emit(WORKER, 1, [frame(entry, b"A")], [])
         await accept(scripts, "later")
         assert await reap_worker(scripts, WORKER) == ReapSummary(requeued=1)
         assert await reap_worker(scripts, WORKER) == ReapSummary()
         assert await list_worker_ids(redis, keys) == []
         for call in (
-            scripts.emit(WORKER, 2, [("a", b"Z")], {"g": b"z"}),
-            scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}),
-            scripts.claim(WORKER, ["a"]),
+            scripts.emit(WORKER, 2, [frame(entry, b"Z")], [message(b"z")]),
+            scripts.finish(WORKER, [ending(entry)], []),
+            scripts.claim(WORKER, [entry]),
             scripts.take(WORKER, 1),
         ):
             with pytest.raises(Fenced):
@@ -301,6 +413,14 @@ class TestReap:
         assert [taken.request_id for taken in await continue_with(scripts, "w1.bbbb")] == ["a", "later"]
         stored = await state(redis, keys)
         assert (stored["attempt"], stored["strikes"], stored["jl"], stored["worker"]) == ("2", "0", "1", "w1.bbbb")
+
+    async def test_an_entry_of_an_earlier_acceptance_takes_the_request_from_nobody(self, scripts, redis, keys):
+        await start(scripts, "a", worker_id="w1.bbbb")
+        await scripts.cancel("a", "interactive")
+        (entry,) = await start(scripts, "a")
+        assert await reap_worker(scripts, "w1.bbbb") == ReapSummary(dropped=1)
+        assert await scripts.emit(WORKER, 1, [frame(entry, b"A")], []) == []
+        assert (await queued(redis, keys), await pending(redis, keys)) == (1, 1)
 
     async def test_more_entries_than_one_batch(self, scripts, redis, keys):
         ids = [f"r{number}" for number in range(90)]
@@ -365,9 +485,9 @@ class TestReap:
         lives = 0
         while await queued(redis, keys):
             worker_id = f"w.{lives}"
-            await start(scripts, worker_id=worker_id)
+            (entry,) = await start(scripts, worker_id=worker_id)
             if lives == 0:
-                await scripts.emit(worker_id, 1, [("poison", b"fifty tokens")], {})
+                await scripts.emit(worker_id, 1, [frame(entry, b"fifty tokens")], [])
             await reap_worker(scripts, worker_id)
             lives += 1
         assert lives == 4
@@ -377,8 +497,8 @@ class TestReap:
         lives = 0
         while await queued(redis, keys):
             worker_id = f"w.{lives}"
-            await start(scripts, worker_id=worker_id)
-            await scripts.emit(worker_id, 1, [("a", b"x")], {})
+            (entry,) = await start(scripts, worker_id=worker_id)
+            await scripts.emit(worker_id, 1, [frame(entry, b"x")], [])
             await reap_worker(scripts, worker_id)
             lives += 1
         assert lives == 10
@@ -409,11 +529,11 @@ async def test_a_full_store_refuses_whole_scripts_and_still_drains(scripts, redi
     used = (await redis.info("memory"))["used_memory"]
     await redis.config_set("maxmemory", used // 2)
     try:
-        for refused in (accept(scripts, "b"), scripts.emit(WORKER, 1, [("a", b"A")], {"g": b"blob"})):
+        for refused in (accept(scripts, "b"), scripts.emit(WORKER, 1, [frame(entry, b"A")], [message(b"blob")])):
             with pytest.raises(Exception, match=r"OOM|maxmemory"):
                 await refused
         assert await redis.get(keys.fence(WORKER)) == b"0"  # the step was not taken, so it can be repeated
-        assert await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id, b"end")], {}) == 1
+        assert await scripts.finish(WORKER, [ending(entry)], []) == 1
     finally:
         await redis.config_set("maxmemory", 0)
     assert await redis.exists(keys.request("b"), keys.journal("a")) == 0

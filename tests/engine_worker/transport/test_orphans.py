@@ -6,7 +6,7 @@ from engine_worker.transport import orphans as module
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FinishReason, decode_terminal_event
 from shared.redis_keys import RESUMED
-from shared.redis_scripts import Keep, RedisScripts
+from shared.redis_scripts import Keep, RedisScripts, StepFrame
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
@@ -49,10 +49,10 @@ async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, co
 async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, keys, connections):
     await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
     await scripts.register(WORKER)
-    await scripts.take(WORKER, 1)
-    await scripts.claim(WORKER, ["a"])
+    (entry,) = await scripts.take(WORKER, 1)
+    await scripts.claim(WORKER, [entry])
     await ticks(orphans, 3)
-    assert await scripts.emit(WORKER, 1, [("a", b"x")], {}) == ["a"]
+    assert await scripts.emit(WORKER, 1, [StepFrame("a", entry.entry_id, b"x")], []) == ["a"]
     state, terminal = await connections.commands.hmget(keys.request("a"), "state", "terminal")
     assert state == b"done" and decode_terminal_event(terminal).reason is FinishReason.CANCELLED
     assert 0 < await connections.commands.ttl(keys.request("a")) <= 600

@@ -32,7 +32,7 @@ async def requeue_as_suspect(rig: Rig, request_id: str) -> None:
         worker_id = f"victim.{life}"
         await rig.scripts.register(worker_id)
         entries = await rig.scripts.take(worker_id, 1)
-        await rig.scripts.claim(worker_id, [entry.request_id for entry in entries])
+        await rig.scripts.claim(worker_id, entries)
         await reap_worker(rig.scripts, worker_id)
 
 

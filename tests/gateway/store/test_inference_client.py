@@ -9,7 +9,6 @@ from redis.exceptions import ConnectionError
 
 from gateway.store.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
 from shared.messages import (
-    PROTOCOL_VERSION,
     EventBatch,
     FinishEvent,
     FinishReason,
@@ -25,7 +24,7 @@ from shared.messages import (
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Ending, RedisScripts
+from shared.redis_scripts import Ending, GatewayMessage, RedisScripts, StepFrame, gateway_message
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
@@ -48,7 +47,7 @@ class HandPlayedWorker:
     async def claim(self) -> list[str]:
         await self.scripts.register(WORKER)
         entries = await self.scripts.take(WORKER, 100)
-        replies = await self.scripts.claim(WORKER, [entry.request_id for entry in entries])
+        replies = await self.scripts.claim(WORKER, entries)
         for entry, reply in zip(entries, replies, strict=True):
             self.claimed[entry.request_id] = entry
             self.journals[entry.request_id] = reply.journal if reply else b""
@@ -58,18 +57,19 @@ class HandPlayedWorker:
         self.step += 1
         event = TokenEvent(request_id, index, list(token_ids))
         frame = encode(JournalFrame(index, list(token_ids)))
-        return await self.scripts.emit(WORKER, self.step, [(request_id, frame)], self._blobs(event, heard))
+        frames = [StepFrame(request_id, self.claimed[request_id].entry_id, frame)]
+        return await self.scripts.emit(WORKER, self.step, frames, self._messages(event, heard))
 
     async def finish(self, request_id: str, completion_tokens: int, *, heard: bool = True) -> FinishEvent:
         usage = Usage(prompt_tokens=2, completion_tokens=completion_tokens)
         event = FinishEvent(request_id, FinishReason.STOP, usage)
         entry = self.claimed[request_id]
         ending = Ending(request_id, entry.queue, entry.entry_id, encode(event))
-        await self.scripts.finish(WORKER, [ending], self._blobs(event, heard))
+        await self.scripts.finish(WORKER, [ending], self._messages(event, heard))
         return event
 
-    def _blobs(self, event: Any, heard: bool) -> dict[str, bytes]:
-        return {"g": encode(EventBatch(PROTOCOL_VERSION, WORKER, self.step, [event]))} if heard else {}
+    def _messages(self, event: Any, heard: bool) -> list[GatewayMessage]:
+        return [gateway_message("g", WORKER, self.step, [event], {event.request_id: 0})] if heard else []
 
 
 @pytest.fixture
