@@ -6,6 +6,7 @@ A writer that was cut off leaves at most half a line at the end, which the next 
 """
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -46,24 +47,25 @@ _encoder = msgspec.json.Encoder()
 class ResultFile:
     """Open for more."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ResultFileError."""
+    def __init__(self, path: Path, *, known_bytes: int = 0) -> None:
+        """`known_bytes`: so many at the beginning are whole results that the caller knows of; `custom_ids` are those
+        behind them. Raises ResultFileError."""
         path.touch()
         self.custom_ids: set[str] = set()
-        num_whole_bytes = 0
-        for custom_id, num_bytes in _whole_results(path):
+        self.num_bytes = known_bytes
+        for custom_id, num_bytes in _whole_results(path, known_bytes):
             self.custom_ids.add(custom_id)
-            num_whole_bytes += num_bytes
-        os.truncate(path, num_whole_bytes)
+            self.num_bytes += num_bytes
+        os.truncate(path, self.num_bytes)
         self._file: BinaryIO = path.open("ab")
 
     def add(self, custom_id: str, request_id: str, status: int, body: bytes) -> None:
         """`body`: JSON without line breaks."""
         response = _Response(status, request_id, msgspec.Raw(body))
-        self._append(_Result(f"batch_req_{request_id}", custom_id, response, None))
+        self._append(_Result(_new_id(), custom_id, response, None))
 
     def add_failure(self, custom_id: str, code: str, message: str) -> None:
-        self._append(_Result("batch_req_", custom_id, None, _Error(code, message)))
+        self._append(_Result(_new_id(), custom_id, None, _Error(code, message)))
 
     def close(self) -> None:
         try:
@@ -73,13 +75,21 @@ class ResultFile:
             self._file.close()
 
     def _append(self, result: _Result) -> None:
-        self._file.write(_encoder.encode(result) + b"\n")
+        text = _encoder.encode(result) + b"\n"
+        self._file.write(text)
         self._file.flush()
+        self.num_bytes += len(text)
         self.custom_ids.add(result.custom_id)
 
 
-def _whole_results(path: Path) -> Iterator[tuple[str, int]]:
+def _new_id() -> str:
+    """Of a result: drawn here, as a line that was refused has no request whose id it could have."""
+    return f"batch_req_{secrets.token_hex(16)}"
+
+
+def _whole_results(path: Path, offset: int) -> Iterator[tuple[str, int]]:
     with path.open("rb") as written:
+        written.seek(offset)
         for number, text in enumerate(written, start=1):
             if not text.endswith(b"\n"):
                 return

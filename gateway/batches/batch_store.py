@@ -3,7 +3,9 @@
     batch.json      BatchRecord, never changed
     input.jsonl     the uploaded file under a second name, so that deleting that one does not harm; gone at the end
     progress.json   BatchProgress, written by whoever holds `lock`
-    lock            held by the one gateway that drives the batch; the kernel drops it with the process
+    lock            held by the one gateway that drives the batch; the kernel drops it with the process; in it,
+                    how many holders ended without a word
+    unknown-since   when its owner's key was first missing; gone when the key is back
     cancel          there as soon as somebody cancels it; any gateway may write it
     output.jsonl, errors.jsonl   results as they come; they become files at the end
 """
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.disk import make_private, sync_directory, try_lock, write_whole
+from gateway.batches.disk import Lease, make_private, sync_directory, try_lock, write_whole
 from gateway.batches.records import (
     BatchBody,
     BatchProgress,
@@ -40,6 +42,7 @@ class BatchFolder:
         self.errors_path = path / "errors.jsonl"
         self._progress_path = path / "progress.json"
         self._cancel_path = path / "cancel"
+        self._unknown_path = path / "unknown-since"
 
     @property
     def is_cancelling(self) -> bool:
@@ -58,8 +61,20 @@ class BatchFolder:
     def write_progress(self, progress: BatchProgress, *, is_durable: bool = True) -> None:
         write_whole(self._progress_path, msgspec.json.encode(progress), is_durable=is_durable)
 
-    def try_lock(self) -> int | None:
-        return try_lock(self.path / "lock")
+    def try_lock(self) -> Lease | None:
+        descriptor = try_lock(self.path / "lock")
+        return None if descriptor is None else Lease(descriptor)
+
+    def seconds_without_key(self) -> float:
+        """Since a gateway with keys first saw that it has not the owner's; counted on if gateways end meanwhile."""
+        try:
+            return time.time() - int(self._unknown_path.read_bytes())
+        except FileNotFoundError:
+            write_whole(self._unknown_path, str(int(time.time())).encode())
+            return 0.0
+
+    def has_key(self) -> None:
+        self._unknown_path.unlink(missing_ok=True)
 
     def body(self) -> BatchBody:
         cancelling_at = int(self._cancel_path.read_bytes()) if self.is_cancelling else None

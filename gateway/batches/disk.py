@@ -65,6 +65,30 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
+class Lease:
+    """A lock that is held. Its file counts the holders that did not end it: their processes were killed, or hung until
+    they were. That is written in place, which a full disk does not hinder."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        found = os.pread(descriptor, 8, 0)
+        self.num_strikes = int(found) if found.isdigit() else 0
+        self._write(self.num_strikes + 1)
+
+    def forgive(self) -> None:
+        """Whatever ends the process from here on, it was not what is done under the lock."""
+        self._write(0)
+
+    def end(self) -> None:
+        try:
+            self.forgive()
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self, num_strikes: int) -> None:
+        os.pwrite(self._descriptor, b"%08d" % num_strikes, 0)
+
+
 def used_bytes(directory: Path) -> int:
     total = 0
     for folder, _, names in os.walk(directory):

@@ -6,6 +6,7 @@
 
 Whatever step is cut off is done again by the next driver: what has a result is not asked again, what is in flight is
 attached to. A line that was not begun before a cancel has the error `batch_cancelled`, so each has exactly one result.
+A batch may leave before its end, for another owner's turn or until its key may spend again; then it holds nothing here.
 """
 
 import asyncio
@@ -15,39 +16,52 @@ from collections.abc import AsyncIterator, Callable
 
 from gateway.auth.rate_limits import Account
 from gateway.batches.batch_store import BatchFolder
-from gateway.batches.disk import to_the_end
+from gateway.batches.disk import Lease, to_the_end
 from gateway.batches.file_store import FileStore
-from gateway.batches.line_answers import LineAnswers, LineResult
+from gateway.batches.line_answers import Later, LineAnswers
 from gateway.batches.lines import BatchLine, LineChecks, LineReader
-from gateway.batches.records import BatchProblem, BatchProgress, unix_seconds
-from shared.result_file import ResultFile
+from gateway.batches.records import BatchProblem, BatchProgress, Resume, unix_seconds
+from gateway.batches.results import BatchResults
+from gateway.batches.room import Room
 from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
 
 WATCH_SECONDS = 0.5
+STEADY_SECONDS = 60.0  # what runs so long does not hang: probes of a gateway that does have ended it by then
+MAX_STRIKES = 3  # gateways that ended under a batch; one or two may have had reasons of their own
+STRUCK_OUT = "gateway_stopped"
+_STRUCK_OUT_MESSAGE = f"The gateway ended {MAX_STRIKES} times in the middle of this batch, which is not tried again."
 
 
 class BatchDriver:
     def __init__(
         self,
         folder: BatchFolder,
+        lease: Lease,
         files: FileStore,
         answers: LineAnswers,
         account: Callable[[], Account | None],
         max_lines_in_flight: int,
         count_result: Callable[[str], None],
     ) -> None:
-        """`account`: what the batch is charged to; None once its key is no more, which cancels it. `count_result`: told
-        of each new one whether it is answered, failed or cancelled."""
+        """`account`: what the batch is charged to; None while its key is not known. `count_result`: told of each new
+        one whether it is answered, failed or cancelled."""
+        self.pause_seconds = 0.0  # after it has left: its key may not spend for so long
         self._folder = folder
+        self._lease = lease
         self._files = files
         self._answers = answers
         self._account = account
-        self._max_lines_in_flight = max_lines_in_flight
+        self._room = Room(max_lines_in_flight)
         self._count_result = count_result
         self._progress = BatchProgress()
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[int, asyncio.Task[None]] = {}  # by number
+        self._left: list[BatchLine] = []  # without a result, when it left
+
+    def give_way(self) -> None:
+        """Begin no more lines, and leave when those in flight have ended."""
+        self._answers.leaving.set()
 
     async def run(self) -> None:
         """Raises OSError for a disk that fails, and may be run again. Cancel it: another gateway goes on."""
@@ -60,95 +74,133 @@ class BatchDriver:
             await to_the_end(self._finalize)
             logger.info("batch %s: %s", self._folder.record.id, self._progress.status)
 
+    @property
+    def _is_struck_out(self) -> bool:
+        return self._lease.num_strikes >= MAX_STRIKES
+
     # -- validating
 
     async def _validate(self) -> None:
+        problems, num_lines = await self._checked()
+        progress, now = self._progress, unix_seconds()
+        if problems:
+            progress.problems, progress.status, progress.failed_at = problems, "failed", now
+            self._folder.input_path.unlink(missing_ok=True)
+        else:
+            progress.total, progress.status, progress.in_progress_at = num_lines, "in_progress", now
+        await self._write_progress()
+
+    async def _checked(self) -> tuple[list[BatchProblem], int]:
+        if self._is_struck_out:
+            return [BatchProblem(code=STRUCK_OUT, message=_STRUCK_OUT_MESSAGE)], 0
         checks = LineChecks()
-        async for line in self._lines():
+        async for line in self._lines(Resume()):
             checks.take(line)
             if checks.are_over:
                 break
         checks.end()
-        progress, now = self._progress, unix_seconds()
-        if checks.problems:
-            progress.problems, progress.status, progress.failed_at = checks.problems, "failed", now
-            self._folder.input_path.unlink(missing_ok=True)
-        else:
-            progress.total, progress.status, progress.in_progress_at = checks.num_lines, "in_progress", now
-        await self._write_progress()
+        return checks.problems, checks.num_lines
 
-    async def _lines(self) -> AsyncIterator[BatchLine | BatchProblem]:
-        reader = LineReader(self._folder.input_path, self._folder.record.endpoint)
-        while chunk := await asyncio.to_thread(reader.next_chunk):
-            for line in chunk:
+    async def _lines(self, resume: Resume) -> AsyncIterator[BatchLine | BatchProblem]:
+        record = self._folder.record
+        reader = LineReader(self._folder.input_path, record.endpoint, number=resume.number, offset=resume.offset)
+        while not reader.is_over:
+            for line in await asyncio.to_thread(reader.next_chunk):
                 yield line
 
     # -- answering
 
     async def _answer_lines(self) -> None:
-        results = _Results(self._folder, self._progress, self._count_result)
+        results = BatchResults(self._folder, self._progress, self._count_result)
         try:
-            await to_the_end(results.open)
-            await self._answer_beside_watch(results)
+            resume = await to_the_end(results.open)
+            await self._answer_beside_watch(results, resume)
+            if self._left:
+                self._progress.resume = results.resume_at(min(self._left, key=lambda line: line.number))
         finally:
             await to_the_end(results.close)
-        self._progress.status, self._progress.finalizing_at = "finalizing", unix_seconds()
+        if not self._left:
+            self._progress.status, self._progress.finalizing_at = "finalizing", unix_seconds()
         await self._write_progress()
 
-    async def _answer_beside_watch(self, results: "_Results") -> None:
+    async def _answer_beside_watch(self, results: BatchResults, resume: Resume) -> None:
         watch = asyncio.create_task(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
-                await self._begin_lines(group, results)
+                await self._begin_lines(group, results, resume)
         finally:
             await cancel_and_wait([watch])
 
-    async def _begin_lines(self, group: asyncio.TaskGroup, results: "_Results") -> None:
-        room = asyncio.Semaphore(self._max_lines_in_flight)
-        answered = results.custom_ids()
-        async for line in self._lines():
+    async def _begin_lines(self, group: asyncio.TaskGroup, results: BatchResults, resume: Resume) -> None:
+        async for line in self._lines(resume):
             assert isinstance(line, BatchLine), "the file was validated"
-            if line.custom_id in answered:
+            if results.has(line):
                 continue
-            await room.acquire()
-            account = self._account()
-            if account is None or self._is_cancelling():
-                results.add_cancelled(line)
-                room.release()
+            if self._is_struck_out:
+                results.add_failure(line, STRUCK_OUT, _STRUCK_OUT_MESSAGE)
                 continue
-            task = group.create_task(self._answer(line, account, results))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
-            task.add_done_callback(lambda _: room.release())
+            await self._room.enter(len(line.body))
+            if not self._begin(group, line, results):
+                self._room.leave(len(line.body))
+            if self._left:
+                return
 
-    async def _answer(self, line: BatchLine, account: Account, results: "_Results") -> None:
+    def _begin(self, group: asyncio.TaskGroup, line: BatchLine, results: BatchResults) -> bool:
+        account = self._account()
+        if self._folder.is_cancelling:
+            _add_cancelled(results, line)
+        elif account is None or self._answers.leaving.is_set():
+            self._left.append(line)
+        else:
+            self._in_flight[line.number] = task = group.create_task(self._answer(line, account, results))
+            task.add_done_callback(lambda _: self._room.leave(len(line.body)))
+            return True
+        return False
+
+    async def _answer(self, line: BatchLine, account: Account, results: BatchResults) -> None:
         try:
             result = await self._answers.answer(line, account)
+        except Later as later:
+            self._leave(line, later.seconds)
+            return
         except asyncio.CancelledError:
             if not self._answers.is_withdrawing:
                 raise
-            results.add_cancelled(line)
+            if self._folder.is_cancelling:
+                _add_cancelled(results, line)
+            else:
+                self._leave(line)
             return
+        finally:
+            del self._in_flight[line.number]
         results.add(line, result)
         if result.forget is not None:  # now that it is on the disk it would only take the room of others
             await result.forget()
 
+    def _leave(self, line: BatchLine, seconds: float = 0.0) -> None:
+        self._left.append(line)
+        self.pause_seconds = max(self.pause_seconds, seconds)
+        self.give_way()
+
     async def _watch(self) -> None:
-        """Tells how far it is, and hears of a cancel."""
-        told = -1
+        """Tells how far it is, and hears of a cancel, and of a key that is gone: it spends nothing more."""
+        told, began_at = -1, asyncio.get_running_loop().time()
         while True:
-            if self._is_cancelling() and not self._answers.is_withdrawing:
-                self._answers.is_withdrawing = True
-                for task in self._in_flight:
-                    task.cancel()
+            if self._folder.is_cancelling or self._account() is None:
+                self._withdraw()
             if (num_results := self._progress.completed + self._progress.failed) != told:
                 with contextlib.suppress(OSError):  # results that cannot be written are told by their own writing
                     await self._write_progress(is_durable=False)  # for those who look; it is counted again from results
                 told = num_results
+            if asyncio.get_running_loop().time() - began_at >= STEADY_SECONDS:
+                self._lease.forgive()
             await asyncio.sleep(WATCH_SECONDS)
 
-    def _is_cancelling(self) -> bool:
-        return self._folder.is_cancelling or self._account() is None
+    def _withdraw(self) -> None:
+        self._answers.is_withdrawing = True
+        for task in self._in_flight.values():
+            if not task.cancelling():
+                task.cancel()
 
     # -- finalizing
 
@@ -163,7 +215,8 @@ class BatchDriver:
                 self._files.adopt(path, file_id, record.owner_key_hash, filename, "batch_output")
             path.unlink(missing_ok=True)
         progress.has_output, progress.has_errors = progress.completed > 0, progress.failed > 0
-        if self._is_cancelling():
+        progress.resume = Resume()
+        if folder.is_cancelling:
             progress.status, progress.cancelled_at = "cancelled", unix_seconds()
         else:
             progress.status, progress.completed_at = "completed", unix_seconds()
@@ -174,43 +227,6 @@ class BatchDriver:
         await to_the_end(self._folder.write_progress, self._progress, is_durable=is_durable)
 
 
-class _Results:
-    """Both files of results, and their counts: an append is one small write into the page cache, done in the loop."""
-
-    def __init__(self, folder: BatchFolder, progress: BatchProgress, count_result: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._progress = progress
-        self._count_result = count_result
-        self._files = contextlib.ExitStack()
-
-    def open(self) -> None:
-        """In a thread: all results that there are are read."""
-        self._output = ResultFile(self._folder.output_path)
-        self._files.callback(self._output.close)
-        self._errors = ResultFile(self._folder.errors_path)
-        self._files.callback(self._errors.close)
-        self._tell_progress()
-
-    def custom_ids(self) -> frozenset[str]:
-        return frozenset(self._output.custom_ids | self._errors.custom_ids)
-
-    def add(self, line: BatchLine, result: LineResult) -> None:
-        is_answered = result.status == 200
-        file = self._output if is_answered else self._errors
-        file.add(line.custom_id, result.request_id, result.status, result.body)
-        self._count("answered" if is_answered else "failed")
-
-    def add_cancelled(self, line: BatchLine) -> None:
-        message = "The batch was cancelled before this request had its answer."
-        self._errors.add_failure(line.custom_id, "batch_cancelled", message)
-        self._count("cancelled")
-
-    def close(self) -> None:
-        self._files.close()
-
-    def _count(self, result: str) -> None:
-        self._count_result(result)
-        self._tell_progress()
-
-    def _tell_progress(self) -> None:
-        self._progress.completed, self._progress.failed = len(self._output.custom_ids), len(self._errors.custom_ids)
+def _add_cancelled(results: BatchResults, line: BatchLine) -> None:
+    message = "The batch was cancelled before this request had its answer."
+    results.add_failure(line, "batch_cancelled", message, count_as="cancelled")

@@ -5,11 +5,13 @@ attaches to what the one before it asked for. What says "try again" is tried aga
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -22,6 +24,7 @@ from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.responses_history import with_history
 from gateway.auth.charges import Charge
 from gateway.auth.rate_limits import Account
+from gateway.batches.fair_slots import FairSlots
 from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
 from gateway.requests.deadlines import Timeouts
@@ -38,6 +41,7 @@ KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
 DETACH_SECONDS = 600.0  # how long a line in flight waits for the next gateway when this one ends
 MAX_LIVES = 5  # of a line that the server itself cancelled, as it does when no gateway came back in time
 MAX_PAUSE_SECONDS = 30.0
+PARK_SECONDS = 5.0  # a batch whose key may not spend for so long waits without a place among those that are driven
 
 Forget: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -46,27 +50,42 @@ Forget: TypeAlias = Callable[[], Awaitable[None]]
 class LineResult:
     status: int
     body: bytes
-    request_id: str = ""  # the answer's; a refusal has none
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))  # the answer's; a refusal has its own
     forget: Forget | None = None  # what the store still has of it
+
+
+class Later(Exception):
+    """The line has no result yet: it is asked again when its batch has its next turn, `seconds` from now at least."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class LineAnswers:
     """Of one batch."""
 
-    def __init__(self, state: GatewayState, batch_id: str, endpoint: str, slots: asyncio.Semaphore) -> None:
+    def __init__(self, state: GatewayState, batch_id: str, endpoint: str, slots: FairSlots) -> None:
         """`slots`: one a request in flight, of all batches here together."""
         self._state = state
         self._batch_id = batch_id
         self._kind = KIND_OF_ENDPOINT[endpoint]
         self._slots = slots
+        self.leaving = asyncio.Event()  # what is not in flight is not begun
         self.is_withdrawing = False  # what is left in flight is cancelled, not kept for the next gateway
 
     async def answer(self, line: BatchLine, account: Account) -> LineResult:
+        """Raises Later."""
         num_lives = num_refusals = 0
         while True:
             try:
-                async with self._slots:
+                async with self._slots.held(account.owner_key_hash):
+                    self._check_turn()
                     return await self._ask(line, account, num_lives)
+            except RateLimited as error:
+                if error.retry_after_seconds >= PARK_SECONDS:
+                    raise Later(error.retry_after_seconds) from error
+                pause_seconds = float(error.retry_after_seconds)
             except GatewayError as error:
                 if _is_for_another_life(error) and num_lives < MAX_LIVES:
                     num_lives += 1
@@ -75,10 +94,22 @@ class LineAnswers:
                     return _refused(error)
                 pause_seconds = getattr(error, "retry_after_seconds", 1.0) * 2 ** min(num_refusals, 5)
                 num_refusals += 1
+            except Later:
+                raise
             except Exception:
                 logger.exception("a line of a batch failed")
                 return _refused(InternalError())
-            await asyncio.sleep(min(MAX_PAUSE_SECONDS, pause_seconds))
+            await self._pause(min(MAX_PAUSE_SECONDS, pause_seconds))
+
+    def _check_turn(self) -> None:
+        if self.leaving.is_set():
+            raise Later
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.leaving.wait()
+        self._check_turn()
 
     async def _ask(self, line: BatchLine, account: Account, life: int) -> LineResult:
         with Charge(account, generates=True) as charge:
@@ -121,7 +152,7 @@ def _refused(error: GatewayError) -> LineResult:
 
 def _is_for_later(error: GatewayError) -> bool:
     # Its own time in the queue is over for good: the name stands for that end.
-    return isinstance(error, (Unavailable, RateLimited)) and error.code != "queue_timeout"
+    return isinstance(error, Unavailable) and error.code != "queue_timeout"
 
 
 def _is_for_another_life(error: GatewayError) -> bool:

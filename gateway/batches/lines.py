@@ -6,8 +6,8 @@ What is wrong with the form of a line is a problem, told with its number before 
 the body of its request is told as that line's result, by the same checks as over HTTP.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ from gateway.requests.request_body import MAX_BODY_BYTES, decode_body
 MAX_LINES = 50_000  # OpenAI's
 MAX_PROBLEMS = 100  # told; the rest would only be more of the same
 CHUNK_LINES = 64
+CHUNK_BYTES = 2**20  # what is read of a file at one time, or one line: many batches are driven beside each other
 
 _MAX_LINE_BYTES = MAX_BODY_BYTES + 4096  # its names beside the body
 
@@ -36,30 +37,47 @@ class _LineFields(msgspec.Struct, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class BatchLine:
     number: int  # from 1, empty lines counted
+    offset: int  # in the file
     custom_id: str
     body: bytes
 
 
 class LineReader:
-    """Lines and problems in the order of the file, in chunks; an empty chunk is the end."""
+    """Lines and problems in the order of the file, in chunks of bounded size, which may be empty before the end."""
 
-    def __init__(self, path: Path, endpoint: str) -> None:
-        self._lines = self._read(path, endpoint)
+    def __init__(self, path: Path, endpoint: str, *, number: int = 1, offset: int = 0) -> None:
+        """`number`: of the line that begins at `offset`."""
+        self.is_over = False
+        self._path = path
+        self._endpoint = endpoint
+        self._number = number
+        self._offset = offset
 
     def next_chunk(self) -> list[BatchLine | BatchProblem]:
-        return [line for _, line in zip(range(CHUNK_LINES), self._lines, strict=False)]
+        begin, chunk = self._offset, list[BatchLine | BatchProblem]()
+        with self._path.open("rb") as file:  # a batch that waits has none open
+            file.seek(begin)
+            while not self.is_over and len(chunk) < CHUNK_LINES and self._offset - begin < CHUNK_BYTES:
+                text = file.readline(_MAX_LINE_BYTES + 1)
+                chunk += self._taken(text)
+        return chunk
 
-    def _read(self, path: Path, endpoint: str) -> Iterator[BatchLine | BatchProblem]:
-        with path.open("rb") as file:
-            number = 0
-            while text := file.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if len(text) > _MAX_LINE_BYTES:
-                    message = f"The line is larger than {_MAX_LINE_BYTES} bytes."
-                    yield BatchProblem(code="line_too_large", message=message, line=number)
-                    return  # where the next one begins is not looked for
-                if not text.isspace():
-                    yield _line_or_problem(text, number, endpoint)
+    def _taken(self, text: bytes) -> list[BatchLine | BatchProblem]:
+        number, offset = self._number, self._offset
+        self._number += 1
+        self._offset += len(text)
+        self.is_over = not text
+        if len(text) > _MAX_LINE_BYTES:
+            return [self._last("line_too_large", f"The line is larger than {_MAX_LINE_BYTES} bytes.", number)]
+        if number > 2 * MAX_LINES:
+            message = f"A file has at most {2 * MAX_LINES} lines, empty ones counted."
+            return [self._last("too_many_lines", message, number)]
+        return [_line_or_problem(text, number, offset, self._endpoint)] if text and not text.isspace() else []
+
+    def _last(self, code: str, message: str, number: int) -> BatchProblem:
+        """What is behind it is not looked at."""
+        self.is_over = True
+        return BatchProblem(code=code, message=message, line=number)
 
 
 class LineChecks:
@@ -68,7 +86,7 @@ class LineChecks:
     def __init__(self) -> None:
         self.num_lines = 0
         self.problems: list[BatchProblem] = []
-        self._custom_ids: set[str] = set()
+        self._custom_ids: set[bytes] = set()  # digests: ids may have 512 characters, 50,000 a batch
 
     @property
     def are_over(self) -> bool:
@@ -79,13 +97,13 @@ class LineChecks:
         self.num_lines += 1
         if isinstance(line, BatchProblem):
             self.problems.append(line)
-        elif line.custom_id in self._custom_ids:
+        elif (digest := blake2b(line.custom_id.encode(), digest_size=16).digest()) in self._custom_ids:
             message = f"custom_id {line.custom_id[:100]!r} is there twice."
             self._add("duplicate_custom_id", message, "custom_id", line.number)
         elif self.num_lines > MAX_LINES:
             self._add("too_many_requests", f"A batch has at most {MAX_LINES} requests.", None, line.number)
         else:
-            self._custom_ids.add(line.custom_id)
+            self._custom_ids.add(digest)
 
     def end(self) -> None:
         if not self.num_lines:
@@ -95,7 +113,7 @@ class LineChecks:
         self.problems.append(BatchProblem(code=code, message=message, param=param, line=line))
 
 
-def _line_or_problem(text: bytes, number: int, endpoint: str) -> BatchLine | BatchProblem:
+def _line_or_problem(text: bytes, number: int, offset: int, endpoint: str) -> BatchLine | BatchProblem:
     try:
         fields, _ = decode_body(text, _LineFields, max_depth=MAX_DEPTH + 1)  # its own object, and the body's
         body = bytes(fields.body).strip()
@@ -107,4 +125,4 @@ def _line_or_problem(text: bytes, number: int, endpoint: str) -> BatchLine | Bat
         return BatchProblem(code="invalid_json_line", message=error.message, line=number)
     except GatewayError as error:
         return BatchProblem(code=error.code, message=error.message, param=error.param, line=number)
-    return BatchLine(number, fields.custom_id, body)
+    return BatchLine(number, offset, fields.custom_id, body)

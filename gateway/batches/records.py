@@ -55,6 +55,18 @@ class BatchProblem(msgspec.Struct, frozen=True, kw_only=True):
     line: int | None = None
 
 
+class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a batch goes on that gave way to others: what is before it need not be read again."""
+
+    number: int = 1  # of the first line without a result
+    offset: int = 0  # of that line, in the input
+    done: list[int] = []  # numbers of lines behind it that have results all the same
+    output_bytes: int = 0
+    error_bytes: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
 class BatchProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Written by the batch's driver alone. Times are Unix seconds."""
 
@@ -63,6 +75,7 @@ class BatchProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
     completed: int = 0
     failed: int = 0
     problems: list[BatchProblem] = []
+    resume: Resume = Resume()
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None

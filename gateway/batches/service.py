@@ -1,22 +1,26 @@
 """The batches that this gateway drives: those in the directory that no other gateway does, a few at one time.
 
-A batch is begun by the gateway that created it, and taken over by any other as soon as its lock is free. Its owner may
-have others waiting: of several owners the one with the fewest running comes first.
+A batch is begun by the gateway that created it, and taken over by any other as soon as its lock is free. Owners have
+equal shares of what is driven (turns.py), and of the lines in flight (fair_slots.py). A batch whose key may not spend
+now, or is not known here, is not driven: it waits in the directory and takes nobody's place.
 """
 
 import asyncio
 import logging
-import os
-from collections import Counter
+import time
 from functools import partial
 
 from aiohttp import web
 
 from gateway.auth.access import Access
+from gateway.auth.rate_limits import Account
 from gateway.batches.batch_store import BatchFolder, BatchStore
+from gateway.batches.disk import Lease
 from gateway.batches.driver import BatchDriver
+from gateway.batches.fair_slots import FairSlots
 from gateway.batches.file_store import FileStore
 from gateway.batches.line_answers import LineAnswers
+from gateway.batches.turns import Turn, num_of, who_gives_way
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from shared.tasks import cancel_and_wait
@@ -25,7 +29,10 @@ logger = logging.getLogger("gateway")
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 5.0  # after a failure of the disk
-MAX_DRIVEN = 16
+MAX_DRIVEN = 16  # besides those that are on their way out, as many at most
+# A key that is missing is most likely to come back: a file of keys being edited, a gateway started without it. What is
+# cancelled too early is lost to its owner; what is cancelled late takes room on a disk.
+WITHDRAWN_SECONDS = 24 * 3600.0
 
 
 class BatchService:
@@ -38,9 +45,10 @@ class BatchService:
         self._state = state
         self._access = access
         self._max_lines = settings.max_batch_concurrency
-        self._slots = asyncio.Semaphore(settings.max_batch_concurrency)
-        self._driven: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # of the driven, by id
+        self._slots = FairSlots(settings.max_batch_concurrency, has_owners=access.needs_key)
+        self._driven: dict[str, tuple[asyncio.Task[None], BatchDriver]] = {}
+        self._turns: dict[str, Turn] = {}  # of the driven that have not been asked to give way
+        self._parked: dict[str, tuple[Account, float]] = {}  # owners: whose spending, until when
         self._ended: set[str] = set()
         self._changed = asyncio.Event()
         state.metrics.batches.set_function(lambda: len(self._driven))
@@ -69,57 +77,79 @@ class BatchService:
                 except TimeoutError:
                     pass
         finally:
-            await cancel_and_wait(self._driven.values())
+            await cancel_and_wait([task for task, _ in self._driven.values()])
 
     async def _begin_waiting(self) -> None:
-        if len(self._driven) >= MAX_DRIVEN:
-            return
-        known = self._ended | self._driven.keys()
-        waiting, ended = await asyncio.to_thread(self._unended, known)
-        self._ended |= ended
-        while waiting and len(self._driven) < MAX_DRIVEN:
-            running = Counter(self._owners.values())
-            folder = min(waiting, key=lambda folder: (running[folder.record.owner_key_hash], folder.record.created_ns))
+        waiting = await asyncio.to_thread(self._waiting, self._ended | self._driven.keys())
+        waiting.sort(key=lambda folder: folder.record.created_ns)
+        while waiting and len(self._driven) < 2 * MAX_DRIVEN:
+            turns = list(self._turns.values())
+            folder = min(waiting, key=lambda folder: num_of(folder.record.owner_key_hash, turns))
             waiting.remove(folder)
-            if (lock := folder.try_lock()) is not None:
-                self._begin(folder, lock)
+            is_full = len(turns) >= MAX_DRIVEN
+            leaver = who_gives_way(turns, folder.record.owner_key_hash, time.monotonic()) if is_full else None
+            if is_full and leaver is None:
+                return  # this owner has the fewest of those that wait
+            if (lease := folder.try_lock()) is not None:
+                if leaver is not None:
+                    self._driven[leaver.batch_id][1].give_way()
+                    del self._turns[leaver.batch_id]
+                self._begin(folder, lease)
 
-    def _unended(self, known: set[str]) -> tuple[list[BatchFolder], set[str]]:
-        waiting, ended = list[BatchFolder](), set[str]()
+    def _waiting(self, known: set[str]) -> list[BatchFolder]:
+        """Those that may be driven now."""
+        waiting = list[BatchFolder]()
         for name in self.batches.names():
             folder = None if name in known else self.batches.open(name)
             if folder is None:
                 continue
             if folder.read_progress().has_ended:
-                ended.add(name)
-            else:
+                self._ended.add(name)
+            elif self._may_be_driven(folder):
                 waiting.append(folder)
-        return waiting, ended
+        return waiting
 
-    def _begin(self, folder: BatchFolder, lock: int) -> None:
-        batch_id = folder.record.id
-        task = asyncio.create_task(self._drive(folder, lock))
-        self._driven[batch_id] = task
-        self._owners[batch_id] = folder.record.owner_key_hash
+    def _may_be_driven(self, folder: BatchFolder) -> bool:
+        owner = folder.record.owner_key_hash
+        if folder.is_cancelling:
+            return True
+        if (account := self._access.batch_account(owner)) is not None:
+            parked, until = self._parked.get(owner, (account, 0.0))
+            return parked is not account or until <= time.monotonic()  # with other limits a key begins anew
+        if self._access.needs_key and folder.seconds_without_key() >= WITHDRAWN_SECONDS:
+            folder.cancel()
+        return False
+
+    def _begin(self, folder: BatchFolder, lease: Lease) -> None:
+        record = folder.record
+        answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
+        account = partial(self._access.batch_account, record.owner_key_hash)
+        driver = BatchDriver(folder, lease, self.files, answers, account, self._max_lines, self._count_result)
+        task = asyncio.create_task(self._drive(driver, folder, lease))
+        self._driven[record.id] = task, driver
+        self._turns[record.id] = Turn(record.id, record.owner_key_hash, time.monotonic())
 
         def end(_: asyncio.Task[None]) -> None:
-            del self._driven[batch_id], self._owners[batch_id]
+            del self._driven[record.id]
+            self._turns.pop(record.id, None)
             self._changed.set()
 
         task.add_done_callback(end)
 
-    async def _drive(self, folder: BatchFolder, lock: int) -> None:
+    async def _drive(self, driver: BatchDriver, folder: BatchFolder, lease: Lease) -> None:
         record = folder.record
+        account = self._access.batch_account(record.owner_key_hash)
         try:
-            answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
-            account = partial(self._access.batch_account, record.owner_key_hash)
-            driver = BatchDriver(folder, self.files, answers, account, self._max_lines, self._count_result)
+            if account is not None:
+                await asyncio.to_thread(folder.has_key)
             await driver.run()
         except Exception:  # a full disk, most of all: whoever holds the lock next goes on where this one ended
             logger.exception("batch %s stopped; it is tried again", record.id)
             await asyncio.sleep(RETRY_SECONDS)
         finally:
-            os.close(lock)
+            if driver.pause_seconds and account is not None:
+                self._parked[record.owner_key_hash] = account, time.monotonic() + driver.pause_seconds
+            lease.end()
 
     def _count_result(self, result: str) -> None:
         self._state.metrics.batch_lines.labels(result).inc()

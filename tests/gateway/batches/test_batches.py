@@ -1,7 +1,6 @@
 """/v1/files and /v1/batches as the openai client uses them: results, problems, limits, owners, a gateway's restart."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -9,24 +8,23 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from openai.types import Batch
 
-from gateway.auth.api_keys import digest_of
 from gateway.batches import lines as batch_lines
 from gateway.batches.line_answers import KIND_OF_ENDPOINT
 from gateway.routes.batches import CreateBatchBody
+from tests.gateway.batches.batch_clients import (
+    ENDPOINT,
+    KEYS,
+    begun,
+    client_of,
+    ended,
+    jsonl,
+    line,
+    results,
+    write_keys,
+)
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says
-
-ENDPOINT = "/v1/completions"
-
-
-def line(custom_id: str, endpoint: str = ENDPOINT, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": {"model": "tiny", "prompt": "hi"} | body}
-
-
-def jsonl(*lines: dict[str, Any]) -> bytes:
-    return b"\n".join(json.dumps(one).encode() for one in lines)
 
 
 @pytest.fixture
@@ -35,36 +33,10 @@ async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
     return gateway
 
 
-def client_of(gateway: Gateway, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key=key, max_retries=0)
-
-
 @pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with client_of(gateway) as opened:
         yield opened
-
-
-async def begun(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = ENDPOINT, **options: Any) -> Batch:
-    uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    return await client.batches.create(
-        input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", **options
-    )
-
-
-async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
-    while batch.status not in ("failed", "completed", "cancelled"):
-        await asyncio.sleep(0.02)  # as its users do
-        batch = await client.batches.retrieve(batch.id)
-    return batch
-
-
-async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
-    assert file_id is not None
-    found = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
-    by_id = {result["custom_id"]: result for result in found}
-    assert len(by_id) == len(found)
-    return by_id
 
 
 async def test_a_batch_from_its_file_to_its_results(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
@@ -249,15 +221,6 @@ async def test_lines_wait_while_nobody_can_answer_them(
     assert set(await results(client, (await ended(client, batch)).output_file_id)) == {"a", "b"}
 
 
-KEYS = {"team-a": "a" * 20, "team-b": "b" * 20}
-
-
-def write_keys(path: Path, *names: str, more: str = "") -> Path:
-    entries = [f'[[keys]]\nname = "{name}"\nsha256 = "{digest_of(KEYS[name].encode())}"\n{more}' for name in names]
-    path.write_text("\n".join(entries))
-    return path
-
-
 async def test_files_and_batches_are_their_keys_own(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", *KEYS)
     engine = FakeInferenceClient(says([5]))
@@ -281,19 +244,6 @@ async def test_files_and_batches_are_their_keys_own(start_gateway: Callable[...,
             )
         assert refused.value.param == "input_file_id"
         assert (await other.files.list()).data == [] and (await other.batches.list()).data == []
-
-
-async def test_a_key_that_is_gone_spends_nothing_more(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys", *KEYS)
-    gateway = await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys)
-    async with client_of(gateway, KEYS["team-a"]) as client:
-        batch = await begun(client, jsonl(*map(line, "ab")))
-        await gateway.engine.next_stream()
-        write_keys(keys, "team-b")
-        assert len({await gateway.engine.next_cancellation(), await gateway.engine.next_cancellation()}) == 2
-    folder = tmp_path / "kept" / "batches" / batch.id
-    while json.loads((folder / "progress.json").read_text())["status"] != "cancelled":
-        await asyncio.sleep(0.02)
 
 
 async def test_a_batch_has_its_keys_limits_once_more(start_gateway: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Both files of results of a batch, and their counts: an append is one small write into the page cache, in the loop."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from gateway.batches.batch_store import BatchFolder
+from gateway.batches.line_answers import LineResult
+from gateway.batches.lines import BatchLine
+from gateway.batches.records import BatchProgress, Resume
+from shared.result_file import ResultFile
+
+
+class BatchResults:
+    def __init__(self, folder: BatchFolder, progress: BatchProgress, count_result: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._count_result = count_result
+        self._files = contextlib.ExitStack()
+        self._known = Resume()
+        self._done: set[int] = set()
+
+    def open(self) -> Resume:
+        """Where to go on. In a thread: all results behind that are read."""
+        resume = self._progress.resume
+        num_output_bytes, num_error_bytes = _size(self._folder.output_path), _size(self._folder.errors_path)
+        if num_output_bytes >= resume.output_bytes and num_error_bytes >= resume.error_bytes:
+            self._known = resume  # else the disk lost some with its machine, and all of what is left is read
+        self._output = ResultFile(self._folder.output_path, known_bytes=self._known.output_bytes)
+        self._files.callback(self._output.close)
+        self._errors = ResultFile(self._folder.errors_path, known_bytes=self._known.error_bytes)
+        self._files.callback(self._errors.close)
+        self._done = set(self._known.done)
+        self._tell_progress()
+        return self._known
+
+    def has(self, line: BatchLine) -> bool:
+        if line.custom_id in self._output.custom_ids or line.custom_id in self._errors.custom_ids:
+            self._done.add(line.number)
+        return line.number in self._done
+
+    def add(self, line: BatchLine, result: LineResult) -> None:
+        is_answered = result.status == 200
+        file = self._output if is_answered else self._errors
+        file.add(line.custom_id, result.request_id, result.status, result.body)
+        self._count(line, "answered" if is_answered else "failed")
+
+    def add_failure(self, line: BatchLine, code: str, message: str, *, count_as: str = "failed") -> None:
+        self._errors.add_failure(line.custom_id, code, message)
+        self._count(line, count_as)
+
+    def resume_at(self, line: BatchLine) -> Resume:
+        """All lines before this one have their results."""
+        return Resume(
+            number=line.number,
+            offset=line.offset,
+            done=sorted(number for number in self._done if number > line.number),
+            output_bytes=self._output.num_bytes,
+            error_bytes=self._errors.num_bytes,
+            completed=self._progress.completed,
+            failed=self._progress.failed,
+        )
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _count(self, line: BatchLine, result: str) -> None:
+        self._done.add(line.number)
+        self._count_result(result)
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._progress.completed = self._known.completed + len(self._output.custom_ids)
+        self._progress.failed = self._known.failed + len(self._errors.custom_ids)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

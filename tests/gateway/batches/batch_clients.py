@@ -1,0 +1,53 @@
+"""What tests of batches do as their clients."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+from openai.types import Batch
+
+from gateway.auth.api_keys import digest_of
+from tests.gateway.conftest import Gateway
+
+ENDPOINT = "/v1/completions"
+KEYS = {"team-a": "a" * 20, "team-b": "b" * 20}
+
+
+def line(custom_id: str, endpoint: str = ENDPOINT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": {"model": "tiny", "prompt": "hi"} | body}
+
+
+def jsonl(*lines: dict[str, Any]) -> bytes:
+    return b"\n".join(json.dumps(one).encode() for one in lines)
+
+
+def client_of(gateway: Gateway, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key=key, max_retries=0)
+
+
+async def begun(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = ENDPOINT, **options: Any) -> Batch:
+    uploaded = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(input_file_id=uploaded.id, endpoint=endpoint, completion_window="24h", **options)
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    while batch.status not in ("failed", "completed", "cancelled"):
+        await asyncio.sleep(0.02)  # as its users do
+        batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    found = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
+    by_id = {result["custom_id"]: result for result in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+def write_keys(path: Path, *names: str, more: str = "") -> Path:
+    entries = [f'[[keys]]\nname = "{name}"\nsha256 = "{digest_of(KEYS[name].encode())}"\n{more}' for name in names]
+    path.write_text("\n".join(entries))
+    return path

@@ -1,0 +1,99 @@
+"""A batch under which gateways end again and again ends by itself, instead of taking the next one along."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.batches import driver
+from gateway.batches.batch_store import BatchFolder, BatchStore
+from gateway.batches.driver import MAX_STRIKES, STRUCK_OUT
+from gateway.batches.records import BatchProgress
+from tests.gateway.batches.batch_clients import ENDPOINT, begun, client_of, ended, jsonl, line, results
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import FakeInferenceClient, says
+
+
+def stored(kept: Path, tmp_path: Path, progress: BatchProgress, num_killed: int) -> BatchFolder:
+    """A batch that so many gateways held when they were killed."""
+    (tmp_path / "in").write_bytes(jsonl(*map(line, "ab")))
+    batches = BatchStore(kept)
+    batches.prepare()
+    folder = batches.create("", ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
+    folder.write_progress(progress)
+    for _ in range(num_killed):
+        lease = folder.try_lock()
+        assert lease is not None
+        os.close(lease._descriptor)  # as the kernel does with a process that is killed
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_killed", "status"), [(0, "completed"), (MAX_STRIKES - 1, "completed"), (MAX_STRIKES, "failed")]
+)
+async def test_a_check_that_ends_gateways(
+    start_gateway: Callable[..., Any], tmp_path: Path, num_killed: int, status: str
+) -> None:
+    folder = stored(tmp_path / "kept", tmp_path, BatchProgress(), num_killed)
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
+    async with client_of(gateway) as client:
+        batch = await ended(client, await client.batches.retrieve(folder.record.id))
+        assert batch.status == status
+        codes = [problem.code for problem in (batch.errors.data or [] if batch.errors else [])]
+        assert codes == ([STRUCK_OUT] if status == "failed" else [])
+        assert bool(gateway.engine.requests) == (status == "completed")
+
+
+async def test_lines_that_end_gateways_have_a_result_each(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    progress = BatchProgress(status="in_progress", total=2)
+    folder = stored(tmp_path / "kept", tmp_path, progress, MAX_STRIKES)
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
+    async with client_of(gateway) as client:
+        batch = await ended(client, await client.batches.retrieve(folder.record.id))
+        errors = await results(client, batch.error_file_id)
+        assert set(errors) == {"a", "b"} and {error["error"]["code"] for error in errors.values()} == {STRUCK_OUT}
+        assert gateway.engine.requests == []
+
+
+async def test_what_ends_well_or_runs_steadily_counts_for_nothing(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "STEADY_SECONDS", 0.0)
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        batch = await begun(client, jsonl(line("a")))
+        await gateway.engine.next_stream()
+        lock = tmp_path / "batches" / batch.id / "lock"
+        while lock.read_bytes() != b"%08d" % 0:  # steady
+            await asyncio.sleep(0.02)
+    gateway.state.open_requests.draining = True
+    folder = BatchStore(tmp_path).open(batch.id)
+    assert folder is not None
+    for _ in range(MAX_STRIKES + 1):  # gateways that let go
+        while (lease := folder.try_lock()) is None:
+            await asyncio.sleep(0.02)
+        assert lease.num_strikes == 0
+        lease.end()
+
+
+async def test_results_have_ids_of_their_own(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """Also those of lines that were refused, or cancelled before they were asked."""
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        bad = [line(f"bad{number}", temperature=9) for number in range(3)]
+        batch = await ended(client, await begun(client, jsonl(*bad, *map(line, "ab"))))
+        refused = (await results(client, batch.error_file_id)).values()
+        found = [*refused, *(await results(client, batch.output_file_id)).values()]
+        gateway.engine.script = None
+        cancelled = await begun(client, jsonl(*map(line, "cd")))
+        await gateway.engine.next_stream()
+        await client.batches.cancel(cancelled.id)
+        cancelled = await ended(client, cancelled)
+        found += (await results(client, cancelled.error_file_id)).values()
+    ids = [one["id"] for one in found]
+    assert len(set(ids)) == 7 and all(one.startswith("batch_req_") and len(one) == 42 for one in ids)
+    request_ids = [one["response"]["request_id"] for one in found if one["response"]]
+    assert len(set(request_ids)) == 5 and all(request_ids)

@@ -1,0 +1,109 @@
+"""Who gives way to whom, and who gets the next place: pure parts of what owners share."""
+
+import asyncio
+
+import pytest
+
+from gateway.batches.fair_slots import FairSlots
+from gateway.batches.turns import TURN_SECONDS, Turn, who_gives_way
+
+
+def turns(*owners: str) -> list[Turn]:
+    return [Turn(f"{owner}{number}", owner, float(number)) for number, owner in enumerate(owners)]
+
+
+@pytest.mark.parametrize(
+    ("driven", "owner", "seconds", "leaver"),
+    [
+        ("aaaa", "b", 4, "a3"),  # the latest: it has the least to lose
+        ("aaaa", "a", 999, None),
+        ("aaab", "b", 4, "a2"),
+        ("aabb", "b", 999, None),
+        ("aab", "c", 4, "a1"),
+        ("ab", "c", TURN_SECONDS, "a0"),  # everybody has one: the one that had its turn
+        ("ab", "c", TURN_SECONDS - 1, None),
+        ("ab", "b", 999, None),
+        ("", "a", 0, None),
+    ],
+)
+def test_who_gives_way(driven: str, owner: str, seconds: float, leaver: str | None) -> None:
+    found = who_gives_way(turns(*driven), owner, seconds)
+    assert (found and found.batch_id) == leaver
+
+
+@pytest.mark.parametrize("num_owners", [2, 3, 5, 16])
+def test_in_the_end_all_have_equally_many(num_owners: int) -> None:
+    driven = turns(*"a" * 16)
+    owners = [chr(ord("a") + number) for number in range(num_owners)]
+    for step in range(100):
+        owner = min(owners, key=lambda owner: sum(turn.owner == owner for turn in driven))
+        leaver = who_gives_way(driven, owner, 0.0)
+        if leaver is None:
+            break
+        driven.remove(leaver)
+        driven.append(Turn(f"new{step}", owner, 100.0 + step))
+    counts = [sum(turn.owner == owner for turn in driven) for owner in owners]
+    assert sum(counts) == 16 and max(counts) - min(counts) <= 1
+
+
+class Lines:
+    """Tasks that hold a place until they are told to end."""
+
+    def __init__(self, slots: FairSlots) -> None:
+        self.slots = slots
+        self.running: list[str] = []
+        self.ends: list[tuple[str, asyncio.Event]] = []
+
+    async def run(self, owner: str) -> None:
+        async with self.slots.held(owner):
+            end = asyncio.Event()
+            self.running.append(owner)
+            self.ends.append((owner, end))
+            await end.wait()
+            self.running.remove(owner)
+
+    async def end(self, owner: str) -> None:
+        found = next(pair for pair in self.ends if pair[0] == owner)
+        self.ends.remove(found)
+        found[1].set()
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_nobody_has_all_places_and_the_next_is_for_who_has_fewest() -> None:
+    lines = Lines(FairSlots(16, has_owners=True))
+    tasks = [asyncio.create_task(lines.run("a")) for _ in range(100)]
+    await settled()
+    assert lines.running == ["a"] * 14
+    tasks += [asyncio.create_task(lines.run("b")) for _ in range(100)]
+    await settled()
+    assert lines.running.count("b") == 2  # at once
+    for _ in range(6):
+        await lines.end("a")
+    assert (lines.running.count("a"), lines.running.count("b")) == (8, 8)
+    await lines.end("b")
+    assert (lines.running.count("a"), lines.running.count("b")) == (8, 8)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    free = asyncio.create_task(lines.run("c"))
+    await settled()
+    assert lines.slots._num_free == 15 and lines.slots._held == {"c": 1} and not lines.slots._waiting
+    free.cancel()
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "has_owners", "most"), [(1, True, 1), (2, True, 1), (64, True, 56), (8, False, 8)]
+)
+async def test_how_many_one_owner_may_have(num_slots: int, has_owners: bool, most: int) -> None:
+    lines = Lines(FairSlots(num_slots, has_owners=has_owners))
+    tasks = [asyncio.create_task(lines.run("a")) for _ in range(num_slots + 1)]
+    await settled()
+    assert len(lines.running) == most
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
