@@ -134,7 +134,7 @@ def chat_tool_choice(choice: AnthropicToolChoice, tools: AnthropicTools) -> Tool
             f"tool_choice.name: {(choice.name or '')[:128]!r} is none of the tools; they are {known}.",
             param="tool_choice.name",
         )
-    return NamedTool(type="function", function=NamedFunction(choice.name))
+    return NamedTool(function=NamedFunction(choice.name))
 
 
 def _check_role(block: Block, role: str, param: str) -> None:

@@ -3,7 +3,7 @@
 The types are the validation, as in openai_schema.py; null is the same as absent.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -21,7 +21,8 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 class ExtraFields(TokenFields, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # keep the last; -1: all that fit
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
+    truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
     chat_template_kwargs: dict[str, Any] | None = None
@@ -52,8 +53,9 @@ def check_extra_fields(fields: ExtraFields, *, stream: bool, use_beam_search: bo
             raise InvalidRequest(f"{param}: is set by the server itself.", param=param)
 
 
-def truncated(token_ids: list[int], truncate: int | None, room_tokens: int) -> list[int]:
+def truncated(token_ids: list[int], truncate: int | None, side: str | None, room_tokens: int) -> list[int]:
     """`room_tokens`: the longest prompt that leaves room for the answer."""
     if truncate is None:
         return token_ids
-    return token_ids[-(truncate if truncate > 0 else max(1, room_tokens)) :]
+    num_kept = truncate if truncate > 0 else max(1, room_tokens)
+    return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]

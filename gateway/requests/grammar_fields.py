@@ -3,6 +3,8 @@
     response_format                                   OpenAI's: text, json_object, json_schema
     structured_outputs {json, regex, choice, ...}     vLLM's
     guided_json, guided_regex, guided_choice, ...     vLLM's, before it had that
+    regex, ebnf, json_schema                          SGLang's
+    grammar, json_schema                              llama.cpp's; an empty text there asks for nothing
 
 One of them at a time. A schema is always followed to the letter, whatever `strict` says; one with keywords that cannot
 be followed is refused rather than followed in part. Does not read the grammars themselves (shared/grammars.py does).
@@ -55,6 +57,10 @@ class GrammarFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: Schema | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,10 @@ def _asked(fields: Any) -> Iterator[AskedGrammar]:
         value = getattr(fields, f"guided_{param}")
         if value is not None:
             yield AskedGrammar(_grammar(kind, value), f"guided_{param}")
+    for param, kind in _OF_PEERS.items():
+        value = getattr(fields, param)
+        if value is not None and value != "":
+            yield AskedGrammar(_grammar(kind, value), param)
 
 
 def _of_response_format(response_format: ResponseFormatFields) -> Iterator[AskedGrammar]:
@@ -122,6 +132,13 @@ _KINDS = {
     "json": GrammarKind.JSON_SCHEMA,
     "regex": GrammarKind.REGEX,
     "choice": GrammarKind.CHOICE,
+    "grammar": GrammarKind.GRAMMAR,
+}
+
+_OF_PEERS = {
+    "regex": GrammarKind.REGEX,
+    "ebnf": GrammarKind.GRAMMAR,
+    "json_schema": GrammarKind.JSON_SCHEMA,
     "grammar": GrammarKind.GRAMMAR,
 }
 

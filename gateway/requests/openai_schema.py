@@ -123,13 +123,15 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),  # of chat; completions have it
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "documents": ([],),
     "chat_template": (),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
+    "structural_tag": (),
+    "stop_regex": ([],),
+    "guided_whitespace_pattern": (),
 }
 
 

@@ -28,7 +28,7 @@ async def encode_prompts(model: ServedModel, limits: ModelLimits, request: Compl
     for prompt in request.prompts:
         checked = limits if truncate is None else None
         token_ids = await encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens)
-        prompts.append(truncated(token_ids, truncate, room_tokens))
+        prompts.append(truncated(token_ids, truncate, request.fields.truncation_side, room_tokens))
     return prompts
 
 

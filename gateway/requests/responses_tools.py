@@ -48,7 +48,7 @@ def chat_tools(
     if choice.type == "function":
         if choice.name is None:
             raise MissingParameter("Missing required parameter: tool_choice.name.", param="tool_choice.name")
-        return functions, NamedTool(type="function", function=NamedFunction(choice.name))
+        return functions, NamedTool(function=NamedFunction(choice.name))
     if choice.type == "allowed_tools":
         return _allowed(functions or [], choice), choice.mode or "auto"
     raise UnsupportedParameter(

@@ -3,6 +3,7 @@
     auto        the model calls or answers, as its chat template has taught it; a parser of its family reads it
     required    at least one call, by a grammar: a list of {"name", "arguments"}, on any model
     a function  that one call, by a grammar: its arguments alone, on any model
+    allowed_tools   auto or required, as if there were no other tools
     none        as if there were no tools
 
 Does not know how a family of models writes its calls (gateway/parsing does).
@@ -40,9 +41,17 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
-class NamedTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
+class NamedTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     function: NamedFunction
+
+
+class AllowedSubset(msgspec.Struct, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedSubset
 
 
 class CalledFunction(msgspec.Struct):
@@ -59,7 +68,7 @@ class ToolCallFields(msgspec.Struct, kw_only=True):
 
 
 Tools: TypeAlias = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
             raise InvalidRequest("tool_choice: only allowed when tools are given.", param="tool_choice")
         return None
     _check_names(tools)
+    if isinstance(choice, AllowedTools):
+        tools, choice = _allowed(tools, choice.allowed_tools), choice.allowed_tools.mode
     if choice == "none":
         return None
     if grammar is not None:
@@ -118,6 +129,16 @@ def _named(tools: list[ToolFields], definitions: tuple[dict[str, Any], ...], nam
         f"tool_choice.function.name: {name[:128]!r} is none of the tools; they are {names}.",
         param="tool_choice.function.name",
     )
+
+
+def _allowed(tools: list[ToolFields], subset: AllowedSubset) -> list[ToolFields]:
+    known = {tool.function.name for tool in tools}
+    for index, tool in enumerate(subset.tools):
+        if tool.function.name not in known:
+            param = f"tool_choice.allowed_tools.tools[{index}].function.name"
+            raise InvalidRequest(f"{param}: {tool.function.name[:128]!r} is none of the tools.", param=param)
+    names = {tool.function.name for tool in subset.tools}
+    return [tool for tool in tools if tool.function.name in names]
 
 
 def _check_names(tools: list[ToolFields]) -> None:

@@ -307,10 +307,11 @@ async def test_full_gateway(start_gateway: Any) -> None:
 
 async def test_ignored_fields_are_named(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
-    body = {**CHAT, "user": "me", "guided_jsn": "{}", "x\r\nevil": 1, "logprobs": None, "temprature": 0}
+    hint = {"prediction": {"type": "content", "content": "hi"}}
+    body = {**CHAT, **hint, "user": "me", "guided_jsn": "{}", "x\r\nevil": 1, "logprobs": None, "temprature": 0}
     async with gateway.session.post("/v1/chat/completions", json=body) as response:
         assert response.status == 200
-        assert response.headers["x-pagestream-ignored"] == "guided_jsn, temprature"
+        assert response.headers["x-pagestream-ignored"] == "prediction, guided_jsn, temprature"
 
 
 @pytest.mark.parametrize(

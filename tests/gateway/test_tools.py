@@ -81,6 +81,20 @@ def test_without_parallel_calls_there_is_one() -> None:
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_are_as_if_there_were_no_others() -> None:
+    request = parse(tool_choice=allowed("auto", "clock"))
+    assert request.tools is not None and (request.tools.mode, request.grammar) == ("auto", None)
+    assert [tool["function"]["name"] for tool in request.tools.definitions] == ["clock"]
+    required = parse(tool_choice=allowed("required", "clock"))
+    assert schema_of(required) == schema_of(parse(tools=[CLOCK], tool_choice="required"))
+    assert parse(tool_choice=allowed("auto", "clock", "get_weather")).tools == parse(tool_choice="auto").tools
+
+
 def test_auto_and_none_bind_to_nothing() -> None:
     assert parse().grammar is None and parse(tool_choice="auto").tools is not None
     assert parse(tool_choice="none").tools is None
@@ -93,6 +107,11 @@ def test_auto_and_none_bind_to_nothing() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
+        ({"tools": [], "tool_choice": allowed("auto", "clock")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "clock", "other")}, "tool_choice.allowed_tools.tools[1].function.name"),
+        ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("none", "clock")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("required", "clock"), "ignore_eos": True}, "ignore_eos"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

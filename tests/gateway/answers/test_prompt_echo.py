@@ -135,6 +135,17 @@ async def test_prompts_are_cut_at_their_beginning(gateway: Gateway, truncate: in
     assert gateway.engine.requests[0].prompt_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("side", "truncate", "expected"), [("right", 2, [5, 6]), ("right", -1, list(range(5, 10))), ("left", 2, [8, 9])]
+)
+async def test_the_side_on_which_a_prompt_is_cut_is_the_clients(
+    gateway: Gateway, side: str, truncate: int, expected: list[int]
+) -> None:
+    gateway.engine.script = says([5])
+    await ask(gateway, prompt=list(range(5, 10)), truncate_prompt_tokens=truncate, truncation_side=side)
+    assert gateway.engine.requests[0].prompt_token_ids == expected
+
+
 async def test_a_prompt_that_is_cut_may_be_longer_than_the_context(gateway: Gateway) -> None:
     gateway.engine.script = says([5])
     await ask(gateway, prompt="word " * 2000, truncate_prompt_tokens=-1, max_tokens=56)

@@ -51,6 +51,12 @@ def grammar_of(**fields: Any) -> tuple[Grammar, str] | None:
         ({"guided_regex": "a+"}, (Grammar(GrammarKind.REGEX, "a+"), "guided_regex")),
         ({"guided_choice": ["a"]}, (Grammar(GrammarKind.CHOICE, '["a"]'), "guided_choice")),
         ({"guided_grammar": "start: A"}, (Grammar(GrammarKind.GRAMMAR, "start: A"), "guided_grammar")),
+        ({"regex": "a+"}, (Grammar(GrammarKind.REGEX, "a+"), "regex")),
+        ({"ebnf": 'root ::= "a"'}, (Grammar(GrammarKind.GRAMMAR, 'root ::= "a"'), "ebnf")),
+        ({"grammar": 'root ::= "a"'}, (Grammar(GrammarKind.GRAMMAR, 'root ::= "a"'), "grammar")),
+        ({"json_schema": SCHEMA}, (OF_SCHEMA, "json_schema")),
+        ({"json_schema": json.dumps(SCHEMA)}, (OF_SCHEMA, "json_schema")),
+        ({"grammar": "", "regex": "", "ebnf": "", "json_schema": ""}, None),
     ],
 )
 def test_every_spelling(fields: dict[str, Any], expected: tuple[Grammar, str] | None) -> None:
@@ -72,6 +78,13 @@ def test_every_spelling(fields: dict[str, Any], expected: tuple[Grammar, str] | 
         ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_regex": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"regex": "a", "json_schema": SCHEMA}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+        ({"grammar": {"type": "regex", "value": "a"}}, "grammar"),
+        ({"ebnf": 'root ::= "a"', "ignore_eos": True}, "ignore_eos"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
     ],
@@ -94,6 +107,9 @@ def test_what_is_no_grammar_is_refused_by_name(fields: dict[str, Any], param: st
         ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid_grammar", "unclosed"),
         ({"guided_grammar": "start: missing"}, "guided_grammar", "invalid_grammar", "missing"),
+        ({"regex": "("}, "regex", "invalid_grammar", "unclosed"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema", "invalid_json_schema", "nothing"),
+        ({"grammar": "root ::= missing"}, "grammar", "invalid_grammar", "missing"),
     ],
 )
 async def test_a_grammar_that_cannot_be_followed_is_answered_before_it_is_queued(
