@@ -262,6 +262,9 @@ def chat_prompt(
             "continue_final_message: cannot be true together with add_generation_prompt.",
             param="continue_final_message",
         )
+    if continue_final and message_fields[-1].tool_calls:
+        param = f"messages[{len(message_fields) - 1}].tool_calls"
+        raise InvalidRequest(f"{param}: a message that ends with calls cannot be continued.", param=param)
     messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(message_fields))
     return ChatPrompt(messages, add_prompt, continue_final)
 

@@ -5,6 +5,7 @@ template is ever run; a client cannot bring one. Knows no tokens.
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypedDict
@@ -17,6 +18,7 @@ from jinja2.parser import Parser
 from gateway.text.template_limits import MAX_TEXT_CHARS, RENDER_SECONDS, LimitedEnvironment, limited, written
 
 _SHOWN_CHARS = 200  # of what a template says: it may repeat the messages
+_TRIMMED = "\u2003"  # white space to `trim`; no template writes an em space itself
 
 
 class ChatMessage(TypedDict, total=False):
@@ -57,6 +59,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """`template_kwargs`: more variables. Raises ChatTemplateError, whatever the template does."""
+        mark = _EndMark()
+        if continue_final_message:
+            messages = [*messages[:-1], mark.behind(messages[-1])]
         try:
             with limited(RENDER_SECONDS):
                 pieces = self._template.generate(
@@ -71,16 +76,32 @@ class ChatTemplate:
         except Exception as error:  # the template's own, such as RecursionError
             reason = str(error)[:_SHOWN_CHARS]
             raise ChatTemplateError(f"the model's chat template refuses these messages: {reason}") from error
-        return _up_to_final_content(text, messages[-1]["content"]) if continue_final_message else text
+        return mark.before(text) if continue_final_message else text
 
 
-def _up_to_final_content(text: str, content: str) -> str:
-    """Cut off what the template puts behind the last message, so that the model goes on writing it."""
-    for candidate in (content, content.lstrip(), content.strip()):  # templates may trim
-        position = text.rfind(candidate)
-        if candidate and position >= 0:
-            return text[: position + len(candidate)]
-    raise ChatTemplateError("the last message cannot be continued: the chat template changes its text")
+class _EndMark:
+    """Stands behind the last message, so that what a template puts there can be cut off: the model goes on writing it.
+
+    Looking for the message itself would find it in what stands behind it, such as `>` in `<|im_end|>`.
+    """
+
+    def __init__(self) -> None:
+        self._number = f"{secrets.randbits(64):020d}"  # no client guesses it, no filter changes digits
+        self._content = ""
+
+    def behind(self, message: ChatMessage) -> ChatMessage:
+        self._content = message["content"]
+        return {**message, "content": f"{self._content}{self._number}{_TRIMMED}"}
+
+    def before(self, text: str) -> str:
+        """Raises ChatTemplateError unless the message is there, trimmed or not."""
+        before, found, behind = text.rpartition(self._number)
+        content = self._content.rstrip()
+        if content and not behind.startswith(_TRIMMED):  # without the mark the white space before it goes as well
+            before = before.removesuffix(self._content[len(content) :])
+        if not found or not before.endswith((self._content.lstrip(), content.lstrip())):
+            raise ChatTemplateError("the last message cannot be continued: the chat template changes its text")
+        return before
 
 
 class _GenerationBlock(Extension):

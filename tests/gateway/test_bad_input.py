@@ -170,6 +170,14 @@ MESSAGES = [
         )
         for name, text, says in ARGUMENTS
     ),
+    chat(
+        "continue calls",
+        VALUE,
+        "messages[0].tool_calls",
+        "cannot be continued",
+        continue_final_message=True,
+        messages=[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}],
+    ),
     chat("too many messages", VALUE, "messages", "4096", messages=HI * 4097),
     chat(
         "continue and prompt", VALUE, "continue_final_message", continue_final_message=True, add_generation_prompt=True

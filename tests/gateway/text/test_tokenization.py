@@ -118,10 +118,54 @@ def test_templates_that_refuse_or_reach_out(source: str) -> None:
         ChatTemplate(source, {}).render([ChatMessage(role="user", content="x")])
 
 
-def test_a_message_that_the_template_changes_cannot_be_continued() -> None:
-    template = ChatTemplate("{{ messages[-1]['content'] | upper }}", {})
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content.strip() }} [/INST]"
+    "{% else %} {{ m.content.strip() }} </s>{% endif %}{% endfor %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
+    "{% endfor %}"
+)
+QWEN3 = (
+    "{% for m in messages %}{% set content, thought = m.content, '' %}{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
+    "{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+# template -> (what it puts before an assistant's last message, which white space of it goes)
+CONTINUED = {
+    "SmolLM2": (SMOLLM2, "<|im_end|>\n<|im_start|>assistant\n", str),
+    "Llama 2": (LLAMA2, "<s>[INST] hi [/INST] ", str.strip),
+    "Llama 3": (LLAMA3, "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", str.strip),
+    "Qwen3": (QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\n", lambda text: text.lstrip("\n")),
+}
+_ENDS = ["<", ">", "n", "end", "|", "<|im_end|>", "<|im_end|>\n", "\n", " ", "</s>", "s", " </s>", "0", "\u2003", "a"]
+
+
+@given(pieces=st.lists(st.sampled_from(_ENDS) | st.text(max_size=3), max_size=4))
+@pytest.mark.parametrize("family", CONTINUED)
+def test_a_continued_message_ends_where_it_ends(family: str, pieces: list[str]) -> None:
+    source, head, trimmed = CONTINUED[family]
+    content = "".join(pieces)
+    messages = [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content=content)]
+    template = ChatTemplate(source, {})
+    text = template.render(messages, continue_final_message=True, add_generation_prompt=False)
+    assert text.endswith(head + trimmed(content))
+    assert template.render(messages, add_generation_prompt=False).startswith(text)
+    assert text.count(head) == 1 or head in content
+
+
+@pytest.mark.parametrize("change", ["upper", "tojson", "list | first", "replace('b', 'c')", "default('') and ''"])
+def test_a_message_that_the_template_changes_cannot_be_continued(change: str) -> None:
+    template = ChatTemplate("{{ messages[-1]['content'] | " + change + " }}", {})
     with pytest.raises(ChatTemplateError, match="cannot be continued"):
-        template.render([ChatMessage(role="assistant", content="abc")], continue_final_message=True)
+        template.render([ChatMessage(role="assistant", content='ab"')], continue_final_message=True)
 
 
 def test_model_directory(tiny_model_dir: Path) -> None:
