@@ -100,6 +100,7 @@ async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
         await service.client.start()
     yield
     await state.background.finish()
+    state.pool.close()
     await asyncio.gather(*(service.client.close() for service in state.models))
 
 

@@ -20,7 +20,7 @@
     ├── BodyTooLarge                    413     body_too_large | files_full
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
-    │                                           | max_concurrent_exceeded
+    │                                           | max_concurrent_exceeded | max_waiting_exceeded
     ├── GenerationFailed                500     request_failed, or what the worker said
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served

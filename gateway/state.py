@@ -5,10 +5,13 @@ Composed in app.py; no HTTP in here.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
+from gateway.errors import RateLimited
+from gateway.fair_pool import FairPool, TooMuchWaits
 from gateway.http.event_stream import StreamWatch
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import ModelOptions
@@ -16,10 +19,11 @@ from gateway.models.model_service import ModelService
 from gateway.models.model_table import ModelTable
 from gateway.open_requests import OpenRequests
 from gateway.requests.deadlines import Timeouts
-from gateway.requests.grammar_checks import GrammarChecks
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ModelFilesError
+
+_Result = TypeVar("_Result")
 
 
 class GatewayState:
@@ -31,7 +35,7 @@ class GatewayState:
         self.watch = StreamWatch(
             settings.sse_keep_alive_seconds, settings.write_stall_seconds, metrics.write_stalls.inc
         )
-        self.grammar_checks = GrammarChecks()
+        self.pool = FairPool()
         self.background = BackgroundWork()
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams)
         self.started_at_unix = int(time.time())
@@ -55,6 +59,16 @@ class GatewayState:
     def asked_services(self, model_name: str | None, account: Account) -> list[ModelService]:
         """The model that is named, or all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
+
+    async def work(self, account: Account, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
+        try:
+            return await self.pool.run(account, num_bytes, work)
+        except TooMuchWaits as error:
+            raise RateLimited(
+                "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
+                retry_after_seconds=1,
+            ) from error  # fmt: skip
 
     async def write_probe(self) -> float:
         """Seconds that one write of the store took; it is one for all models. Raises StoreUnavailable."""

@@ -31,8 +31,7 @@ from gateway.models.model_service import ModelService
 from gateway.requests.deadlines import timeouts_of, with_deadlines
 from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import plan_requests
-from gateway.requests.prompt_encoding import encode_prompts, encode_words
+from gateway.requests.preparation import has_more_work, prepared
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from gateway.tracing import traceparent_of
 
@@ -60,13 +59,13 @@ async def answered(
 ) -> _Given:
     """What `give` makes of a new answer, or `give_again` of the kept one that the asker's name stands for."""
     state, account = asker.state, asker.account
-    completion = kind.parse(body)
+    completion = await asker.work(len(body), partial(kind.parse, body))
     service = state.service(completion.model, account)
-    wish = wish_of(
-        asker.headers, completion, kind.name, body, account.owner_key_hash,
+    wish = await asker.work(len(body), partial(
+        wish_of, asker.headers, completion, kind.name, body, account.owner_key_hash,
         default_detach_seconds=asker.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
-    )  # fmt: skip
+    ))  # fmt: skip
     if wish is not None and wish.name:
         found, stale_id = await find_named(service, wish, account.owner_key_hash)
         if found is not None:
@@ -103,14 +102,14 @@ async def _new_reply(
     state, account = asker.state, asker.account
     timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
     model = service.admit()
-    await state.grammar_checks.check(completion.grammar)
-    limits = service.limits(model)
-    token_ids = await encode_prompts(model, limits, completion)
-    completion = replace(completion, bad_words=encode_words(model, completion.fields.bad_words or ()))
     asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
-    planned = plan_requests(
-        completion, token_ids, limits, account.tenant, account.priority_class(asked), asker.traceparent
-    )
+    completion, planned = await asker.work(
+        None if has_more_work(completion) else len(body),
+        partial(
+            prepared, model, service.limits(model), completion,
+            account.tenant, account.priority_class(asked), asker.traceparent,
+        ),
+    )  # fmt: skip
     if timeouts:
         planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
     created, answer_id = int(time.time()), planned[0].request.request_id
@@ -118,6 +117,7 @@ async def _new_reply(
     detach_seconds = wish.detach_seconds if wish else None
     metrics = service.metrics if asker.is_recorded else service.unrecorded
     generation = Generation(service, model, completion, planned, arrived_at, metrics)
+    token_ids = [plan.request.prompt_token_ids for plan in planned]
     reply = _reply(asker, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
     return reply, partial(generation.submit, keeps)
 

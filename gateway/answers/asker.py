@@ -1,12 +1,15 @@
 """Who asks for an answer, and what is said beside the body: by an HTTP request, or for a line of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gateway.auth.charges import Charge
 from gateway.auth.rate_limits import Account
 from gateway.requests.deadlines import Timeouts
 from gateway.state import GatewayState
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +25,7 @@ class Asker:
     @property
     def account(self) -> Account:
         return self.charge.account
+
+    async def work(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+        """As GatewayState.work()."""
+        return await self.state.work(self.account, num_bytes, work)

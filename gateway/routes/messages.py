@@ -18,12 +18,17 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    counted = parse_count(await read_body(request, state.settings.body_timeout_seconds))
-    service = state.service(counted.model, request[ACCOUNT])
-    model = service.require_model()
-    (token_ids,) = await encode_prompts(model, service.limits(model), counted)
-    return web.json_response({"input_tokens": len(token_ids)})
+    state, account = request.app[STATE], request[ACCOUNT]
+    body = await read_body(request, state.settings.body_timeout_seconds)
+
+    def count() -> int:
+        counted = parse_count(body)
+        service = state.service(counted.model, account)
+        model = service.require_model()
+        (token_ids,) = encode_prompts(model, service.limits(model), counted)
+        return len(token_ids)
+
+    return web.json_response({"input_tokens": await state.work(account, None, count)})
 
 
 def routes() -> list[web.RouteDef]:

@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, in vLLM's shapes; also under /v1."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -7,6 +8,7 @@ from aiohttp import web
 
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody
 from gateway.auth.access import ACCOUNT
+from gateway.auth.rate_limits import Account
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http.http_body import read_body
 from gateway.keys import STATE
@@ -14,6 +16,7 @@ from gateway.openapi import Operation
 from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
 from gateway.requests.prompt_encoding import encode_prompt
 from gateway.requests.request_body import decode_body
+from gateway.state import GatewayState
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -34,33 +37,45 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), TokenizeBody)
-    service = state.service(body.model, request[ACCOUNT])
-    model = service.require_model()
-    limits = service.limits(model)
-    prompt, param, add_by_default = _prompt(body)
-    add_special_tokens = add_by_default if body.add_special_tokens is None else body.add_special_tokens
-    tokens = await encode_prompt(model, limits, prompt, param, add_special_tokens)
-    return web.json_response(
-        {
-            "count": len(tokens),
-            "max_model_len": limits.max_model_len,
-            "tokens": tokens,
-            "token_strs": model.encoder.token_strings(tokens) if body.return_token_strs else None,
-        }
-    )
+    return await _worked(request, _tokenized)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    state = request.app[STATE]
-    body, _ = decode_body(await read_body(request, state.settings.body_timeout_seconds), DetokenizeBody)
-    model = state.service(body.model, request[ACCOUNT]).require_model()
-    if body.tokens and max(body.tokens) >= model.vocab_size:
+    return await _worked(request, _detokenized)
+
+
+async def _worked(request: web.Request, work: Callable[[bytes, GatewayState, Account], object]) -> web.Response:
+    """The JSON of what `work` makes of a body."""
+    state, account = request.app[STATE], request[ACCOUNT]
+    body = await read_body(request, state.settings.body_timeout_seconds)
+    answer = await state.work(account, None, lambda: msgspec.json.encode(work(body, state, account)))
+    return web.Response(body=answer, content_type="application/json")
+
+
+def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
+    fields, _ = decode_body(body, TokenizeBody)
+    service = state.service(fields.model, account)
+    model = service.require_model()
+    limits = service.limits(model)
+    prompt, param, add_by_default = _prompt(fields)
+    add_special_tokens = add_by_default if fields.add_special_tokens is None else fields.add_special_tokens
+    tokens = encode_prompt(model, limits, prompt, param, add_special_tokens)
+    return {
+        "count": len(tokens),
+        "max_model_len": limits.max_model_len,
+        "tokens": tokens,
+        "token_strs": model.encoder.token_strings(tokens) if fields.return_token_strs else None,
+    }
+
+
+def _detokenized(body: bytes, state: GatewayState, account: Account) -> object:
+    fields, _ = decode_body(body, DetokenizeBody)
+    model = state.service(fields.model, account).require_model()
+    if fields.tokens and max(fields.tokens) >= model.vocab_size:
         raise InvalidRequest(
-            f"tokens: {max(body.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"
+            f"tokens: {max(fields.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"
         )
-    return web.json_response({"prompt": model.encoder.decode(body.tokens, skip_special_tokens=False)})
+    return {"prompt": model.encoder.decode(fields.tokens, skip_special_tokens=False)}
 
 
 def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool]:

@@ -104,7 +104,9 @@ class PromptEncoder:
         return self._wrapped(self._encode_apart(chat), add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # As in _encode(): of one sequence by itself the interpreter's lock is held, 1 us a token.
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -1,5 +1,7 @@
 """Limits come first: what a key may not do any more is not begun, on any route; what is begun is counted."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.charging import GENERATING, UNCHARGED
-from gateway.requests.grammar_fields import AskedGrammar
+from shared.messages import Grammar
 from tests.gateway.auth.test_access import KEY, OTHER, PROMPT, bearer, entry
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish, says
@@ -131,12 +133,50 @@ async def test_who_cannot_be_served_is_told_before_a_grammar_is_checked(
     start_gateway: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway: Gateway = await start_gateway()
-    checked: list[AskedGrammar] = []
+    checked: list[Grammar] = []
     monkeypatch.setattr("gateway.requests.grammar_checks.check_grammar", checked.append)
     gateway.state.open_requests.draining = True
     async with gateway.session.post("/v1/completions", json={**PROMPT, "guided_regex": "a+"}) as reply:
         assert reply.status == 503
     assert checked == []
+
+
+async def test_checks_of_one_key_hold_up_no_other(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await limited(start_gateway, tmp_path)
+    gateway.engine.script = says([5])
+    may_end = threading.Event()
+
+    def check(grammar: Grammar) -> None:
+        if grammar.text == "hard":
+            may_end.wait()
+
+    monkeypatch.setattr("gateway.requests.grammar_checks.check_grammar", check)
+
+    async def status(key: str, regex: str) -> int:
+        body = {**PROMPT, "guided_regex": regex}
+        async with gateway.session.post("/v1/completions", json=body, headers=bearer(key)) as reply:
+            return reply.status
+
+    hard = [asyncio.create_task(status(KEY, "hard")) for _ in range(20)]
+    while not gateway.state.pool.num_waiting:
+        await asyncio.sleep(0.01)
+    assert [await status(OTHER, "easy") for _ in range(3)] == [200] * 3
+    assert not any(task.done() for task in hard)
+    may_end.set()
+    assert await asyncio.gather(*hard) == [200] * 20
+
+
+async def test_a_key_with_too_much_waiting_is_told_to_come_again(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await limited(start_gateway, tmp_path)
+    monkeypatch.setattr("gateway.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
+    body = {**PROMPT, "guided_regex": "a+"}
+    async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (429, "max_waiting_exceeded")
+        assert reply.headers["Retry-After"] == "1"
 
 
 async def test_places_at_the_gateway_are_taken_when_they_are_given(start_gateway: Callable[..., Any]) -> None:

@@ -47,6 +47,10 @@ BOMBS = {
         KINDS.GRAMMAR,
         "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "a"',
     ),
+    "terminals that double to 0.7 s and a place in the default limits": (
+        KINDS.GRAMMAR,
+        "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(24)) + '\nA24: "a"',
+    ),
     "product of alternatives": (
         KINDS.JSON_SCHEMA,
         json.dumps(

@@ -14,11 +14,11 @@ def encodes(text: str, **options: Any) -> NoReturn:
     raise AssertionError(f"{len(text)} characters were encoded")
 
 
-async def test_a_text_that_is_sure_to_be_too_long_is_not_encoded() -> None:
+def test_a_text_that_is_sure_to_be_too_long_is_not_encoded() -> None:
     model: Any = SimpleNamespace(encoder=SimpleNamespace(least_tokens=lambda text: len(text) // 4, encode_text=encodes))
     limits = ModelLimits(max_model_len=16, vocab_size=100)
     with pytest.raises(InvalidRequest) as refused:
-        await encode_prompt(model, limits, "word" * 16, "prompt", add_special_tokens=True)
+        encode_prompt(model, limits, "word" * 16, "prompt", add_special_tokens=True)
     assert refused.value.param == "prompt"
     with pytest.raises(AssertionError, match="60 characters were encoded"):
-        await encode_prompt(model, limits, "word" * 15, "prompt", add_special_tokens=True)
+        encode_prompt(model, limits, "word" * 15, "prompt", add_special_tokens=True)

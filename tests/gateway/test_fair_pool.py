@@ -1,0 +1,156 @@
+"""Work of many keys on few threads: in turn, never all of it for one, and nothing that nobody waits for."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import pytest
+
+from gateway import fair_pool
+from gateway.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
+
+
+class Workshop:
+    """A pool whose pieces are begun and ended as a test wishes."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.pool = FairPool(num_threads)
+        self.begun: list[str] = []
+        self._changed = threading.Condition()
+        self._open = set[str]()
+
+    def ask(self, key: str, name: str, num_bytes: int | None = None) -> asyncio.Task[str]:
+        return asyncio.create_task(self.pool.run(key, num_bytes, partial(self._work, name)))
+
+    def let_end(self, name: str) -> None:
+        with self._changed:
+            self._open.add(name)
+            self._changed.notify_all()
+
+    async def has_begun(self, *names: str) -> None:
+        """These and no others, in whatever order."""
+        while len(self.begun) < len(names):
+            await asyncio.sleep(0)
+        assert sorted(self.begun) == sorted(names)
+
+    def _work(self, name: str) -> str:
+        with self._changed:
+            self.begun.append(name)
+            self._changed.wait_for(lambda: name in self._open)
+        return name
+
+
+@pytest.fixture
+async def workshop() -> AsyncIterator[Callable[[int], Workshop]]:
+    made: list[Workshop] = []
+
+    def make(num_threads: int) -> Workshop:
+        made.append(Workshop(num_threads))
+        return made[-1]
+
+    yield make
+    for shop in made:
+        for name in shop.begun:
+            shop.let_end(name)
+        shop.pool.close()
+
+
+async def settled() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_a_backlog_of_one_key_leaves_a_thread_to_others(workshop: Callable[[int], Workshop]) -> None:
+    shop = workshop(2)
+    hostile = [shop.ask("hostile", f"h{i}") for i in range(20)]
+    await shop.has_begun("h0")
+    polite = shop.ask("polite", "p")
+    await shop.has_begun("h0", "p")  # at once: behind none of the twenty
+    shop.let_end("p")
+    assert await polite == "p"
+    await settled()
+    await shop.has_begun("h0", "p")  # and its thread stays free for the next
+    for task in hostile:
+        task.cancel()
+
+
+async def test_keys_are_served_in_turn_whatever_each_has_waiting(workshop: Callable[[int], Workshop]) -> None:
+    shop = workshop(1)
+    for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
+        shop.ask(name[0], name)
+    for expected in ("a0", "b0", "c0", "a1", "b1", "a2", "a3"):
+        while len(shop.begun) == 0 or shop.begun[-1] != expected:
+            await asyncio.sleep(0)
+        shop.let_end(expected)
+    assert shop.begun == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+
+
+async def test_who_comes_last_waits_for_one_piece_of_each_other_at_most(workshop: Callable[[int], Workshop]) -> None:
+    shop = workshop(1)
+    backlog = [shop.ask("hostile", f"h{i}") for i in range(20)]
+    await shop.has_begun("h0")
+    shop.ask("polite", "p")
+    await settled()
+    shop.let_end("h0")
+    shop.let_end("h1")
+    while "p" not in shop.begun:
+        await asyncio.sleep(0)
+    assert len(shop.begun) <= 3
+    for task in backlog:
+        task.cancel()
+
+
+async def test_a_piece_whose_caller_has_gone_is_not_begun(workshop: Callable[[int], Workshop]) -> None:
+    shop = workshop(1)
+    first, gone, last = (shop.ask("a", name) for name in ("first", "gone", "last"))
+    await shop.has_begun("first")
+    gone.cancel()
+    await settled()
+    assert shop.pool.num_waiting == 1
+    first.cancel()  # its thread is not free before it ends
+    await settled()
+    await shop.has_begun("first")
+    shop.let_end("first")
+    shop.let_end("last")
+    assert await last == "last"
+    assert shop.begun == ["first", "last"] and shop.pool.num_waiting == 0
+
+
+async def test_a_key_has_so_much_waiting_and_no_more(
+    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_pool, "MAX_WAITING", 2)
+    shop = workshop(1)
+    tasks = [shop.ask("a", f"a{i}") for i in range(3)]
+    await shop.has_begun("a0")
+    with pytest.raises(TooMuchWaits):
+        await shop.ask("a", "one too many")
+    tasks.append(shop.ask("b", "b0"))
+    await settled()
+    assert shop.pool.num_waiting == 3
+    for task in tasks:
+        task.cancel()
+
+
+async def test_of_large_pieces_fewer_wait(
+    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_pool, "MAX_WAITING_BYTES", 100_000)
+    shop = workshop(1)
+    tasks = [shop.ask("a", f"a{i}", num_bytes) for i, num_bytes in enumerate((200_000, 60_000, 40_000))]
+    await shop.has_begun("a0")
+    with pytest.raises(TooMuchWaits):
+        await shop.ask("a", "one too many", INLINE_BYTES + 1)
+    for task in tasks:
+        task.cancel()
+
+
+async def test_what_is_short_is_done_at_once_and_errors_are_the_callers() -> None:
+    pool = FairPool(1)
+    assert await pool.run("a", INLINE_BYTES, threading.get_ident) == threading.get_ident()
+    assert await pool.run("a", INLINE_BYTES + 1, threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await pool.run("a", None, lambda: 1 // 0)
+    assert await pool.run("a", None, lambda: "still there") == "still there"
+    pool.close()
