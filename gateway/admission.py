@@ -16,6 +16,7 @@ RETRY_AFTER_SECONDS = {
     "starting": 2,
     "no_worker": 5,  # a restart with cached weights takes about this long on two cores
     "store_unavailable": 2,
+    "name_contended": 1,
     "store_full": 5,  # room comes as requests end, and ended ones leave after ten minutes
 }
 

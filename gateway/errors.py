@@ -25,7 +25,7 @@
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
-    │                                           | gateway_full | store_unavailable | store_full
+    │                                           | gateway_full | store_unavailable | store_full | name_contended
     └── DeadlineExceeded                504     deadline_exceeded
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or

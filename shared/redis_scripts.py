@@ -1,7 +1,7 @@
 """The atomic scripts of the protocol, called with types. Each but TAKE may be repeated blindly after a lost reply.
 
-    accept   gateway   store a request and queue it            cancel   gateway   end it, or let go of it
-    attach   gateway   hold a kept request too
+    accept   gateway   store requests and queue them           cancel   gateway   end one, or let go of it
+    attach   gateway   hold a kept request too                 prolong  gateway   keep what a kept answer is made of
     register worker    make an incarnation known               take     worker    read entries, highest class first
     claim    worker    bodies and journals of read entries
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
@@ -27,11 +27,11 @@ from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
 PUBLISHING = ("emit", "finish")  # scripts that begin with publish.lua
-SCRIPT_NAMES = ("accept", "attach", "register", "take", "claim", "emit", "finish", "cancel", "reap", "tick")
+SCRIPT_NAMES = ("accept", "attach", "prolong", "register", "take", "claim", "emit", "finish", "cancel", "reap", "tick")
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
-KEEP_NAME_SECONDS = 86_400  # a client's own name for a request (Idempotency-Key)
 GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
+PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
@@ -71,6 +71,21 @@ class Keep:
     name: str = ""  # the client's name for it, as RedisKeys.client_name has it
     fingerprint: str = ""  # of what the client asked under that name
     stale_id: str = ""  # what the name may stand for so far, as that request is gone
+
+
+    @property
+    def name_seconds(self) -> int:
+        """How long the name is kept unless it is prolonged: that may end with the last holder's gateway, and the answer
+        then goes on for its grace and can be given for KEEP_SECONDS. Twice PROLONG_SECONDS, as one may be late."""
+        return KEEP_SECONDS + self.grace_seconds + 2 * PROLONG_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    request_id: str
+    body: bytes
+    journal: bytes = b""  # of tokens that its client already has
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +162,9 @@ def gateway_message(
     return GatewayMessage(gateway_id, blob, parts)
 
 
+_NOT_KEPT = Keep(b"", "")
+
+
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
     return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1")
@@ -177,18 +195,38 @@ class RedisScripts:
         journal: bytes = b"",
         keep: Keep | None = None,
     ) -> AcceptStatus:
-        """Raises NameTaken."""
-        keep = keep or Keep(b"", "")
-        name = self.keys.client_name(keep.name) if keep.name else self.keys.request(request_id)
-        keys = [*self._pair(request_id), self.keys.queue(priority_class), name]
-        arguments = [request_id, gateway_id, keep.owner_key_hash, priority_class, max_queued, body, journal]
-        arguments += [keep.record, keep.holder, keep.grace_seconds, keep.fingerprint, keep.stale_id, KEEP_NAME_SECONDS]
+        """accept_all() of one request."""
+        new = NewRequest(request_id, body, journal, keep)
+        return await self.accept_all(
+            [new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued
+        )
+
+    async def accept_all(
+        self, requests: Sequence[NewRequest], *, gateway_id: str, priority_class: str, max_queued: int = -1
+    ) -> AcceptStatus:
+        """All or none, in one queue. The first one's keep has the name of all. Raises NameTaken."""
+        first_id, first = requests[0].request_id, requests[0].keep or _NOT_KEPT
+        name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
+        keys = [self.keys.queue(priority_class), name, *self._pairs([request.request_id for request in requests])]
+        arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
+        arguments += [first.fingerprint, first.stale_id, first.name_seconds]
+        for request in requests:
+            keep = request.keep or _NOT_KEPT
+            arguments += [request.request_id, request.body, request.journal]
+            arguments += [keep.record, keep.holder, keep.grace_seconds]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
-        if echoed_id.decode() != request_id:
-            raise RuntimeError(f"the store answered for another request than {request_id}")
+        if echoed_id.decode() != first_id:
+            raise RuntimeError(f"the store answered for another request than {first_id}")
         if status == b"SAME":
             raise NameTaken(*(part.decode() for part in other))
         return AcceptStatus(status.decode())
+
+    async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
+        """What a kept answer is made of lives on: its requests that have ended for KEEP_SECONDS, and its client's name
+        for it, if it has one, for `name_seconds`."""
+        first = self.keys.client_name(name) if name else self.keys.request(request_ids[0])
+        arguments = [request_ids[0], name_seconds, KEEP_SECONDS]
+        await self._call("prolong", [first, *self._pairs(request_ids)], arguments)
 
     async def attach(self, request_id: str, holder: str, gateway_id: str) -> bool:
         """False if there is nothing more to come of it."""

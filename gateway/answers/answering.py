@@ -18,7 +18,7 @@ from gateway.answers.asker import Asker
 from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.keeping import Wish, new_keeps, wish_of
-from gateway.answers.kept_answers import KeptAnswer, find_answer, find_named
+from gateway.answers.kept_answers import AnswerChanged, KeptAnswer, find_named
 from gateway.auth.charges import CHARGE
 from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
@@ -34,6 +34,8 @@ from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.preparation import has_more_work, prepared
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from gateway.tracing import traceparent_of
+
+MAX_LOOKS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
 
 _Given = TypeVar("_Given")
 Begin: TypeAlias = Callable[[], Coroutine[Any, Any, None]]  # submits the reply's generation, or attaches to it
@@ -66,16 +68,19 @@ async def answered(
         default_detach_seconds=asker.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
     ))  # fmt: skip
-    if wish is not None and wish.name:
-        found, stale_id = await find_named(service, wish, account.owner_key_hash)
-        if found is not None:
-            return await give_again(found)
-        wish = replace(wish, stale_id=stale_id)
-    asker.charge.begin_generating()
-    try:
-        return await give(*await _new_reply(asker, service, kind, body, completion, wish, arrived_at))
-    except NameTaken as taken:  # by a request that came at the same time
-        return await give_again(await find_answer([service], taken.request_id, account.owner_key_hash))
+    for _ in range(MAX_LOOKS):
+        found, stale_id = None, ""
+        if wish is not None and wish.name:
+            found, stale_id = await find_named(service, wish, account.owner_key_hash)
+            wish = replace(wish, stale_id=stale_id)
+        try:
+            if found is not None:
+                return await give_again(found)
+            asker.charge.begin_generating()
+            return await give(*await _new_reply(asker, service, kind, body, completion, wish, arrived_at))
+        except (NameTaken, AnswerChanged):
+            pass  # by a request of the same name, at the same time: it may be another's body, or have ended already
+    raise unavailable("name_contended", "Too many requests with this Idempotency-Key came and went at the same time.")
 
 
 def asker_of(http: web.Request) -> Asker:
@@ -187,7 +192,7 @@ def reply_again(asker: Asker, kept: KeptAnswer, completion: CompletionRequest) -
     generation = kept.generation()
     created, detach_seconds = kept.record.created, kept.record.detach_seconds
     reply = _reply(asker, kept.kind, completion, generation, token_ids, kept.answer_id, created, detach_seconds)
-    return reply, partial(generation.attach, kept.keeps())
+    return reply, partial(kept.attach, generation)
 
 
 async def _give_again(

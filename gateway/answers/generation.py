@@ -12,7 +12,6 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 
 from gateway.admission import unavailable
 from gateway.answers.best_of import BestOf
@@ -112,25 +111,34 @@ class Generation:
         return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
 
     async def submit(self, keeps: Sequence[Keep] = ()) -> None:
-        """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; what was accepted before
-        it is withdrawn by leave()."""
+        """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; then nothing was stored,
+        or what was is withdrawn."""
         try:
-            for request, keep in zip_longest(self._requests, keeps):
-                request.stream = await self._client.submit(request.request, keep=keep)
+            streams = await self._client.submit_all([request.request for request in self._requests], keeps)
         except QueueFull as error:
             self.service.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error
         except StoreUnavailable as error:
             self.service.metrics.rejected.labels("store_unavailable").inc()
             raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+        self._read_from(streams)
 
     async def attach(self, keeps: Sequence[Keep]) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable, or RequestGone for an answer that the store has no more."""
         try:
-            for request, keep in zip(self._requests, keeps, strict=True):
-                request.stream = await self._client.attach(request.request, keep)
+            streams = await self._client.attach_all([request.request for request in self._requests], keeps)
         except StoreUnavailable as error:
             raise unavailable("store_unavailable", "The request store cannot be read now.") from error
+        self._read_from(streams)
+
+    def _read_from(self, streams: Sequence[ResponseStream]) -> None:
+        for request, stream in zip(self._requests, streams, strict=True):
+            request.stream = stream
+
+    @property
+    def ended_before(self) -> list[bool]:
+        """Which of its requests had ended in the store when they were attached to."""
+        return [stream.had_ended for stream in self._streams]
 
     @property
     def is_over(self) -> bool:

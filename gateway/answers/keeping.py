@@ -36,6 +36,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     created: int
     detach_seconds: float
     others: list[GenerationRequest] = []  # those of the second prompt and on
+    name: str = ""  # its client's, as Wish has it: whoever holds the answer prolongs the name too
 
 
 _decoder = msgspec.msgpack.Decoder(AnswerRecord)
@@ -81,20 +82,20 @@ def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: by
     """One a planned request, for its ACCEPT."""
     others = [plan.request for plan in planned[1:]]
     record = AnswerRecord(
-        kind=kind, body=body, created=created, detach_seconds=wish.detach_seconds, others=others
+        kind=kind, body=body, created=created, detach_seconds=wish.detach_seconds, others=others, name=wish.name
     )
     first, *parts = attached_keeps(
-        msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned)
+        msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned), wish.name
     )
-    return [replace(first, name=wish.name, fingerprint=wish.fingerprint, stale_id=wish.stale_id), *parts]
+    return [replace(first, fingerprint=wish.fingerprint, stale_id=wish.stale_id), *parts]
 
 
 def attached_keeps(
-    first_record: bytes, owner_key_hash: str, detach_seconds: float, num_requests: int
+    first_record: bytes, owner_key_hash: str, detach_seconds: float, num_requests: int, name: str
 ) -> list[Keep]:
-    """One a request, of a new holder."""
-    first = Keep(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds))
-    return [first, *(replace(first, record=PART) for _ in range(num_requests - 1))]
+    """One a request, of a new holder; the first has the name of all."""
+    first = Keep(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds), name)
+    return [first, *(replace(first, record=PART, name="") for _ in range(num_requests - 1))]
 
 
 def decode_record(data: bytes) -> AnswerRecord | None:

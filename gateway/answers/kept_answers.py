@@ -6,7 +6,7 @@ Whoever asks with another key than the one that made the request is told that th
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
@@ -16,12 +16,16 @@ from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFou
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
-from gateway.store.inference_client import StoreUnavailable
+from gateway.store.inference_client import RequestGone, StoreUnavailable
 from gateway.store.stored_request import StoredRequest
-from shared.messages import ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
+from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.redis_scripts import Keep
 
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
+
+
+class AnswerChanged(Exception):
+    """What a name stands for is not what it was a moment ago: look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class KeptAnswer:
     kind: AnswerKind
     completion: CompletionRequest  # the body, parsed again
     parts: Sequence[StoredRequest]  # one a prompt
+    is_repeat: bool = False  # found by its client's own name: given if it stands, or made anew
 
     @property
     def state(self) -> str:
@@ -53,6 +58,12 @@ class KeptAnswer:
         return max(ends) if all(ends) else 0
 
     @property
+    def stands(self) -> bool:
+        """Whether who repeats the request is given this answer. Not one that said "try again", or that ended because
+        nobody waited for it any more: its client never had an answer, so there is none to repeat."""
+        return not any(_was_given_up(part) for part in self.parts)
+
+    @property
     def requests(self) -> list[GenerationRequest]:
         return [part.request for part in self.parts]
 
@@ -64,8 +75,26 @@ class KeptAnswer:
     def keeps(self) -> list[Keep]:
         """Of a new holder."""
         return attached_keeps(
-            self.encoded_record, self.parts[0].owner_key_hash, self.record.detach_seconds, len(self.parts)
+            self.encoded_record,
+            self.parts[0].owner_key_hash,
+            self.record.detach_seconds,
+            len(self.parts),
+            self.record.name,
         )
+
+    async def attach(self, generation: Generation) -> None:
+        """Of generation(). Raises Unavailable, and RequestNotFound, or for a repeat AnswerChanged, if it is gone since
+        it was found. A repeat's part that has ended since then may have been given up."""
+        try:
+            await generation.attach(self.keeps())
+        except RequestGone as error:
+            raise (AnswerChanged() if self.is_repeat else _not_found()) from error
+        ended_since = [
+            part.terminal is None and had_ended
+            for part, had_ended in zip(self.parts, generation.ended_before, strict=True)
+        ]
+        if self.is_repeat and any(ended_since):
+            raise AnswerChanged
 
     def generation(self) -> Generation:
         """To be attached to. Raises Unavailable while the tokenizer is not there."""
@@ -95,19 +124,19 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
     record = decode_record(first.record) if first.owner_key_hash == owner_key_hash else None
     if record is None or record.kind not in KINDS:
         raise _not_found()
-    others = await _stored(service, [other.request_id for other in record.others]) if record.others else []
-    parts = [
-        other or StoredRequest(request, "queued", owner_key_hash, b"", [], None)  # about to be accepted, or lost
-        for request, other in zip(record.others, others, strict=True)
-    ]
+    parts = [first]
+    for other in await _stored(service, [other.request_id for other in record.others]) if record.others else []:
+        if other is None:  # they are accepted together, and kept until the last has ended: the store lost it
+            raise _not_found()
+        parts.append(other)
     kind = KINDS[record.kind]
     return KeptAnswer(
-        service, first.request.request_id, record, first.record, kind, kind.parse(record.body), [first, *parts]
+        service, first.request.request_id, record, first.record, kind, kind.parse(record.body), parts
     )
 
 
 async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
-    """What the wish's name stands for: an answer, or none and the id of one that is gone.
+    """What the wish's name stands for: an answer, or none and the id of one that is gone or does not stand.
 
     Raises IdempotencyKeyReused, and as find_answer() does.
     """
@@ -118,14 +147,24 @@ async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> 
     if named is None:
         return None, ""
     answer_id, fingerprint = named
+    try:
+        kept = await find_answer([service], answer_id, owner_key_hash)
+    except RequestNotFound:
+        return None, answer_id
+    if not kept.stands:
+        return None, answer_id
     if fingerprint != wish.fingerprint:
         raise IdempotencyKeyReused(
             "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
         )
-    try:
-        return await find_answer([service], answer_id, owner_key_hash), answer_id
-    except RequestNotFound:
-        return None, answer_id
+    return replace(kept, is_repeat=True), answer_id
+
+
+def _was_given_up(part: StoredRequest) -> bool:
+    end = part.terminal
+    if isinstance(end, ErrorEvent):
+        return end.code is ErrorCode.QUEUE_TIMEOUT
+    return isinstance(end, FinishEvent) and end.reason is FinishReason.CANCELLED and not part.was_cancelled
 
 
 async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredRequest | None]:

@@ -39,7 +39,7 @@ KIND_OF_ENDPOINT: dict[str, AnswerKind] = {
     "/v1/responses": RESPONSE,
 }
 DETACH_SECONDS = 600.0  # how long a line in flight waits for the next gateway when this one ends
-MAX_LIVES = 5  # of a line that the server itself cancelled, as it does when no gateway came back in time
+MAX_LIVES = 5  # of a line that is cancelled, as the server does when no gateway came back in time
 MAX_PAUSE_SECONDS = 30.0
 PARK_SECONDS = 5.0  # a batch whose key may not spend for so long waits without a place among those that are driven
 
@@ -81,14 +81,14 @@ class LineAnswers:
             try:
                 async with self._slots.held(account.owner_key_hash):
                     self._check_turn()
-                    return await self._ask(line, account, num_lives)
+                    return await self._ask(line, account)
             except RateLimited as error:
                 if error.retry_after_seconds >= PARK_SECONDS:
                     raise Later(error.retry_after_seconds) from error
                 pause_seconds = float(error.retry_after_seconds)
             except GatewayError as error:
-                if _is_for_another_life(error) and num_lives < MAX_LIVES:
-                    num_lives += 1
+                if error.code == "request_cancelled" and num_lives < MAX_LIVES:
+                    num_lives += 1  # under the same name, as that of no answer is free
                     continue
                 if not _is_for_later(error):
                     return _refused(error)
@@ -111,12 +111,12 @@ class LineAnswers:
                 await self.leaving.wait()
         self._check_turn()
 
-    async def _ask(self, line: BatchLine, account: Account, life: int) -> LineResult:
+    async def _ask(self, line: BatchLine, account: Account) -> LineResult:
         with Charge(account, generates=True) as charge:
-            return await self._asked(line, charge, life)
+            return await self._asked(line, charge)
 
-    async def _asked(self, line: BatchLine, charge: Charge, life: int) -> LineResult:
-        name = f"{self._batch_id}-{line.number}-{life}"
+    async def _asked(self, line: BatchLine, charge: Charge) -> LineResult:
+        name = f"{self._batch_id}-{line.number}-0"  # 0: releases before this one had a name a life
         asker = Asker(
             self._state,
             charge,
@@ -153,7 +153,3 @@ def _refused(error: GatewayError) -> LineResult:
 def _is_for_later(error: GatewayError) -> bool:
     # Its own time in the queue is over for good: the name stands for that end.
     return isinstance(error, Unavailable) and error.code != "queue_timeout"
-
-
-def _is_for_another_life(error: GatewayError) -> bool:
-    return error.code == "request_cancelled"

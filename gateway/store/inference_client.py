@@ -2,7 +2,7 @@
 
     client = InferenceClient(connect(url), RedisKeys("model name"), gateway_id)
     await client.start()
-    stream = await client.submit(request)      # the HTTP 200 goes out only after this returned
+    stream = await client.submit(request)      # the HTTP 200 goes out only after this returned; submit_all() of several
     async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
     await client.release(stream)               # required if the reader leaves early; it sees FinishEvent(CANCELLED)
     await client.close()
@@ -19,24 +19,25 @@ No Redis call runs in a request's own task: a cancelled handler must not leave a
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from gateway.store.acceptance import Acceptance
 from gateway.store.fleet import Fleet, WorkerStatus
+from gateway.store.held_answers import HeldAnswers
 from gateway.store.kv_watch import KVWatch
 from gateway.store.overdue import OverdueRequests
 from gateway.store.queue_stats import QueueStats, read_queue_stats
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
-from gateway.store.store_calls import InferenceError, QueueFull, StoreCalls, StoreUnavailable
+from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, StoreCalls, StoreUnavailable
 from gateway.store.store_memory import StoreMemory
-from gateway.store.stored_request import stored_answer
+from gateway.store.stored_request import STORED_END, is_missing, stored_answer
 from gateway.store.stream_table import StreamTable
 from gateway.store.withdrawals import Withdrawals
 from shared.fleet_clock import FleetClock
@@ -50,9 +51,8 @@ from shared.messages import (
     TerminalEvent,
     decode_event_batch,
     decode_heartbeat,
-    encode,
 )
-from shared.redis_client import RedisConnections, got_no_reply
+from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import AcceptStatus, Keep, NameTaken, RedisScripts
 from shared.subscription import GAP, Message, Subscription
@@ -64,6 +64,7 @@ __all__ = [
     "NameTaken",
     "QueueFull",
     "QueueStats",
+    "RequestGone",
     "ResponseStream",
     "StoreUnavailable",
     "WorkerStatus",
@@ -72,9 +73,7 @@ __all__ = [
 QUIET_SECONDS = 2.0
 RECOVERY_TICK_SECONDS = 0.5
 RECOVERY_BATCH_REQUESTS = 64
-ACCEPT_ATTEMPTS = 3
 CLOSE_SECONDS = 2.0
-ACCEPT_RETRY_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 _request_id = attrgetter("request_id")
@@ -110,6 +109,8 @@ class InferenceClient:
         self.store_memory = StoreMemory()
         self.kv = KVWatch(connections, keys)
         self._streams = StreamTable()
+        self._acceptance = Acceptance(gateway_id, max_queued_requests)
+        self._held = HeldAnswers()
         self._withdrawals = Withdrawals(self._scripts)
         self._fleet_clock = FleetClock(self._scripts, clock)
         self._overdue = OverdueRequests(self._scripts, self._fleet_clock)
@@ -132,6 +133,7 @@ class InferenceClient:
 
     async def close(self) -> None:
         """Withdraw what still runs, but for what is kept, and end the owner tasks."""
+        self._held.clear()
         for stream in self._streams:
             self._end_locally(stream, cancelled_event(stream), withdraw=stream.keep is None)
         await self._calls.try_within(CLOSE_SECONDS, self._withdrawals.send())
@@ -140,32 +142,39 @@ class InferenceClient:
         await self._subscription.aclose()
 
     async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> ResponseStream:
-        """Store the request. Raises QueueFull, StoreUnavailable or NameTaken; safe to cancel (it is withdrawn then)."""
-        self._check_room(request)
-        stream = self._open(request, keep)  # before ACCEPT: a worker may be faster than our reply
-        status = await self._opened(stream, self._accept(stream))
+        """submit_all() of one."""
+        (stream,) = await self.submit_all([request], [keep] if keep else [])
+        return stream
+
+    async def submit_all(
+        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = ()
+    ) -> list[ResponseStream]:
+        """Store the requests of one answer, all or none; `keeps`: one each, if it is kept. Raises QueueFull,
+        StoreUnavailable or NameTaken; safe to cancel (they are withdrawn then)."""
+        self._check_room(requests)
+        # Before ACCEPT: a worker may be faster than our reply.
+        streams = [self._open(request, keep) for request, keep in zip_longest(requests, keeps)]
+        status = await self._opened(streams, self._acceptance.accept(self._scripts, streams))
         if status is AcceptStatus.BUSY:
-            self._streams.discard(stream)
-            raise QueueFull(f"{self._max_queued_requests} requests of class {request.priority_class} are queued")
-        stream.is_accepted = True
-        return stream
+            self._streams.discard(*streams)
+            raise QueueFull(f"{self._max_queued_requests} requests of class {requests[0].priority_class} are queued")
+        for stream in streams:
+            stream.is_accepted = True
+        self._held.add(streams)
+        return streams
 
-    async def attach(self, request: GenerationRequest, keep: Keep) -> ResponseStream:
-        """Read a request that is kept, from its first token; `keep.holder` is a new one. Raises StoreUnavailable."""
-        stream = self._open(request, keep)
-        await self._opened(stream, self._attach(stream))
-        stream.is_accepted = stream.is_behind = True
-        self._recover_now.set()
-        return stream
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[StreamEvent]:
-        """submit + iterate, and cancel when the reader leaves early (close the generator then)."""
-        stream = await self.submit(request)
-        try:
-            async for event in stream:
-                yield event
-        finally:
-            await self.release(stream)
+    async def attach_all(
+        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep]
+    ) -> list[ResponseStream]:
+        """Read the requests of a kept answer, each from its first token; each `keep.holder` is a new one. What had
+        ended in the store before says so (`had_ended`). Raises StoreUnavailable, or RequestGone for one that is there
+        no more; safe to cancel."""
+        streams = [self._open(request, keep) for request, keep in zip(requests, keeps, strict=True)]
+        await self._opened(streams, self._attach_all(streams))
+        for stream in streams:
+            stream.is_accepted = True
+        self._held.add(streams)
+        return streams
 
     async def release(
         self, stream: ResponseStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0
@@ -206,11 +215,11 @@ class InferenceClient:
         await self._calls.ask(self._write())
         return self._clock() - started
 
-    def _check_room(self, request: GenerationRequest) -> None:
+    def _check_room(self, requests: Sequence[GenerationRequest]) -> None:
         if self._max_queued_tokens is None:
             return
-        waiting = self._streams.num_waiting_tokens
-        if waiting and waiting + len(request.prompt_token_ids) > self._max_queued_tokens:
+        waiting, new = self._streams.num_waiting_tokens, sum(len(request.prompt_token_ids) for request in requests)
+        if waiting and waiting + new > self._max_queued_tokens:
             raise QueueFull(f"prompts of {waiting} tokens wait")
 
     def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
@@ -220,17 +229,19 @@ class InferenceClient:
         self._streams.add(stream)
         return stream
 
-    async def _opened(self, stream: ResponseStream, call: Coroutine[Any, Any, _Result]) -> _Result:
-        """The reply; without one the stream is closed again, in the store too."""
+    async def _opened(
+        self, streams: Sequence[ResponseStream], call: Coroutine[Any, Any, _Result]
+    ) -> _Result:
+        """The reply; without one the streams are closed again, in the store too."""
         task = self._calls.own(call)
         try:
             return await asyncio.shield(task)
         except NameTaken:
-            self._streams.discard(stream)
+            self._streams.discard(*streams)
             raise
-        except (asyncio.CancelledError, RedisError, OSError, StoreUnavailable) as error:
-            self._streams.discard(stream)
-            task.add_done_callback(lambda _: self._withdraw(stream))  # it may have been stored, now or later
+        except (asyncio.CancelledError, RedisError, OSError, InferenceError) as error:
+            self._streams.discard(*streams)
+            task.add_done_callback(lambda _: self._withdraw_all(streams))  # it may have been stored, now or later
             if isinstance(error, (RedisError, OSError)):
                 raise StoreUnavailable(str(error)) from error
             raise
@@ -246,29 +257,27 @@ class InferenceClient:
     async def _write(self) -> None:
         await self._redis.set(self._keys.write_probe, b"1")
 
-    async def _accept(self, stream: ResponseStream) -> AcceptStatus:
-        request, body = stream.request, encode(stream.request)
-        for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
-            try:
-                return await self._scripts.accept(
-                    request.request_id,
-                    body,
-                    gateway_id=self._gateway_id,
-                    priority_class=request.priority_class,
-                    max_queued=self._max_queued_requests,
-                    keep=stream.keep,
-                )
-            except (RedisError, OSError) as error:
-                if not attempts_left or not got_no_reply(error):
-                    raise StoreUnavailable(str(error)) from error
-                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
-        raise AssertionError("the last attempt returns or raises")
+    async def _attach_all(self, streams: Sequence[ResponseStream]) -> None:
+        for stream in streams:
+            if await self._attach(stream):
+                self._mark_behind([stream])
+                continue
+            stream.had_ended = True
+            ((stored, journal),) = await self.archive.read([stream.request_id], STORED_END)
+            if is_missing(stored):
+                raise RequestGone(stream.request_id)
+            self._replay(stream, stored, journal)
 
-    async def _attach(self, stream: ResponseStream) -> None:
+    async def _attach(self, stream: ResponseStream) -> bool:
         assert stream.keep is not None
-        await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id)
+        is_held = await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id)
         if stream not in self._streams:
             self._withdraw(stream)  # released meanwhile
+        return is_held
+
+    def _withdraw_all(self, streams: Iterable[ResponseStream]) -> None:
+        for stream in streams:
+            self._withdraw(stream)
 
     def _withdraw(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
         self._withdrawals.add(stream, terminal)
@@ -331,6 +340,7 @@ class InferenceClient:
             self._recover_now.clear()
             try:
                 await self._withdrawals.send()
+                await self._held.prolong(self._scripts, self._clock())
                 for stream, event in await self._overdue.end(self._streams):
                     self._end_locally(stream, event, withdraw=False)
                 await self._catch_up()
@@ -353,10 +363,10 @@ class InferenceClient:
 
     async def _read_journals(self, streams: list[ResponseStream]) -> None:
         self.num_journal_reads += len(streams)
-        replies = await self.archive.read([stream.request_id for stream in streams], ["state", "terminal"])
+        replies = await self.archive.read([stream.request_id for stream in streams], STORED_END)
         for stream, (stored, journal) in zip(streams, replies, strict=True):
             stream.last_heard = self._clock()
-            if isinstance(stored, list) and stored[0] is None:
+            if is_missing(stored):
                 await self._restore(stream)
             else:
                 self._replay(stream, stored, journal)
@@ -371,17 +381,14 @@ class InferenceClient:
         self._settle(stream)
 
     async def _restore(self, stream: ResponseStream) -> None:
-        """The store lost the request: accept it anew, whatever the queue's cap, behind the tokens already sent."""
+        """The store lost the request, unless it had ended: then it has expired, and nothing is left to be done."""
         if stream not in self._streams:
             return  # cancelled or ended meanwhile
-        await self._scripts.accept(
-            stream.request_id,
-            encode(stream.request),
-            gateway_id=self._gateway_id,
-            priority_class=stream.request.priority_class,
-            journal=b"".join(map(encode, stream.frames)),
-            keep=replace(stream.keep, name="", fingerprint="") if stream.keep else None,  # a name is not restored
-        )
+        if stream.had_ended:
+            event = ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is no longer kept")
+            self._end_locally(stream, event, withdraw=False)
+            return
+        await self._acceptance.restore(self._scripts, stream)
         self.num_restored_requests += 1
         logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
         if stream not in self._streams:

@@ -26,6 +26,10 @@ class QueueFull(InferenceError):
     """The queue of its class is at its cap (answer 503 with Retry-After)."""
 
 
+class RequestGone(InferenceError):
+    """A kept request that the store does not have any more, or never had."""
+
+
 class StoreUnavailable(InferenceError):
     """Redis does not answer or refuses writes (answer 503)."""
 

@@ -17,7 +17,8 @@ from shared.messages import (
     journal_choices,
 )
 
-FIELDS = ("state", "terminal", "body", "owner", "record")  # of the hash {m}:r:<id>
+STORED_END = ("state", "terminal")  # of the hash {m}:r:<id>
+FIELDS = (*STORED_END, "body", "owner", "record", "asked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,16 @@ class StoredRequest:
     record: bytes  # empty for a request that is not kept
     choices: list[StoredChoice]  # by index, as far as they have come
     terminal: TerminalEvent | None
+    was_cancelled: bool = False  # by somebody who asked for that, not because its readers had gone
 
     @property
     def num_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+
+def is_missing(stored: Any) -> bool:
+    """`stored`: the values of fields that begin with the state, or the server's error."""
+    return isinstance(stored, list) and stored[0] is None
 
 
 def stored_answer(
@@ -54,9 +61,11 @@ def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredReq
     """None if the store does not have it. `fields`: the values of FIELDS."""
     if isinstance(fields, Exception):
         raise FormatError(str(fields)) from fields
-    state, _, body, owner, record = fields
+    state, _, body, owner, record, asked = fields
     if body is None:
         return None
     request = decode_request(body)
     choices, terminal = stored_answer(request, fields, journal)
-    return StoredRequest(request, state.decode(), (owner or b"").decode(), record or b"", choices, terminal)
+    return StoredRequest(
+        request, state.decode(), (owner or b"").decode(), record or b"", choices, terminal, asked is not None
+    )

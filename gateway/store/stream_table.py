@@ -30,9 +30,10 @@ class StreamTable:
     def add(self, stream: ResponseStream) -> None:
         self._by_request_id[stream.request_id] = (*self.of(stream.request_id), stream)
 
-    def discard(self, stream: ResponseStream) -> None:
-        left = tuple(other for other in self.of(stream.request_id) if other is not stream)
-        if left:
-            self._by_request_id[stream.request_id] = left
-        else:
-            self._by_request_id.pop(stream.request_id, None)
+    def discard(self, *streams: ResponseStream) -> None:
+        for stream in streams:
+            left = tuple(other for other in self.of(stream.request_id) if other is not stream)
+            if left:
+                self._by_request_id[stream.request_id] = left
+            else:
+                self._by_request_id.pop(stream.request_id, None)

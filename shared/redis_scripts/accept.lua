@@ -1,38 +1,49 @@
--- ACCEPT: store a request and queue it. OK means stored; repeated after a lost reply it answers DUP and changes nothing.
+-- ACCEPT: store the requests of one answer and queue them, all or none. OK means stored; repeated after a lost reply it
+-- answers DUP and changes nothing.
 -- A request with a record is kept: it has holders, and its state outlives its end (cancel.lua). `i` is its client's name for
--- it: SAME if that already names another request than `stale`, which the caller knows to be gone.
--- KEYS  r, j, q, i (or r again)
--- ARGV  request id, gateway id, owner key hash, class, cap (-1 = none), body, journal (tokens the client already has, or ''),
---       record or '', holder, grace seconds, fingerprint (or '' without i), stale id, seconds to keep i
--- reply {OK|DUP|BUSY, request id} | {SAME, request id, the other's id, its fingerprint}
-local r, j, q, i = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local id, gateway, owner, class, cap, body, journal, record, holder, grace, fingerprint, stale, keep_seconds = unpack(ARGV)
+-- the answer, which is that of the first request: SAME if it already names another than `stale`, which the caller knows to be
+-- over for good. The name lives as long as the answer can be given: prolong.lua sees to that.
+-- KEYS  q, i (or the first r again), (r, j)...
+-- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i, then
+--       (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace seconds) for each (r, j)
+-- reply {OK|DUP|BUSY, first request id} | {SAME, first request id, the other's id, its fingerprint}
+local q, i = KEYS[1], KEYS[2]
+local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
+local first, count = ARGV[8], (#KEYS - 2) / 2
 
-if redis.call('EXISTS', r) == 1 then
-  return {'DUP', id}
+if redis.call('EXISTS', KEYS[3]) == 1 then
+  return {'DUP', first}
 end
 if fingerprint ~= '' then
   local named = redis.call('HMGET', i, 'id', 'fingerprint')
   if named[1] and named[1] ~= stale then
-    return {'SAME', id, named[1], named[2]}
+    return {'SAME', first, named[1], named[2]}
   end
 end
-if tonumber(cap) >= 0 and redis.call('XLEN', q) >= tonumber(cap) then
-  return {'BUSY', id}
+if tonumber(cap) >= 0 then
+  local queued = redis.call('XLEN', q)
+  -- More requests than the cap has places are taken by an empty queue, or they never would be.
+  if queued >= tonumber(cap) or (queued > 0 and queued + count > tonumber(cap)) then
+    return {'BUSY', first}
+  end
 end
-local entry = redis.call('XADD', q, '*', 'r', id, 'a', '1', 's', '0')
-if journal == '' then
-  redis.call('DEL', j)
-else
-  redis.call('SET', j, journal)
-end
-redis.call('HSET', r, 'body', body, 'gateway', gateway, 'owner', owner, 'class', class, 'entry', entry,
-  'state', 'queued', 'attempt', 1, 'strikes', 0, 'jl', #journal, 'solo', '0', 'grace', grace)
-if record ~= '' then
-  redis.call('HSET', r, 'record', record, 'h:' .. holder, gateway)
+for n = 1, count do
+  local r, j = KEYS[1 + 2 * n], KEYS[2 + 2 * n]
+  local id, body, journal, record, holder, grace = unpack(ARGV, 2 + 6 * n, 7 + 6 * n)
+  local entry = redis.call('XADD', q, '*', 'r', id, 'a', '1', 's', '0')
+  if journal == '' then
+    redis.call('DEL', j)
+  else
+    redis.call('SET', j, journal)
+  end
+  redis.call('HSET', r, 'body', body, 'gateway', gateway, 'owner', owner, 'class', class, 'entry', entry,
+    'state', 'queued', 'attempt', 1, 'strikes', 0, 'jl', #journal, 'solo', '0', 'grace', grace)
+  if record ~= '' then
+    redis.call('HSET', r, 'record', record, 'h:' .. holder, gateway)
+  end
 end
 if fingerprint ~= '' then
-  redis.call('HSET', i, 'id', id, 'fingerprint', fingerprint)
+  redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)
   redis.call('EXPIRE', i, keep_seconds)
 end
-return {'OK', id}
+return {'OK', first}

@@ -1,6 +1,7 @@
 -- CANCEL: end a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
 -- With a holder only that one lets go, with a gone gateway all that it had; nothing more happens while another holds the
--- request. A kept request stays, with `event` as its end; any other is forgotten.
+-- request. A kept request stays, with `event` as its end; any other is forgotten. `asked` tells an end that somebody asked for
+-- from that of a request whose holders are gone: who repeats the latter under its name is answered anew.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
 -- KEYS  r, j, q, resumed queue
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
@@ -38,6 +39,9 @@ if record then
     return 0
   end
   redis.call('HSET', r, 'state', 'done', 'terminal', event)
+  if holder == '' and gone == '' then
+    redis.call('HSET', r, 'asked', '1')
+  end
   redis.call('HDEL', r, 'worker')
   redis.call('EXPIRE', r, keep_seconds)
   redis.call('EXPIRE', j, keep_seconds)

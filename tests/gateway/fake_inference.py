@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.store.inference_client import Keep, QueueStats, WorkerStatus
@@ -125,6 +125,11 @@ class FakeInferenceClient:
             for event in self.script(request):
                 stream.send(event)
         return stream
+
+    async def submit_all(
+        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = ()
+    ) -> list[FakeStream]:
+        return [await self.submit(request) for request in requests]
 
     async def release(
         self, stream: FakeStream, reason: FinishReason = FinishReason.CANCELLED, ended_at: int = 0

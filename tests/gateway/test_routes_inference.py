@@ -248,19 +248,12 @@ async def test_refused_by_the_store(gateway: Gateway, error: Exception, code: st
     assert gateway.metric("pagestream_requests_rejected_total", reason=code) == 1
 
 
-async def test_one_refused_choice_withdraws_all(gateway: Gateway) -> None:
-    submit = gateway.engine.submit
-
-    async def second_is_refused(request: Any, **options: Any) -> Any:
-        gateway.engine.submit_error = QueueFull("cap") if gateway.engine.requests else None
-        return await submit(request, **options)
-
-    gateway.engine.submit = second_is_refused  # type: ignore[method-assign]
+async def test_prompts_are_submitted_together(gateway: Gateway) -> None:
+    """None of them is, where there is no room for all: tests/integration/test_repeats.py."""
+    gateway.engine.submit_error = QueueFull("cap")
     async with gateway.session.post("/v1/completions", json={"prompt": ["a", "b", "c"]}) as response:
         assert response.status == 503
-    accepted = gateway.engine.requests[0].request_id
-    # What the store may have of the second is withdrawn by the client itself; the third was never sent.
-    assert await gateway.engine.next_cancellation() == accepted and len(gateway.engine.requests) == 1
+    assert gateway.engine.requests == []
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ class World:
             self.connections,
             self.keys,
             gateway_id,
+            max_queued_requests=settings.get("max_num_queued_reqs", 1024),
             max_queued_tokens=settings.get("max_num_queued_tokens"),
             quiet_seconds=0.3,
         )
@@ -142,11 +143,15 @@ class World:
         finally:
             await runner.cleanup()
 
-    async def _hears_the_worker(self, gateway: Gateway) -> None:
+    async def beat(self) -> None:
+        """Of the worker, which counts as dead after some seconds without."""
         beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
+        await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
+
+    async def _hears_the_worker(self, gateway: Gateway) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not gateway.client.fleet:
-                await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
+                await self.beat()
                 await asyncio.sleep(0.01)
 
 

@@ -93,7 +93,7 @@ async def test_the_protocol_runs_under_the_users(
         kept = make_request(max_tokens=3, ignore_eos=True)
         await client.submit(kept, keep=Keep(b"record", "first", name="digest", fingerprint="f"))
         assert await client.archive.named("digest") == (kept.request_id, "f")
-        held = await client.attach(kept, Keep(b"record", "second"))
+        (held,) = await client.attach_all([kept], [Keep(b"record", "second", name="digest")])
         assert isinstance([event async for event in held][-1], FinishEvent)
         (stored,) = await client.archive.stored([kept.request_id])
         assert stored is not None

@@ -273,16 +273,6 @@ class TestCancel:
         while await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 
-    async def test_a_generator_closed_early_cancels(self, client, worker, connections, keys):
-        events = client.generate(make_request())
-        first = asyncio.create_task(anext(events))
-        while not await worker.claim():
-            await asyncio.sleep(0)
-        await worker.emit("a", 0, 5)
-        assert await first == TokenEvent("a", 0, [5])
-        await events.aclose()
-        assert not await connections.commands.exists(keys.request("a"))
-
     async def test_closing_the_client_withdraws_what_runs(self, client, worker, connections, keys):
         stream = await start(client, worker)
         await client.close()

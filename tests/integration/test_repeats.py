@@ -1,0 +1,222 @@
+"""A client's own name for a request: one answer, whoever else asks, and one at last, whatever was refused before."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError
+
+from gateway.store.inference_client import InferenceClient
+from shared.messages import GenerationRequest
+from shared.redis_scripts import KEEP_SECONDS, PROLONG_SECONDS, Keep
+from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, eventually
+from tests.integration.conftest import COMPLETIONS, World
+
+pytestmark = pytest.mark.redis
+
+SHORT = {"prompt": "Hi", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": 30, "detach_seconds": 0}
+TWO_PROMPTS = {**SHORT, "prompt": ["one", "two"]}
+NUM_ROUNDS, ROUNDS_AT_ONCE = 1000, 8
+
+
+class TestTwoBodiesOfOneName:
+    async def test_one_is_answered_and_the_other_refused(self, world: World) -> None:
+        """A thousand times, at two gateways, both past the look at the name before either is accepted."""
+        world.worker.gate.allow(FOREVER_STEPS)
+        rounds = asyncio.Semaphore(ROUNDS_AT_ONCE)
+        bodies = [{**SHORT, "max_tokens": 1, "prompt": prompt} for prompt in ("ALPHA", "BRAVO")]
+
+        async def race(number: int) -> tuple[int, ...]:
+            async with rounds:
+                await world.beat()
+                posts = [
+                    gateway.post(COMPLETIONS, body, Idempotency_Key=f"k{number}")
+                    for gateway, body in zip(world.gateways, bodies[:: 1 if number % 2 else -1], strict=True)
+                ]
+                replies = await asyncio.gather(*posts)
+            assert {reply.get("error", {}).get("code") for _, reply in replies} == {None, "idempotency_key_reused"}
+            return tuple(sorted(status for status, _ in replies))
+
+        ends = await asyncio.gather(*(race(number) for number in range(NUM_ROUNDS)))
+        assert ends == [(200, 409)] * NUM_ROUNDS
+
+    async def test_each_gets_the_answer_to_its_own(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        bodies = [{**SHORT, "prompt": prompt, "echo": True} for prompt in ("ALPHA", "BRAVO")] * 4
+        posts = [
+            gateway.post(COMPLETIONS, body, Idempotency_Key="k")
+            for body in bodies
+            for gateway in world.gateways
+        ]  # fmt: skip
+        replies = await asyncio.gather(*posts)
+        asked = [body["prompt"] for body in bodies for _ in world.gateways]
+        (winner,) = {reply["choices"][0]["text"][:5] for status, reply in replies if status == 200}
+        assert [status for status, _ in replies] == [200 if prompt == winner else 409 for prompt in asked]
+
+
+class TestAfterARefusal:
+    """What says "try again" is answered when it is tried again."""
+
+    async def test_of_a_queue_without_room_for_every_prompt(self, world: World, demo_model_dir: Path) -> None:
+        redis, queue = world.connections.commands, world.keys.queue("interactive")
+        async with world.another_gateway(demo_model_dir, max_num_queued_reqs=3) as gateway:
+            others = [asyncio.create_task(gateway.post(COMPLETIONS, SHORT)) for _ in range(2)]
+            await becomes(partial(redis.xlen, queue), 2)
+            status, error = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+            assert (status, error["error"]["code"]) == (503, "queue_full")
+            assert await redis.xlen(queue) == 2, "neither was accepted"
+            world.worker.gate.allow(FOREVER_STEPS)
+            await asyncio.gather(*others)
+            status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+            assert (status, len(answer["choices"])) == (200, 2)
+            assert await world.gateways[1].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k") == (200, answer)
+
+    async def test_more_prompts_than_the_queue_has_places(self, world: World, demo_model_dir: Path) -> None:
+        """They are taken when it is empty, or they never would be."""
+        world.worker.gate.allow(FOREVER_STEPS)
+        async with world.another_gateway(demo_model_dir, max_num_queued_reqs=1) as gateway:
+            status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS)
+        assert (status, len(answer["choices"])) == (200, 2)
+
+    async def test_of_a_store_whose_replies_are_lost(self, world: World) -> None:
+        """It has accepted the request, which is withdrawn when it can be reached again."""
+        world.worker.gate.allow(FOREVER_STEPS)
+        with lost_replies(world.gateways[0].client, "accept"):
+            status, error = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+        assert (status, error["error"]["code"]) == (503, "store_unavailable")
+        for gateway in world.gateways:
+            status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+            assert (status, len(answer["choices"])) == (200, 2)
+
+    async def test_of_a_queue_time_out(self, one_seat: World) -> None:
+        body = {**SHORT, "queue_timeout_seconds": 0.05}
+        first = asyncio.create_task(one_seat.gateways[0].post(COMPLETIONS, SHORT))
+        await eventually(lambda: one_seat.worker.gate.batches)
+        status, error = await one_seat.gateways[0].post(COMPLETIONS, body, Idempotency_Key="k")
+        assert (status, error["error"]["code"]) == (503, "queue_timeout")
+        one_seat.worker.gate.allow(FOREVER_STEPS)
+        await first
+        repeats = [await gateway.post(COMPLETIONS, body, Idempotency_Key="k") for gateway in one_seat.gateways]
+        assert repeats[0] == repeats[1] and repeats[0][0] == 200
+
+    async def test_of_a_gateway_that_lets_nobody_in(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        memory = world.gateways[0].client.store_memory
+        memory.update(80, 100)
+        status, error = await world.gateways[0].post(COMPLETIONS, SHORT, Idempotency_Key="k")
+        assert (status, error["error"]["code"]) == (503, "store_full")
+        memory.update(1, 100)
+        assert (await world.gateways[0].post(COMPLETIONS, SHORT, Idempotency_Key="k"))[0] == 200
+
+
+class TestAnswersThatNobodyHad:
+    async def test_whose_client_left_before_the_end(self, world: World) -> None:
+        world.worker.gate.allow(1)
+        async with world.gateways[0].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as reader:
+            await reader.take(1)
+        await becomes(partial(stored_state, world, reader.request_id), b"done")
+        world.worker.gate.allow(FOREVER_STEPS)
+        async with world.gateways[1].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as again:
+            assert again.request_id != reader.request_id and len(await again.rest()) == 32  # 30 tokens, end, [DONE]
+
+    async def test_a_repeat_that_sees_it_run_and_attaches_too_late(self, world: World) -> None:
+        """Between the look at the name and the attachment its last holder lets go: it is made anew."""
+        world.worker.gate.allow(1)
+        other = world.gateways[1].client
+        attach_all, num_attached = other.attach_all, 0
+        async with world.gateways[0].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as reader:
+            await reader.take(1)
+
+            async def too_late(requests: Sequence[GenerationRequest], keeps: Sequence[Keep]) -> Any:
+                nonlocal num_attached
+                num_attached += 1
+                reader.reply.close()
+                await becomes(partial(stored_state, world, reader.request_id), b"done")
+                world.worker.gate.allow(FOREVER_STEPS)
+                return await attach_all(requests, keeps)
+
+            other.attach_all = too_late  # type: ignore[method-assign]
+            async with world.gateways[1].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as again:
+                assert again.request_id != reader.request_id and len(await again.rest()) == 32
+        assert num_attached == 1
+
+    async def test_one_that_somebody_cancelled_stays_cancelled(self, world: World) -> None:
+        async with world.gateways[0].streaming(COMPLETIONS, SHORT, Idempotency_Key="k") as reader:
+            await world.gateways[1].shown(reader.request_id, "DELETE")
+            await reader.rest()
+        async with world.gateways[1].streaming(COMPLETIONS, SHORT, Idempotency_Key="k") as again:
+            assert again.request_id == reader.request_id
+            assert (await again.rest())[-2].chunk["error"]["code"] == "request_cancelled"
+
+    async def test_a_lost_part_is_not_queued_behind_everybodys_back(self, world: World) -> None:
+        world.worker.gate.allow(FOREVER_STEPS)
+        _, answer = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+        answer_id = answer["id"].removeprefix("cmpl-")
+        first = world.keys.request(answer_id).encode()
+        (second,) = [key for key in await stored_keys(world, "r") if key != first]
+        await world.connections.commands.unlink(second)
+        assert (await world.gateways[1].shown(answer_id))[0] == 404
+        status, again = await world.gateways[1].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
+        assert status == 200 and again["id"] != answer["id"]
+        assert sum(gateway.client.num_restored_requests for gateway in world.gateways) == 0
+
+
+async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
+    ttl = world.connections.commands.ttl
+    posted = asyncio.create_task(world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k"))
+    await becomes(lambda: num_stored(world, "i"), 1)
+    (name,) = await stored_keys(world, "i")
+    assert KEEP_SECONDS < await ttl(name) <= KEEP_SECONDS + 60 + 2 * PROLONG_SECONDS  # --default-detach-seconds
+    world.worker.gate.allow(FOREVER_STEPS)
+    await posted
+    await becomes(lambda: is_at_most(ttl(name), KEEP_SECONDS), True)
+    lives = [await ttl(key) for key in (*await stored_keys(world, "r"), name)]
+    assert len(lives) == 3 and min(lives) > KEEP_SECONDS - 5 and max(lives) - min(lives) <= 1
+
+
+@contextmanager
+def lost_replies(client: InferenceClient, script: str) -> Iterator[None]:
+    """The store does what it is told, and nobody learns of it."""
+    call = client._scripts._call
+
+    async def lossy(name: str, *arguments: Any) -> Any:
+        reply = await call(name, *arguments)
+        if name == script:
+            raise ConnectionError("the reply was lost")
+        return reply
+
+    client._scripts._call = lossy  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        client._scripts._call = call  # type: ignore[method-assign]
+
+
+async def becomes(ask: Callable[[], Awaitable[Any]], expected: Any) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await ask() != expected:
+            await asyncio.sleep(0.01)
+
+
+async def stored_state(world: World, request_id: str) -> bytes | None:
+    state: Any = await world.connections.commands.hget(world.keys.request(request_id), "state")
+    return state  # type: ignore[no-any-return]
+
+
+async def stored_keys(world: World, kind: str) -> list[bytes]:
+    """r: requests, i: names."""
+    pattern = world.keys.request("*").replace(":r:", f":{kind}:").replace("{", "[{]").replace("}", "[}]")
+    return [key async for key in world.connections.commands.scan_iter(pattern)]
+
+
+async def num_stored(world: World, kind: str) -> int:
+    return len(await stored_keys(world, kind))
+
+
+async def is_at_most(number: Awaitable[Any], most: int) -> bool:
+    return bool(await number <= most)
