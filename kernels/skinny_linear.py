@@ -1,6 +1,7 @@
 """A product of few rows with a large weight, at the speed of reading the weight: for Hopper GPUs.
 
     skinny_linear(x, weight, tiles)          x [T, K], weight [N, K]      -> x @ weight.T [T, N]
+    skinny_linear(..., output)               the same in the type of `output`, float32 or bfloat16
     gated_skinny_linear(x, weight, tiles)    x [T, K], weight [2 * N, K]  -> silu(gate) * up [T, N]
         gate, up = rows [0, N) and [N, 2 * N) of the weight
 
@@ -165,22 +166,23 @@ def skinny_linear_kernel(
         _store(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
-    return _launch(x, weight, tiles, is_gated=False)
+def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None) -> Tensor:
+    output = x.new_empty(len(x), len(weight)) if output is None else output
+    return _launch(x, weight, tiles, output, is_gated=False)
 
 
 def gated_skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles) -> Tensor:
-    return _launch(x, weight, tiles, is_gated=True)
+    return _launch(x, weight, tiles, x.new_empty(len(x), len(weight) // 2), is_gated=True)
 
 
-def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor, is_gated: bool) -> Tensor:
     num_rows, num_inputs = x.shape
     boxes = 2 if is_gated else 1
     num_outputs, box_n = len(weight) // boxes, tiles.block_n // boxes
     assert num_rows <= MAX_ROWS and x.dtype == weight.dtype == torch.bfloat16
     assert weight.shape[1] == num_inputs and x.is_contiguous() and weight.is_contiguous()
     assert num_outputs % box_n == 0 and num_inputs % tiles.block_k == 0
-    output = x.new_empty(num_rows, num_outputs)
+    assert output.shape == (num_rows, num_outputs) and output.is_contiguous()
     if num_rows == 0:
         return output
     block_m = max(8, triton.next_power_of_2(triton.cdiv(num_rows, tiles.row_blocks)))  # wgmma has no fewer columns
@@ -197,7 +199,7 @@ def _launch(x: Tensor, weight: Tensor, tiles: Tiles, is_gated: bool) -> Tensor:
         BLOCK_N=tiles.block_n,
         BLOCK_M=block_m,
         BLOCK_K=tiles.block_k,
-        NUM_STAGES=(_SHARED_BYTES - 2 * box_n * block_m) // stage_bytes,
+        NUM_STAGES=(_SHARED_BYTES - output.element_size() * box_n * block_m) // stage_bytes,
         ROW_BLOCKS=tiles.row_blocks,
         NUM_SHARES=num_shares,
         num_warps=tiles.num_warps,

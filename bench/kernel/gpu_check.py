@@ -143,6 +143,30 @@ def check_skinny_linear(num_outputs: int, num_inputs: int, is_gated: bool, num_r
     return check
 
 
+def check_head(vocab_size: int, num_inputs: int, num_rows: int) -> Check:
+    """Logits in float32: those of skinny_linear and those of cuBLAS are one, and rounded they are the bfloat16 ones."""
+
+    def check(generator: torch.Generator) -> list[Error]:
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=torch.bfloat16, device=generator.device, generator=generator)
+
+        x, weight = random(512, num_inputs), random(vocab_size, num_inputs) * 0.02
+        tiles = tiles_for(weight, num_rows, is_gated=False)
+        assert tiles is not None, "no tiles for this device"
+        logits = x.new_empty(num_rows, vocab_size, dtype=torch.float32)
+        output = poisoned(lambda: skinny_linear(x[:num_rows], weight, tiles, logits))
+        library = torch.mm(x, weight.T, out_dtype=torch.float32)
+        exact = x[:num_rows].double() @ weight.double().T
+        return [
+            # A chain of 256 wgmma steps, each of which may cut the last bit of the sum.
+            measure_error(output, exact, num_inputs // 16 * torch.finfo(torch.float32).eps),
+            same_bits(output, library[:num_rows]),
+            same_bits(output.bfloat16(), skinny_linear(x[:num_rows], weight, tiles)),
+        ]
+
+    return check
+
+
 def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check:
     """Copies move bytes: the whole pool must equal the reference's, bit for bit."""
     heads = HEAD_SHAPES[shape]
@@ -159,13 +183,21 @@ def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check
     return check
 
 
-def all_checks() -> dict[str, Check]:
+def _product_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
         for num_rows in (1, 7, 16, 31, 64, 100):
             if num_rows <= choices[-1][0]:
                 name = f"linear {num_outputs} x {num_inputs}{' gated' if is_gated else ''} T={num_rows}"
                 checks[name] = check_skinny_linear(num_outputs, num_inputs, is_gated, num_rows)
+    for vocab_size in (49152, 128256):
+        for num_rows in (1, 16, 64):
+            checks[f"head {vocab_size} x 4096 T={num_rows}"] = check_head(vocab_size, 4096, num_rows)
+    return checks
+
+
+def all_checks() -> dict[str, Check]:
+    checks = _product_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -114,13 +114,14 @@ class StepGraphs:
     def _capture(self, key: GraphKey, logits: Tensor, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
         model_input = self._model_input(key)
         self._inputs.fill_with_padding(key.size)
-        self._model.forward(model_input, self._device)  # compiles and loads what the capture must find ready
+        # Compiles and loads what the capture must find ready.
+        self._model.forward(model_input, self._device, logits=logits)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # "thread_local": another thread's calls (a metrics endpoint asking for memory) do not break the capture.
             graph.capture_begin(pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-            logits.copy_(self._model.forward(model_input, self._device))
+            self._model.forward(model_input, self._device, logits=logits)
             graph.capture_end()
         self._graphs[key] = graph
 
@@ -135,5 +136,5 @@ class StepGraphs:
 
     def _most_logits(self) -> Tensor:
         key = max(self._keys, key=lambda key: key.num_logits)
-        self._inputs.fill_with_padding(key.size)
-        return torch.empty_like(self._model.forward(self._model_input(key), self._device))
+        device = self._model_input(key).token_ids.device
+        return torch.empty(key.num_logits, self._model.config.vocab_size, dtype=torch.float32, device=device)

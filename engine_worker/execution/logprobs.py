@@ -2,11 +2,14 @@
 those of tokens that the request names.
 
 They are the log-softmax of the model's own logits: before bias, penalties, temperature and truncation, which is what
-OpenAI and vLLM report. Knows nothing of how a token was chosen.
+OpenAI and vLLM report. Of equal ones the chosen token is listed first, then the one of the lower id. Knows nothing of
+how a token was chosen.
 """
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine_worker.execution.sampling_inputs import LogprobRows
@@ -17,6 +20,7 @@ from shared.messages import TokenLogprobs
 class DeviceLogprobs:
     asked: LogprobRows
     rows: Tensor  # [P] int64
+    token_ids: Tensor  # [P] int64, the chosen
     chosen: Tensor  # [P] float32
     top: Tensor  # [P, K] float32, descending; K = the most that a row asks for
     top_token_ids: Tensor  # [P, K] int64
@@ -24,26 +28,35 @@ class DeviceLogprobs:
 
     def to_host(self) -> "DeviceLogprobs":
         """Enqueues the copies; nothing waits."""
-        tensors = (self.rows, self.chosen, self.top, self.top_token_ids, self.named)
+        tensors = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
         return DeviceLogprobs(self.asked, *(tensor.to("cpu", non_blocking=True) for tensor in tensors))
 
     def per_row(self, num_rows: int) -> list[TokenLogprobs | None]:
         answers: list[TokenLogprobs | None] = [None] * num_rows
-        columns = (self.rows, self.chosen, self.top, self.top_token_ids, self.named)
+        columns = (self.rows, self.token_ids, self.chosen, self.top, self.top_token_ids, self.named)
         values = zip(self.asked.num_top, self.asked.named, *(column.tolist() for column in columns), strict=True)
-        for num_top, names, row, chosen, top, top_token_ids, named in values:
+        for num_top, names, row, token_id, chosen, top, top_token_ids, named in values:
             if names:
                 answers[row] = TokenLogprobs(chosen, list(names), named[: len(names)])
             else:
-                answers[row] = TokenLogprobs(chosen, top_token_ids[:num_top], top[:num_top])
+                answers[row] = _ranked(token_id, chosen, top_token_ids, top, num_top)
         return answers
+
+
+def _ranked(token_id: int, chosen: float, top_token_ids: list[int], top: list[float], num_top: int) -> TokenLogprobs:
+    ranked = sorted(zip(top_token_ids, top, strict=True), key=lambda pair: (-pair[1], pair[0] != token_id, pair[0]))
+    return TokenLogprobs(chosen, [other for other, _ in ranked[:num_top]], [value for _, value in ranked[:num_top]])
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:
     """`logits` [N, V] as the model gave them, `token_ids` [N] int64 as they were chosen."""
-    raw = logits[asked.rows].float()
+    raw = logits[asked.rows].float()  # a copy
     log_mass = raw.logsumexp(dim=-1, keepdim=True)
-    chosen = raw.gather(1, token_ids[asked.rows, None]) - log_mass
-    top, top_token_ids = raw.topk(max(asked.num_top), dim=-1)
+    ids = token_ids[asked.rows, None]
+    score = raw.gather(1, ids)
     named = raw[:, :0] if asked.named_token_ids is None else raw.gather(1, asked.named_token_ids) - log_mass
-    return DeviceLogprobs(asked, asked.rows, chosen.squeeze(1), top - log_mass, top_token_ids, named)
+    # topk() takes any of equal scores: the chosen token's is one step greater, so that the list has it.
+    raw.scatter_(1, ids, score.nextafter(score.new_tensor(math.inf)))
+    top, top_token_ids = raw.topk(max(asked.num_top), dim=-1)
+    top = torch.where(top_token_ids == ids, score, top) - log_mass
+    return DeviceLogprobs(asked, asked.rows, ids.squeeze(1), (score - log_mass).squeeze(1), top, top_token_ids, named)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, OutputHead, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from kernels.paged_attention_cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 
@@ -78,6 +78,10 @@ class CpuStep:
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return linear(x)
+
+    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor:
+        computed = head.on_cpu(x)
+        return computed if logits is None else logits.copy_(computed)
 
     def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
         """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""

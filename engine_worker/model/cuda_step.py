@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, OutputHead, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm
@@ -93,6 +93,12 @@ class CudaStep:
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         tiles = tiles_for(linear.weight, len(x), is_gated=False)
         return linear(x) if tiles is None else skinny_linear(x, linear.weight, tiles)
+
+    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor:
+        if logits is None:
+            logits = x.new_empty(len(x), len(head.weight), dtype=torch.float32)
+        tiles = tiles_for(head.weight, len(x), is_gated=False)
+        return head.on_cuda(x, logits) if tiles is None else skinny_linear(x, head.weight, tiles, logits)
 
     def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
         """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""

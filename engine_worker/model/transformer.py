@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, NormWeight, RotaryEmbedding
+from engine_worker.model.layers import Linear, NormWeight, OutputHead, RotaryEmbedding
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.weights import WeightSource
 
@@ -29,6 +29,7 @@ class DeviceStep(Protocol):
     def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
     def rotate_and_store(self, qkv: Tensor, layer: int) -> None: ...
     def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor: ...
+    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor: ...
 
 
 class Device(Protocol):
@@ -91,7 +92,7 @@ class Transformer:
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         self._layers = [DecoderLayer(config, weights, index) for index in range(config.num_layers)]
         self._norm = NormWeight(weights.get("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-        self._head = Linear(self._embedding if config.tie_word_embeddings else weights.get("lm_head.weight", shape))
+        self._head = OutputHead(self._embedding if config.tie_word_embeddings else weights.get("lm_head.weight", shape))
         self.rotary = RotaryEmbedding(config, max_len, self._embedding.device)
 
     @property
@@ -110,9 +111,14 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(
-        self, model_input: ModelInput, device: Device, look: Callable[[LogitsOf], None] | None = None
+        self,
+        model_input: ModelInput,
+        device: Device,
+        look: Callable[[LogitsOf], None] | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
-        """Logits [N, vocab_size] of `model_input.logits_indices`; the KV of all tokens is in the pool afterwards.
+        """Logits [N, vocab_size] float32 of `model_input.logits_indices`, written to `logits` if that is given; the KV
+        of all tokens is in the pool afterwards.
 
         `look` may ask for the logits of other rows, part by part: those of a long prompt would fill the device.
         """
@@ -126,11 +132,11 @@ class Transformer:
         wanted = model_input.logits_indices
         hidden, residual = self._layers[-1](step, hidden, residual, wanted if look is None else None)
 
-        def logits_of(hidden: Tensor, residual: Tensor) -> Tensor:
+        def logits_of(hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
             normed, _ = step.add_rms_norm(hidden, residual, self._norm)
-            return step.linear(normed, self._head)
+            return step.logits(normed, self._head, logits)
 
         if look is None:
-            return logits_of(hidden, residual)
+            return logits_of(hidden, residual, logits)
         look(lambda rows: logits_of(hidden[rows], residual[rows]))
-        return logits_of(hidden[wanted], residual[wanted])
+        return logits_of(hidden[wanted], residual[wanted], logits)

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine_worker.execution.logprobs import launch_logprobs
 from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.sampling_inputs import LogprobRows
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 
@@ -340,6 +342,35 @@ def test_log_probabilities_are_the_models_own_before_anything_changes_them() -> 
         assert logprobs.top_token_ids == top.indices.tolist()
         assert logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
     assert sampler().sample(logits[2:3], sequences[2:3]).logprobs == []
+
+
+def test_of_equal_tokens_the_lowest_is_the_greedy_one() -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, [7, 40, 256]] = 3.0
+    assert sample(logits, [sequence("greedy", temperature=0.0)])[0] == [7]
+
+
+@pytest.mark.parametrize("chosen", [7, 40, 256, 299])
+def test_of_equal_log_probabilities_the_chosen_tokens_is_first_then_the_lowest_ids(chosen: int) -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, [7, 40, 256]] = 3.0
+    logits[0, 100] = torch.tensor(3.0).nextafter(torch.tensor(4.0))  # one step more is more
+    asked = LogprobRows(torch.tensor([0]), [4], [()], None)
+    (found,) = launch_logprobs(logits, torch.tensor([chosen]), asked).to_host().per_row(1)
+    assert found is not None
+    others = [token_id for token_id in (7, 40, 256) if token_id != chosen]
+    assert found.top_token_ids == ([100, chosen, *others] if chosen != 299 else [100, 7, 40, 256])
+    assert found.top_logprobs == sorted(found.top_logprobs, reverse=True)
+    assert found.top_logprobs[1:] == [found.top_logprobs[1]] * 3
+    assert found.logprob == pytest.approx(logits.double().log_softmax(-1)[0, chosen].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("num_top", [1, 2, 5])
+def test_a_chosen_token_that_ties_with_the_last_of_the_list_is_in_it(num_top: int) -> None:
+    logits = torch.zeros(1, 300)
+    asked = LogprobRows(torch.tensor([0]), [num_top], [()], None)
+    (found,) = launch_logprobs(logits, torch.tensor([200]), asked).to_host().per_row(1)
+    assert found is not None and found.top_token_ids[0] == 200 and len(set(found.top_token_ids)) == num_top
 
 
 def test_penalties_alone_need_the_last_token_on_the_host() -> None:

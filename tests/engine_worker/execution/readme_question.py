@@ -1,0 +1,42 @@
+"""python -m tests.engine_worker.execution.readme_question MODEL DTYPE: README's question, greedy, asked twice.
+
+Prints as JSON both answers, and how many tokens of the prompt the second one found in the prefix cache. It is a program
+of its own, because oneDNN reads ONEDNN_MAX_CPU_ISA when a process begins.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from engine_worker.model.config import ModelConfig
+from gateway.text.served_model import load_served_model
+from shared.messages import FinishEvent
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end
+
+QUESTION = "What is the capital of France?"
+
+
+def main() -> None:
+    directory, dtype = Path(sys.argv[1]), sys.argv[2]
+    encoder = load_served_model(directory).encoder
+    question = [{"role": "user", "content": QUESTION}]
+    chat = encoder.render_chat(question, add_generation_prompt=True, continue_final_message=False)
+    prompt = encoder.encode_chat(chat)
+    eos_token_ids = ModelConfig.from_directory(directory).eos_token_ids
+    runner = make_runner(directory, num_blocks=16, block_size=16, dtype=dtype)
+    engine = make_engine(runner, max_num_seqs=2, max_num_batched_tokens=64)
+    answers, cached = [], 0
+    for name in ("first", "again"):
+        request = make_request(prompt, name, max_tokens=16, stop_token_ids=tuple(eos_token_ids))
+        transcript = run_engine_to_end(engine, [request])
+        (end,) = transcript.ends.values()
+        assert isinstance(end, FinishEvent)
+        cached = end.usage.cached_tokens
+        answer = [token_id for token_id in transcript.tokens[name] if token_id not in eos_token_ids]
+        answers.append(encoder.decode(answer))
+    print(json.dumps({"answers": answers, "cached_tokens": cached}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The head's logits are float32 sums on every device, so that two likely tokens are not one value."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.model.layers import OutputHead
+
+ROOT = Path(__file__).parents[3]
+TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # the product is split into two of 8 bits; float32 sums of 512 terms are closer
+
+
+def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
+    """x, a head of 1,000 tokens, and the exact product."""
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, 512, generator=generator).to(dtype)
+    weight = torch.randn(1000, 512, generator=generator).to(dtype)
+    return x, OutputHead(weight), x.double() @ weight.double().T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 64])
+def test_logits_are_float32_sums(dtype: torch.dtype, num_rows: int) -> None:
+    x, head, exact = product(dtype, num_rows)
+    logits = head.on_cpu(x)
+    assert logits.dtype == torch.float32 and logits.shape == exact.shape
+    scale = exact.abs().max() if num_rows else 1.0
+    torch.testing.assert_close(logits.double(), exact, rtol=TWO_BFLOAT16_ROUNDINGS, atol=float(1e-6 * scale))
+
+
+def test_tokens_that_are_one_value_in_bfloat16_are_two() -> None:
+    """25.360 and 25.262 both round to 25.375 and 25.25, which are neighbours; closer ones are equal."""
+    weight = torch.zeros(3, 512, dtype=torch.bfloat16)
+    weight[0, :2] = torch.tensor([25.25, 0.03])
+    weight[1, :2] = torch.tensor([25.25, 0.05])
+    x = torch.ones(1, 512, dtype=torch.bfloat16)
+    assert len(set((x @ weight.T).flatten().tolist())) == 2, "rounded, they are equal"
+    logits = OutputHead(weight).on_cpu(x)
+    assert logits.argmax() == 1 and logits[0, 0] < logits[0, 1]
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("dtype", "isa"),
+    [("float32", "DEFAULT"), ("bfloat16", "DEFAULT"), ("bfloat16", "AVX512_CORE_BF16")],
+)
+def test_the_question_of_the_readme_has_its_answer(demo_model_dir: Path, dtype: str, isa: str) -> None:
+    """With bfloat16 logits "The" and "L" were equal as its first token, and a CPU with AMX chose the second.
+
+    ONEDNN_MAX_CPU_ISA has a CPU with AMX do without; where there is none, it changes nothing.
+    """
+    command = [sys.executable, "-m", "tests.engine_worker.execution.readme_question", str(demo_model_dir), dtype]
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["answers"] == ["The capital of France is Paris."] * 2
+    assert found["cached_tokens"] > 16
