@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.requests.answer_size import check_size, most_tokens
 from gateway.requests.openai_schema import CompletionRequest, GenerationFields
 from gateway.requests.token_fields import check_something_is_allowed
 from shared.choice_seeds import SEED_BITS
@@ -41,10 +42,10 @@ def plan_requests(
     traceparent: str = "",
 ) -> list[PlannedRequest]:
     """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
-    planned = []
+    planned, most = [], most_tokens(request, prompts_token_ids)
     for prompt_index, token_ids in enumerate(prompts_token_ids):
         check_prompt(token_ids, request.prompt_param, limits)
-        max_tokens = max(1, _max_tokens(request, len(token_ids), limits))  # 0: see prompt_echo.py
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see prompt_echo.py
         generation = GenerationRequest(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -74,10 +75,10 @@ def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> Contex
     )
 
 
-def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits, most: int) -> int:
     room = limits.max_model_len - num_prompt_tokens
     if request.max_tokens is None:
-        return min(room, request.default_max_tokens or room)
+        return min(room, request.default_max_tokens or room, most)
     if request.max_tokens > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
@@ -85,6 +86,7 @@ def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: Mode
             f"{request.max_tokens} in the completion). Please reduce the length of either.",
             param=request.max_tokens_param,
         )
+    check_size(request, request.max_tokens, most)
     return request.max_tokens
 
 

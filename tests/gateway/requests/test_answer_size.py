@@ -1,0 +1,108 @@
+"""Products of what one request may ask for: bounded before anything is queued, and named."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import InvalidRequest
+from gateway.requests.answer_size import MAX_VALUES
+from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
+from gateway.requests.planning import ModelLimits, PlannedRequest, plan_requests
+from shared.messages import (
+    MAX_JOURNAL_BYTES,
+    JournalExtras,
+    JournalFrame,
+    PromptLogprobs,
+    TokenLogprobs,
+    encode,
+)
+
+LIMITS = ModelLimits(max_model_len=2**20, vocab_size=2**31)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion(json.dumps({"prompt": [1], **fields}).encode())
+
+
+def chat(**fields: Any) -> CompletionRequest:
+    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+
+
+def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int = 1) -> list[PlannedRequest]:
+    return plan_requests(request, [[1] * prompt_tokens] * num_prompts, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt_tokens", "num_prompts", "param", "allowed"),
+    [
+        (completion(max_tokens=MAX_VALUES + 1), 1, 1, "max_tokens", "at most 524288 tokens"),
+        (completion(max_tokens=100_000, n=8), 1, 1, "max_tokens", "at most 65536 tokens"),
+        (completion(max_tokens=40_000, logprobs=20), 1, 1, "max_tokens", "at most 23831 tokens"),
+        (completion(max_tokens=10_000, n=8, logprobs=20), 1, 1, "max_tokens", "at most 2978 tokens"),
+        (completion(max_tokens=100_000, n=1, best_of=8), 1, 1, "max_tokens", "at most 32768 tokens"),
+        (
+            completion(max_tokens=5000, logprobs=0, logprob_token_ids=list(range(128))),
+            1, 1, "max_tokens", "at most 4032 tokens",
+        ),
+        (completion(prompt=[[1]] * 32, max_tokens=20_000), 1, 32, "max_tokens", "at most 16384 tokens"),
+        (completion(prompt=[[1]] * 32, prompt_logprobs=20), 8191, 32, "prompt_logprobs", "it has at most 524288"),
+        (completion(prompt=[[1]] * 32, echo=True, logprobs=20, max_tokens=0), 8191, 32, "prompt", "at most 524288"),
+        (completion(n=8, prompt_logprobs=20), 8191, 1, "prompt_logprobs", "it has at most 524288"),
+        (completion(n=8, echo=True), 100_000, 1, "prompt", "it has at most 524288"),
+        (completion(n=8, return_token_ids=True), 100_000, 1, "prompt", "it has at most 524288"),
+        (chat(max_completion_tokens=100_000, n=8), 1, 1, "max_completion_tokens", "at most 65536 tokens"),
+        (chat(prompt_logprobs=20), 40_000, 1, "prompt_logprobs", "it has at most 524288"),
+    ],
+)  # fmt: skip
+def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
+    request_: CompletionRequest, prompt_tokens: int, num_prompts: int, param: str, allowed: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        planned(request_, prompt_tokens, num_prompts)
+    assert refused.value.param == param and allowed in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt_tokens", "num_prompts"),
+    [
+        (completion(max_tokens=MAX_VALUES), 1, 1),
+        (completion(max_tokens=65_536, n=8), 1, 1),
+        (completion(max_tokens=23_831, logprobs=20), 1, 1),
+        (completion(prompt=[[1]] * 32, echo=True, logprobs=1, max_tokens=0), 4096, 32),  # as harnesses score texts
+        (completion(prompt_logprobs=20, max_tokens=1), 16_384, 1),
+        (completion(prompt=[[1]] * 8, n=8, max_tokens=8192), 100_000, 8),  # prompts that nothing is told of
+        (chat(n=8, max_tokens=16_384), 100_000, 1),
+    ],
+)
+def test_what_is_asked_for_in_earnest_is_not(
+    request_: CompletionRequest, prompt_tokens: int, num_prompts: int
+) -> None:
+    for plan in planned(request_, prompt_tokens, num_prompts):
+        assert plan.request.sampling.max_tokens == max(1, request_.max_tokens or 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (chat(), MAX_VALUES),
+        (chat(n=8), 65_536),
+        (chat(logprobs=True, top_logprobs=20), 23_831),
+        (chat(prompt_logprobs=0), (MAX_VALUES - 2)),
+    ],
+)
+def test_without_a_wish_an_answer_is_as_long_as_it_may_be(request_: CompletionRequest, expected: int) -> None:
+    (plan,) = planned(request_)
+    assert plan.request.sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize("num_scores", [None, 0, 20, 128])
+def test_no_journal_of_an_accepted_request_is_too_long_to_be_read(num_scores: int | None) -> None:
+    """Of the longest tokens there are, each in a frame of its own, as a step of the engine writes it."""
+    worst = TokenLogprobs(-1.1, [2**31 - 1] * (num_scores or 0), [-1.1] * (num_scores or 0))
+    tokens = JournalFrame(2**20, [2**31 - 1], None if num_scores is None else JournalExtras([worst]), 63)
+    values = 1 if num_scores is None else 2 + num_scores
+    assert len(encode(tokens)) * (MAX_VALUES // values) < MAX_JOURNAL_BYTES / 2
+    if num_scores is not None:
+        prompt = JournalFrame(0, [], JournalExtras(prompt_logprobs=PromptLogprobs(2**20, [worst])))
+        assert len(encode(prompt)) * (MAX_VALUES // values) < MAX_JOURNAL_BYTES / 2
