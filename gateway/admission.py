@@ -29,6 +29,7 @@ class Load:
     model_loaded: bool  # the tokenizer is there
     ready_workers: int
     was_ready: bool  # a worker has been ready since this gateway began
+    is_waited_for: bool  # the next one: requests are taken while none is ready
     open_requests: int  # this one too
     store_has_room: bool
 
@@ -58,7 +59,7 @@ def admit(load: Load, limits: Limits) -> Admitted | Rejected:
         return Rejected("draining", "This gateway is shutting down.")
     if not load.model_loaded or (load.ready_workers == 0 and not load.was_ready):
         return Rejected("starting", "The model is being loaded; GET /ready tells how far it is.")
-    if load.ready_workers == 0:
+    if load.ready_workers == 0 and not load.is_waited_for:
         return Rejected("no_worker", "No engine worker is ready.")
     if not load.store_has_room:
         return Rejected("store_full", "The request store is nearly full; its room is kept for open requests.")

@@ -167,7 +167,7 @@ class ReadinessBody(StateBody, kw_only=True):
 class StoreReadinessBody(StateBody, kw_only=True):
     store_write_seconds: float | None  # null: it took no write
     ready_workers: int
-    ready_models: int
+    ready_models: int  # those that take requests
     models: int
 
 

@@ -1,6 +1,7 @@
 """Is the service ready, and if not, how far is it: one answer from the fleet's heartbeats. Pure.
 
-The states of /ready: starting (nothing has been ready yet) -> ready; no_worker when all have gone; draining at the end.
+The states of /ready: starting (nothing has been ready yet) -> ready; waiting while all workers are gone and the next one
+is waited for; no_worker when it has not come; draining at the end.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class WorkerStatus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness:
-    state: str  # starting | ready | no_worker | draining
+    state: str  # starting | ready | waiting | no_worker | draining
     phase: str
     progress: float
     detail: str
@@ -41,6 +42,11 @@ class Readiness:
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Also while a worker is waited for: whoever sends requests elsewhere then, or nowhere, loses them."""
+        return self.state in ("ready", "waiting")
 
     def as_object(self) -> dict[str, Any]:
         return {
@@ -58,6 +64,7 @@ def assess(
     *,
     model_loaded: bool,
     was_ready: bool,
+    is_waited_for: bool,
     draining: bool,
     elapsed_seconds: float,
 ) -> Readiness:
@@ -67,8 +74,10 @@ def assess(
         state = "draining"
     elif num_ready and model_loaded:
         state = "ready"
+    elif was_ready and model_loaded:
+        state = "waiting" if is_waited_for else "no_worker"
     else:
-        state = "no_worker" if was_ready else "starting"
+        state = "starting"
     phase, progress, detail = _furthest(alive, state)
     return Readiness(
         state=state,
@@ -83,7 +92,10 @@ def assess(
 
 def overall(models: Sequence[Readiness]) -> Readiness:
     """Of all models as one: where one is ready, traffic is welcome; else how far the furthest is."""
-    furthest = max(models, key=lambda model: (model.is_ready, _PHASE_ORDER.index(WorkerPhase(model.phase))))
+    furthest = max(
+        models,
+        key=lambda model: (model.is_ready, model.takes_requests, _PHASE_ORDER.index(WorkerPhase(model.phase))),
+    )
     return replace(
         furthest,
         ready_workers=sum(model.ready_workers for model in models),

@@ -10,6 +10,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("", "qwen3", "deepseek_r1")
+NO_WORKER = ("wait", "refuse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,13 @@ class GatewaySettings:
     )
     default_timeout_seconds: float = setting(0.0, parse=float, help="time for a whole answer; 0: as long as it takes")
     default_queue_timeout_seconds: float = setting(0.0, parse=float, help="time until a worker begins; 0: any")
+    no_worker: str = setting(
+        "wait", choices=NO_WORKER,
+        help="while none is ready, but one was: requests wait for the next worker, or get 503 no_worker at once",
+    )  # fmt: skip
+    no_worker_wait_seconds: float = setting(
+        120.0, parse=float, help="for how long a worker is waited for, and one request that names no time in the queue"
+    )
     max_timeout_seconds: float = setting(3600.0, parse=float, help="the most of both that a request may ask for")
     default_detach_seconds: float = setting(
         60.0, parse=float, help="a request with an Idempotency-Key outlives its client's connection by so long"
@@ -97,6 +105,7 @@ class GatewaySettings:
             ("--sse-keep-alive-seconds", self.sse_keep_alive_seconds),
             ("--write-stall-seconds", self.write_stall_seconds),
             ("--body-timeout-seconds", self.body_timeout_seconds),
+            ("--no-worker-wait-seconds", self.no_worker_wait_seconds),
         ):
             _require(seconds > 0, flag, "over 0", seconds)
         for flag, seconds in (

@@ -43,14 +43,20 @@ class GatewayState:
         self.model_failed = asyncio.Event()  # its directory is there and cannot be served: nothing to wait for
         self.models = ModelTable(
             [
-                ModelService(options, client, metrics.of_model(options.name), self.open_requests, self.background)
+                ModelService(
+                    options, client, metrics.of_model(options.name), self.open_requests, self.background,
+                    worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
+                )  # fmt: skip
                 for options, client in clients.items()
             ]
         )
 
     @property
     def default_timeouts(self) -> Timeouts:
-        return Timeouts(self.settings.default_timeout_seconds, self.settings.default_queue_timeout_seconds)
+        settings = self.settings
+        return Timeouts(
+            settings.default_timeout_seconds, settings.default_queue_timeout_seconds, settings.no_worker_wait_seconds
+        )
 
     def service(self, model_name: str | None, account: Account) -> ModelService:
         """The model that a request names. Raises ModelNotFound or MissingParameter."""

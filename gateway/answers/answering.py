@@ -107,6 +107,7 @@ async def _new_reply(
     state, account = asker.state, asker.account
     timeouts = timeouts_of(completion.fields, asker.default_timeouts, state.settings.max_timeout_seconds)
     model = service.admit()
+    timeouts = service.within_wait(timeouts)
     asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
     completion, planned = await asker.work(
         None if has_more_work(completion) else len(body),

@@ -15,6 +15,7 @@ from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.models.model_options import ModelOptions
 from gateway.open_requests import OpenRequests
 from gateway.readiness import Readiness, assess, ready_workers
+from gateway.requests.deadlines import Timeouts, without_worker
 from gateway.requests.planning import ModelLimits
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
@@ -32,7 +33,10 @@ class ModelService:
         metrics: ModelMetrics,
         open_requests: OpenRequests,
         background: BackgroundWork,
+        *,
+        worker_wait_seconds: float,
     ) -> None:
+        """`worker_wait_seconds`: for how long after the last ready worker the next one is waited for; 0: not at all."""
         self.options = options
         self.client = client
         self.metrics = metrics
@@ -41,7 +45,7 @@ class ModelService:
         self.loaded = asyncio.Event()
         self.model: ServedModel | None = None
         self._open_requests = open_requests
-        self._was_ready = False
+        self._worker_wait_seconds = worker_wait_seconds
         self._started_at = time.monotonic()
         metrics.registry.register(DeliveryCollector(client))
 
@@ -65,15 +69,15 @@ class ModelService:
         logger.info("tokenizer of %s ready", self.name)
 
     def readiness(self) -> Readiness:
-        readiness = assess(
+        last_ready = self.client.last_ready
+        return assess(
             self.client.fleet,
             model_loaded=self.model is not None,
-            was_ready=self._was_ready,
+            was_ready=last_ready is not None,
+            is_waited_for=last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds,
             draining=self._open_requests.draining,
             elapsed_seconds=time.monotonic() - self._started_at,
         )
-        self._was_ready = self._was_ready or readiness.is_ready
-        return readiness
 
     def require_model(self) -> ServedModel:
         """The tokenizer, for routes that need no worker. Raises Unavailable."""
@@ -88,7 +92,8 @@ class ModelService:
             draining=self._open_requests.draining,
             model_loaded=self.model is not None,
             ready_workers=readiness.ready_workers,
-            was_ready=self._was_ready,
+            was_ready=self.client.last_ready is not None,
+            is_waited_for=readiness.state == "waiting",
             open_requests=self._open_requests.num_open,
             store_has_room=self.client.store_memory.has_room,
         )
@@ -98,7 +103,15 @@ class ModelService:
             raise unavailable(decision.reason, decision.message)
         return self.require_model()
 
+    def within_wait(self, timeouts: Timeouts) -> Timeouts:
+        """Those of a request that is admitted now: nobody waits for ever for a worker that is to come."""
+        return timeouts if ready_workers(self.client.fleet) else without_worker(timeouts)
+
     def limits(self, model: ServedModel) -> ModelLimits:
-        """The smallest context of all: any worker may be the one that takes the request."""
-        told = [beat.max_model_len for beat in ready_workers(self.client.fleet) if beat.max_model_len]
+        """The smallest context of all: any worker may be the one that takes the request. While none is ready, the next
+        one is taken to be like the last."""
+        ready = ready_workers(self.client.fleet)
+        if not ready and (last_ready := self.client.last_ready) is not None:
+            ready = [last_ready.heartbeat]
+        told = [beat.max_model_len for beat in ready if beat.max_model_len]
         return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)

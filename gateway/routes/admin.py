@@ -1,8 +1,8 @@
 """Probes, metrics, version.
 
 /livez    the event loop turns; never a reason to restart for what a worker or the store does
-/readyz   the store takes a write and a worker of some model is ready: send traffic here
-/ready    the same without the store, told in phases and progress; /health is its status alone, as in vLLM.
+/readyz   the store takes a write and some model takes requests, as its worker is ready or waited for: send traffic here
+/ready    a worker of some model is ready, told in phases and progress; /health is its status alone, as in vLLM.
           Both take ?model=NAME: of several models one may be ready and another not
 """
 
@@ -48,7 +48,7 @@ async def readyz(request: web.Request) -> web.Response:
         write_seconds: float | None = await request.app[STATE].write_probe()
     except StoreUnavailable:
         write_seconds = None
-    num_ready = sum(model.is_ready for model in models)
+    num_ready = sum(model.takes_requests for model in models)
     num_needed = len(models) if request.query.get("all") == "true" else 1
     is_ready = num_ready >= num_needed and write_seconds is not None
     body = {

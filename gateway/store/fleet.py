@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.messages import WorkerHeartbeat
+from gateway.readiness import SUPERVISOR_ID
+from shared.messages import WorkerHeartbeat, WorkerPhase
 
 FORGET_AFTER_SECONDS = 60.0
 
@@ -19,6 +20,7 @@ class WorkerStatus:
 class Fleet:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
         self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
 
     def heard(self, heartbeat: WorkerHeartbeat) -> None:
@@ -27,6 +29,13 @@ class Fleet:
         has_work = heartbeat.running + heartbeat.waiting > 0
         stands_still = has_work and before is not None and heartbeat.step == before.step
         self._seen[heartbeat.worker_id] = (heartbeat, now, progress_at if stands_still else now)
+        if heartbeat.phase is WorkerPhase.READY and heartbeat.worker_id != SUPERVISOR_ID:
+            self._ready = heartbeat, now
+
+    @property
+    def last_ready(self) -> WorkerStatus | None:
+        """The worker that was the last to say that it is ready, however long ago; None: none has yet."""
+        return WorkerStatus(self._ready[0], self._clock() - self._ready[1]) if self._ready else None
 
     def snapshot(self) -> list[WorkerStatus]:
         """Workers (and "supervisor") heard within the last minute, by id."""

@@ -205,6 +205,11 @@ class InferenceClient:
         """Workers (and "supervisor") heard within the last 60 s, by worker id."""
         return self._fleet.snapshot()
 
+    @property
+    def last_ready(self) -> WorkerStatus | None:
+        """The worker that was the last to say that it is ready, however long ago; None: none has yet."""
+        return self._fleet.last_ready
+
     async def queue_stats(self) -> QueueStats:
         """Raises StoreUnavailable."""
         return await self._calls.ask(read_queue_stats(self._redis, self._keys))

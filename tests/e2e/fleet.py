@@ -120,6 +120,11 @@ class Api:
             await asyncio.sleep(0.1)  # polls other processes: there is nothing to wait on
         raise AssertionError(f"not ready: {state}\n{fleet.all_logs()}")
 
+    async def state(self, path: str) -> tuple[int, str]:
+        """What a probe is told."""
+        async with self._session.get(f"{self.url}{path}") as reply:
+            return reply.status, json.loads(await reply.text())["state"]
+
     async def complete(self, answer: Answer, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Answer:
         """Greedy, streamed into `answer` while it comes."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
@@ -139,5 +144,7 @@ class Api:
 
 @asynccontextmanager
 async def connected(url: str, model: str = MODEL, headers: Mapping[str, str] | None = None) -> AsyncIterator[Api]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240), headers=headers) as session:
+    connector = aiohttp.TCPConnector(limit=0)  # by default the 101st stream waits for the end of another
+    timeout = aiohttp.ClientTimeout(total=240)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         yield Api(url, session, model)

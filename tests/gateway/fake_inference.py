@@ -101,7 +101,9 @@ class FakeInferenceClient:
         self.num_gaps = 0
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
+        self._last_ready: WorkerHeartbeat | None = None
         self.workers = [heartbeat()]
+        self.seconds_without_worker = 0.0  # since one was ready
         self.submit_error: Exception | None = None
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
@@ -155,6 +157,14 @@ class FakeInferenceClient:
 
     async def next_cancellation(self) -> str:
         return await self._cancellations.get()
+
+    @property
+    def last_ready(self) -> WorkerStatus | None:
+        """Of those that were there when somebody asked."""
+        for beat in self.workers:
+            if beat.phase is WorkerPhase.READY and beat.worker_id != "supervisor":
+                self._last_ready = beat
+        return self._last_ready and WorkerStatus(self._last_ready, self.seconds_without_worker)
 
     @property
     def fleet(self) -> list[WorkerStatus]:

@@ -25,6 +25,9 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({"model_loaded": False}, "starting"),
         ({"ready_workers": 0, "was_ready": False}, "starting"),
         ({"ready_workers": 0}, "no_worker"),
+        ({"ready_workers": 0, "is_waited_for": True}, None),
+        ({"ready_workers": 0, "is_waited_for": True, "was_ready": False}, "starting"),
+        ({"ready_workers": 0, "is_waited_for": True, "store_has_room": False}, "store_full"),
         ({"open_requests": 10}, None),
         ({"open_requests": 11}, "gateway_full"),
         ({"store_has_room": False}, "store_full"),
@@ -32,7 +35,7 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
 )
 def test_admission(changes: dict[str, int], reason: str | None) -> None:
     usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True, "open_requests": 0}
-    usual["store_has_room"] = True
+    usual |= {"store_has_room": True, "is_waited_for": False}
     decision = admit(Load(**{**usual, **changes}), Limits(max_open_requests=10))  # type: ignore[arg-type]
     if reason is None:
         assert decision == Admitted()
@@ -152,6 +155,8 @@ def test_what_an_entry_does_not_say_is_as_the_flags_say(tmp_path: Path) -> None:
         ["--max-model-len", "0"],
         ["--write-stall-seconds", "0"],
         ["--drain-seconds", "-1"],
+        ["--no-worker", "queue"],
+        ["--no-worker-wait-seconds", "0"],
     ],
 )
 def test_settings_name_the_flag(flags: list[str]) -> None:

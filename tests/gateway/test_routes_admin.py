@@ -43,6 +43,9 @@ async def test_readiness_follows_the_phases(start_gateway: Any, tmp_path: Path, 
     assert (status, body["state"], body["phase"], body["progress"]) == (200, "ready", "ready", 1.0)
     engine.workers = []
     status, body = await get(gateway, "/ready")
+    assert (status, body["state"]) == (503, "waiting")
+    engine.seconds_without_worker = 120.0
+    status, body = await get(gateway, "/ready")
     assert (status, body["state"]) == (503, "no_worker")
 
 

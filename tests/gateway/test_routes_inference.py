@@ -270,7 +270,8 @@ async def test_no_worker_yet(start_gateway: Any, workers: list[Any], code: str) 
     assert int(response.headers["Retry-After"]) >= 1
 
 
-async def test_workers_gone(gateway: Gateway) -> None:
+async def test_workers_gone(start_gateway: Any) -> None:
+    gateway = await start_gateway(no_worker="refuse")
     async with gateway.session.get("/ready") as response:
         assert response.status == 200
     gateway.engine.workers = []

@@ -94,7 +94,7 @@ async def test_every_name_is_listed(two: Two) -> None:
 
 
 async def test_a_model_without_workers_refuses_for_itself_alone(two: Two, engines: list[FakeInferenceClient]) -> None:
-    gateway = await two()
+    gateway = await two(no_worker="refuse")
     assert (await ask(gateway, "/ready"))[1]["models"] == {"large": "ready", "org/small": "ready"}
     assert (await ask(gateway, "/readyz?all=true"))[0] == 200
     engines[0].workers = []

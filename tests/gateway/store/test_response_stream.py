@@ -294,6 +294,22 @@ def test_a_worker_makes_progress_when_its_steps_do_or_it_has_nothing_to_do():
     assert progress_after(99, step=4, running=0) == 0  # idle
 
 
+def test_the_fleet_remembers_for_ever_who_was_ready_last():
+    now = 0.0
+    fleet = Fleet(lambda: now)
+    for phase in (WorkerPhase.LOAD, WorkerPhase.WARMUP):
+        fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=phase))
+    fleet.heard(WorkerHeartbeat(worker_id="supervisor", phase=WorkerPhase.READY))
+    assert fleet.last_ready is None
+    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.READY, max_model_len=64))
+    now = 3600.0
+    fleet.heard(WorkerHeartbeat(worker_id="w0.a", phase=WorkerPhase.DRAINING))
+    fleet.heard(WorkerHeartbeat(worker_id="w0.b", phase=WorkerPhase.LOAD))
+    assert [status.heartbeat.worker_id for status in fleet.snapshot()] == ["w0.a", "w0.b"]
+    assert fleet.last_ready is not None
+    assert (fleet.last_ready.heartbeat.max_model_len, fleet.last_ready.seconds_since_seen) == (64, 3600.0)
+
+
 def test_the_fleet_remembers_workers_for_a_minute_by_its_own_clock():
     now = 0.0
     fleet = Fleet(lambda: now)
