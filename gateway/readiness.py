@@ -1,7 +1,7 @@
 """Is the service ready, and if not, how far is it: one answer from the fleet's heartbeats. Pure.
 
-The states of /ready: starting (nothing has been ready yet) -> ready; waiting while all workers are gone and the next one
-is waited for; no_worker when it has not come; draining at the end.
+The states of /ready: starting (nothing has been ready yet) -> ready; waiting while all workers are gone and the next
+one is waited for; no_worker when it has not come; draining at the end.
 """
 
 from collections.abc import Sequence

@@ -44,9 +44,13 @@ class GatewayState:
         self.models = ModelTable(
             [
                 ModelService(
-                    options, client, metrics.of_model(options.name), self.open_requests, self.background,
+                    options,
+                    client,
+                    metrics.of_model(options.name),
+                    self.open_requests,
+                    self.background,
                     worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
-                )  # fmt: skip
+                )
                 for options, client in clients.items()
             ]
         )

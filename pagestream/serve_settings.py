@@ -24,6 +24,8 @@ GATEWAY_FLAGS = frozenset(
         "--max-num-queued-tokens",
         "--default-timeout-seconds",
         "--default-queue-timeout-seconds",
+        "--no-worker",
+        "--no-worker-wait-seconds",
         "--max-timeout-seconds",
         "--default-detach-seconds",
         "--max-detach-seconds",

@@ -35,7 +35,8 @@ GATEWAY_OPTIONS = """
     allowed_hosts allow_unauthenticated
     max_model_len max_num_queued_reqs max_num_streams
     sse_keep_alive_seconds write_stall_seconds body_timeout_seconds
-    max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds max_timeout_seconds
+    max_num_queued_tokens default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
+    max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
     tool_call_parser reasoning_parser force_include_usage
     files_dir max_file_bytes max_files_bytes max_batch_concurrency
