@@ -6,7 +6,7 @@ here needs a tokenizer. Takes away: white space without end, which is valid JSON
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,9 +62,34 @@ def json_schema_grammar(schema: object) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
+def lark_grammar(rules: Mapping[str, str | Grammar]) -> Grammar:
+    """Of rules in Lark's notation, one of them `start`, and whole grammars that they name. Raises GrammarError."""
+    lines = [f"{name}: {rule if isinstance(rule, str) else _rule_of(rule)}" for name, rule in rules.items()]
+    return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))
+
+
+def lark_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def lark_token(token_id: int) -> str:
+    """A token that no text has: one that is special to the model."""
+    return f"<[{token_id}]>"
+
+
+def _rule_of(grammar: Grammar) -> str:
+    text = guidance_text(grammar)
+    if not text.startswith("{"):
+        return f"%lark {{\n{text}\n}}"
+    (whole,) = json.loads(text)["grammars"]
+    if whole["json_schema"] is None:
+        return f"%lark {{\n{whole['lark_grammar']}\n}}"
+    return f"%json {json.dumps(whole['json_schema'], ensure_ascii=False)}"
+
+
 def _any_of(choices: str) -> str:
     texts = msgspec.json.decode(choices, type=list[str])
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_text, texts)))
 
 
 _READERS: dict[GrammarKind, Callable[[str], str]] = {

@@ -1,23 +1,28 @@
 """Which parsers read the text of an answer, by the model, its options and what was asked. Pure.
 
 A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
+Where the model may answer in a form or call, the grammar of both is made here, for it depends on that family.
 Thoughts are looked for wherever no grammar leaves them no room.
 """
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.errors import InvalidRequest
 from gateway.models.model_options import ModelOptions
+from gateway.parsing.answer_or_calls import answer_or_calls_parser
 from gateway.parsing.message import MessageParser
 from gateway.parsing.parts import Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, listed
+from gateway.requests.call_grammar import answer_or_calls
+from gateway.requests.grammar_fields import AskedGrammar
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 
@@ -29,6 +34,8 @@ class Encoder(Protocol):
     def template_source(self) -> str: ...
 
     def has_special(self, text: str) -> bool: ...
+
+    def special_id(self, text: str) -> int | None: ...
 
 
 def message_parsers(
@@ -53,13 +60,23 @@ def message_parsers(
 
 def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
     delta = parser.push(update.text, num_tokens=len(update.token_ids), is_last=update.reason is not None)
-    return replace(
+    return structs.replace(
         update,
         text=delta.content,
         reasoning=delta.reasoning,
         tool_calls=delta.tool_calls,
         called_tools=update.reason is not None and parser.num_calls > 0,
     )
+
+
+def with_calls(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> CompletionRequest:
+    """With calls in its grammar, where it is one of the answer alone and calls may be made."""
+    if not _may_answer_or_call(request):
+        return request
+    assert request.answer_grammar is not None and request.tools is not None
+    family = _family(options, encoder)
+    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, encoder.special_id)
+    return replace(request, grammar=AskedGrammar(both, "tools"))
 
 
 def reads_special_mark(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> bool:
@@ -74,6 +91,10 @@ def _may_think(options: ModelOptions, request: CompletionRequest) -> bool:
     return bool(options.reasoning_parser) and request.grammar is None
 
 
+def _may_answer_or_call(request: CompletionRequest) -> bool:
+    return request.answer_grammar is not None and request.tools is not None and request.tools.mode == "auto"
+
+
 def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> Parser | None:
     if request.tools is None:
         return None
@@ -81,7 +102,10 @@ def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionReq
         return NamedCall(request.tools.name)
     if request.tools.mode == "required":
         return listed()
-    make, _ = TOOL_CALL_PARSERS[_family(options, encoder)]
+    family = _family(options, encoder)
+    if _may_answer_or_call(request):
+        return answer_or_calls_parser(family, tuple(request.tools.functions))
+    make, _ = TOOL_CALL_PARSERS[family]
     return make()
 
 

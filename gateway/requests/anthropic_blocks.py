@@ -1,7 +1,6 @@
 """Anthropic's content blocks, tools and tool choices -> the same in the words of a chat. Pure.
 
-A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it. A
-document that is a text becomes one, in the tags that Anthropic recommends for prompts; others are refused.
+A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it.
 Thoughts of earlier answers are left out, as chat templates do with them. Tools that Anthropic's servers would run are
 refused.
 """
@@ -40,26 +39,6 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str
 
 
-class PlainTextSource(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    media_type: Literal["text/plain"]
-    data: str
-
-
-class ContentSource(msgspec.Struct, kw_only=True, tag_field="type", tag="content"):
-    content: str | list[TextPart]
-
-
-class Citations(msgspec.Struct, kw_only=True):
-    enabled: Literal[False] | None = None  # nothing here says where an answer was found
-
-
-class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="document"):
-    source: PlainTextSource | ContentSource
-    title: str | None = None
-    context: str | None = None
-    citations: Citations | None = None
-
-
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -68,7 +47,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock | DocumentBlock] | None = None
+    content: str | list[TextPart] | None = None
     is_error: bool | None = None
 
 
@@ -81,13 +60,11 @@ class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag=
     data: str
 
 
-Block: TypeAlias = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-# Texts are of all of them; thoughts and calls are the assistant's.
-_OF_THE_USER = (DocumentBlock, ToolResultBlock)
+Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
@@ -96,7 +73,6 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
-    strict: bool | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -116,8 +92,8 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
     for index, block in enumerate(message.content):
         _check_role(block, message.role, f"{path}.content[{index}].type")
         match block:
-            case TextBlock() | DocumentBlock():
-                texts.append(ContentPart("text", _text_of(block)))
+            case TextBlock():
+                texts.append(ContentPart("text", block.text))
             case ToolUseBlock():
                 function = CalledFunction(block.name, json.dumps(block.input, ensure_ascii=False))
                 calls.append(ToolCallFields(id=block.id.removeprefix(CALL_ID_PREFIX), function=function))
@@ -142,9 +118,7 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
             )
         if tool.name in {other.name for other in tools[:index]}:
             raise InvalidRequest(f"{param}.name: {tool.name!r} is given more than once.", param=f"{param}.name")
-        function = FunctionFields(
-            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-        )
+        function = FunctionFields(name=tool.name, description=tool.description, parameters=tool.input_schema)
         chosen.append(ToolFields(type="function", function=function))
     return chosen
 
@@ -164,8 +138,7 @@ def chat_tool_choice(choice: AnthropicToolChoice, tools: AnthropicTools) -> Tool
 
 
 def _check_role(block: Block, role: str, param: str) -> None:
-    owner = "user" if isinstance(block, _OF_THE_USER) else "assistant"
-    if isinstance(block, TextBlock) or owner == role:
+    if isinstance(block, TextBlock) or isinstance(block, ToolResultBlock) == (role == "user"):
         return
     kind = type(block).__struct_config__.tag
     raise InvalidRequest(f"{param}: a message of the {role} has no block of type {kind!r}.", param=param)
@@ -173,19 +146,6 @@ def _check_role(block: Block, role: str, param: str) -> None:
 
 def _result(block: ToolResultBlock) -> MessageFields:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(map(_text_of, content))
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     text = f"Error: {text}" if block.is_error else text
     return MessageFields("tool", text, tool_call_id=block.tool_use_id.removeprefix(CALL_ID_PREFIX))
-
-
-def _text_of(block: TextBlock | DocumentBlock) -> str:
-    if isinstance(block, TextBlock):
-        return block.text
-    source = block.source
-    if isinstance(source, PlainTextSource):
-        text = source.data
-    else:
-        text = source.content if isinstance(source.content, str) else "\n".join(part.text for part in source.content)
-    named = {"title": block.title, "context": block.context}
-    head = "".join(f"<{tag}>{value}</{tag}>\n" for tag, value in named.items() if value)
-    return f"<document>\n{head}<document_contents>\n{text}\n</document_contents>\n</document>"

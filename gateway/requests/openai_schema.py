@@ -142,7 +142,6 @@ class ChatPrompt:
     continue_final_message: bool
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
-    thinks_only_if_told_apart: bool = False  # its model's template is told to leave out thoughts that nobody reads
 
 
 Prompt: TypeAlias = ChatPrompt | str | list[int]
@@ -165,7 +164,8 @@ class CompletionRequest:
     continuous_usage: bool
     echo: bool
     ignored: tuple[str, ...]
-    grammar: AskedGrammar | None = None
+    grammar: AskedGrammar | None = None  # of the answer's text, calls included
+    answer_grammar: AskedGrammar | None = None  # of a text that calls nothing, as the client asked
     tools: ToolUse | None = None
     is_chat: bool = False
     must_think: bool = False  # refused where nothing tells thoughts apart
@@ -173,6 +173,11 @@ class CompletionRequest:
     repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
     bad_words: Words = ()  # as tokens; set when the model is known
+
+    @property
+    def grammars(self) -> tuple[AskedGrammar, ...]:
+        """Each is to be one that can be followed, also that of an answer which a forced call leaves no room."""
+        return tuple(dict.fromkeys(asked for asked in (self.answer_grammar, self.grammar) if asked is not None))
 
     @property
     def n(self) -> int:
@@ -206,9 +211,9 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: b
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
     )
-    tools = tool_use(fields, request.grammar)
+    tools = tool_use(fields)
     if tools is not None:
-        grammar, (prompt,) = tools.grammar or request.grammar, request.prompts
+        grammar, (prompt,) = tools.grammar or request.answer_grammar, request.prompts
         assert isinstance(prompt, ChatPrompt)
         prompt = replace(prompt, tools=tools.definitions)
         request = replace(request, tools=tools, grammar=grammar, prompts=(prompt,))
@@ -295,7 +300,7 @@ def _request(
         raise InvalidRequest("stream_options: only allowed when stream is true.", param="stream_options")
     check_extra_fields(fields, stream=stream, use_beam_search=choices.use_beam_search)
     check_token_fields(fields)
-    options = fields.stream_options or StreamOptions()
+    options, grammar = fields.stream_options or StreamOptions(), asked_grammar(fields)
     return CompletionRequest(
         model=fields.model,
         prompts=prompts,
@@ -312,7 +317,8 @@ def _request(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         echo=echo,
         ignored=ignored,
-        grammar=asked_grammar(fields),
+        grammar=grammar,
+        answer_grammar=grammar,
     )
 
 

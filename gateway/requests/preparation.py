@@ -3,6 +3,7 @@
 Blocking: what it costs grows with the body, but for what has_more_work() tells of. Pure but for random ids.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from gateway.requests.grammar_checks import check_asked
@@ -19,7 +20,7 @@ def has_more_work(request: CompletionRequest) -> bool:
     """Than the size of its body tells."""
     chats = (prompt for prompt in request.prompts if isinstance(prompt, ChatPrompt))
     return (
-        request.grammar is not None
+        bool(request.grammars)
         or len(request.fields.bad_words or ()) > _FEW_WORDS
         or any(len(chat.messages) + len(chat.tools) > _FEW_MESSAGES for chat in chats)
     )
@@ -32,9 +33,24 @@ def prepared(
     tenant: str,
     priority_class: str,
     traceparent: str,
+    with_calls: Callable[[CompletionRequest], CompletionRequest],
 ) -> tuple[CompletionRequest, list[PlannedRequest]]:
-    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
-    check_asked(request.grammar)
+    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest.
+
+    `with_calls`: adds to an answer's grammar the calls that may stand in its place."""
+    request = _bound(request, with_calls)
     token_ids = encode_prompts(model, limits, request)
     request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     return request, plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+
+
+def _bound(
+    request: CompletionRequest, with_calls: Callable[[CompletionRequest], CompletionRequest]
+) -> CompletionRequest:
+    """What was asked for is checked before it is put together: errors name what a client wrote."""
+    for asked in request.grammars:
+        check_asked(asked)
+    bound = with_calls(request)
+    if bound is not request:
+        check_asked(bound.grammar)
+    return bound

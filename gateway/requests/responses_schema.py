@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
+from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     NO_EFFECT,
     ChatBody,
@@ -69,12 +69,12 @@ def parse_response(body: bytes) -> CompletionRequest:
     except InvalidRequest as error:
         param = error.param and _worded(error.param)
         raise type(error)(_worded(error.message), param=param, code=error.code) from error
-    grammar = request.grammar and replace(request.grammar, param=_worded(request.grammar.param))
     return replace(
         request,
         prompt_param="input",
         max_tokens_param="max_output_tokens",
-        grammar=grammar,
+        grammar=_in_our_words(request.grammar),
+        answer_grammar=_in_our_words(request.answer_grammar),
         background=bool(fields.background),
         repeated=repeated(fields),
     )
@@ -143,6 +143,10 @@ def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
     if effort == "none":
         thinking["enable_thinking"] = False
     return thinking | (fields.chat_template_kwargs or {})
+
+
+def _in_our_words(asked: AskedGrammar | None) -> AskedGrammar | None:
+    return asked and replace(asked, param=_worded(asked.param))
 
 
 def _worded(said: str) -> str:

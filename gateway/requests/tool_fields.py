@@ -1,6 +1,7 @@
 """tools, tool_choice and the tool messages of a chat: checked, and turned into what the rest works on. Pure.
 
-    auto        the model calls or answers, as its chat template has taught it; a parser of its family reads it
+    auto        the model calls or answers, as its chat template has taught it; a parser of its family reads it. Where
+                the answer has to have a form, a grammar of both leaves the choice (call_grammar.py)
     required    at least one call, by a grammar: a list of {"name", "arguments"}, on any model
     a function  that one call, by a grammar: its arguments alone, on any model
     allowed_tools   auto or required, as if there were no other tools
@@ -9,7 +10,8 @@
 Does not know how a family of models writes its calls (gateway/parsing does).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -18,6 +20,7 @@ from msgspec import Meta
 from gateway.errors import InvalidRequest
 from gateway.requests.grammar_fields import AskedGrammar, check_beside_grammar
 from gateway.requests.request_body import decode_object
+from gateway.requests.tool_schemas import ANY_OBJECT, Schema, calls_schema
 from shared.grammars import json_schema_grammar
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -78,11 +81,13 @@ class ToolUse:
     definitions: tuple[dict[str, Any], ...]
     mode: Literal["auto", "required", "named"]
     name: str = ""
-    grammar: AskedGrammar | None = None
+    grammar: AskedGrammar | None = None  # of calls that must be
+    functions: Mapping[str, Schema] = field(default_factory=dict)  # what binds the arguments of calls that may be
+    is_parallel: bool = True  # several calls in one answer
 
 
-def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
-    """`fields`: those of a chat, whose types are checked; `grammar`: what they ask for besides."""
+def tool_use(fields: Any) -> ToolUse | None:
+    """`fields`: those of a chat, whose types are checked."""
     tools, choice = fields.tools or [], fields.tool_choice
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
@@ -93,18 +98,15 @@ def tool_use(fields: Any, grammar: AskedGrammar | None) -> ToolUse | None:
         tools, choice = _allowed(tools, choice.allowed_tools), choice.allowed_tools.mode
     if choice == "none":
         return None
-    if grammar is not None:
-        raise InvalidRequest(
-            f"{grammar.param}: cannot be given together with tools, unless tool_choice is 'none'.", param=grammar.param
-        )
     definitions = tuple(_definition(tool) for tool in tools)
+    is_parallel = fields.parallel_tool_calls is not False
     if choice is None or choice == "auto":
-        return ToolUse(definitions, "auto")
+        functions = {tool.function.name: _parameters(tool) if tool.function.strict else ANY_OBJECT for tool in tools}
+        return ToolUse(definitions, "auto", functions=functions, is_parallel=is_parallel)
     check_beside_grammar(fields, "tool_choice")
     if choice == "required":
-        most = {"maxItems": 1} if fields.parallel_tool_calls is False else {}
-        grammar = AskedGrammar(json_schema_grammar(_calls(tools) | most), "tools")
-        return ToolUse(definitions, "required", grammar=grammar)
+        calls = calls_schema({tool.function.name: _parameters(tool) for tool in tools}, is_parallel=is_parallel)
+        return ToolUse(definitions, "required", grammar=AskedGrammar(json_schema_grammar(calls), "tools"))
     return _named(tools, definitions, choice.function.name)
 
 
@@ -158,31 +160,3 @@ def _definition(tool: ToolFields) -> dict[str, Any]:
 
 def _parameters(tool: ToolFields) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
-
-
-def _calls(tools: list[ToolFields]) -> dict[str, Any]:
-    """The schema of a list of calls. Each function's parameters are a definition, within which its own $refs point."""
-    places = {tool.function.name: f"#/$defs/{index}" for index, tool in enumerate(tools)}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, place in places.items()
-    ]
-    definitions = {str(index): _moved(_parameters(tool), f"#/$defs/{index}") for index, tool in enumerate(tools)}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved

@@ -69,6 +69,10 @@ class PromptEncoder:
         """Whether `text` is a special token, which detokenizers leave out."""
         return text in self._special_ids
 
+    def special_id(self, text: str) -> int | None:
+        """Of a special token; None if `text` is none."""
+        return self._special_ids.get(text)
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],

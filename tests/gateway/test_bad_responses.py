@@ -9,6 +9,7 @@ from tests.gateway.responses import URL, WEATHER
 
 VALUE, UNSUPPORTED, MISSING = "invalid_value", "unsupported_parameter", "missing_required_parameter"
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+STRICT = {"type": "function", "name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
 NAMED = {"type": "function", "name": "other"}
 
 
@@ -55,7 +56,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (json_schema(name="t"), MISSING, "text.format.schema"),
     (json_schema(name="t", schema={"type": "nothing"}), "invalid_json_schema", "text.format.schema"),
     ({"text": {"verbosity": "low"}}, UNSUPPORTED, "text.verbosity"),
-    (json_schema(name="t", schema={"type": "object"}) | {"tools": [WEATHER]}, VALUE, "text.format.schema"),
+    (json_schema(name="t", schema={"type": "nothing"}) | {"tools": [WEATHER]}, "invalid_json_schema",
+     "text.format.schema"),
+    (json_schema(name="t", schema={"type": "integer"}) | {"tools": [STRICT]}, "invalid_grammar", "tools"),
     ({"tools": [{"type": "web_search"}]}, UNSUPPORTED, "tools[0].type"),
     ({"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, UNSUPPORTED, "tools[0].type"),
     ({"tools": [WEATHER, {"type": "computer_use_preview"}]}, UNSUPPORTED, "tools[1].type"),

@@ -115,7 +115,6 @@ def test_auto_and_none_bind_to_nothing() -> None:
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"guided_regex": "a"}, "guided_regex"),
         ({"tool_choice": "required", "use_beam_search": True}, "use_beam_search"),
         ({"tool_choice": NAMED, "ignore_eos": True}, "ignore_eos"),
         ({"tools": [CLOCK] * 129}, "tools"),

@@ -220,7 +220,7 @@ def commands_of_scripts(names: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("user", "names"),
     [
-        ("gateway", {"accept", "attach", "prolong", "cancel", "tick"}),
+        ("gateway", {"accept", "attach", "cancel", "tick"}),
         ("worker", {"register", "take", "claim", "emit", "finish", "reap", "cancel", "tick"}),
     ],
 )
@@ -230,5 +230,5 @@ def test_each_user_may_do_what_its_scripts_do(user: str, names: set[str]) -> Non
 
 def test_every_script_has_its_user() -> None:
     """A new script: say above whose it is, and let that user do what it does."""
-    of_gateway, of_worker = {"accept", "attach", "prolong"}, {"register", "take", "claim", "emit", "finish", "reap"}
+    of_gateway, of_worker = {"accept", "attach"}, {"register", "take", "claim", "emit", "finish", "reap"}
     assert set(SCRIPT_NAMES) == {*of_gateway, *of_worker, "cancel", "tick"}
