@@ -11,6 +11,8 @@ from aiohttp.typedefs import Middleware
 
 from gateway.answers.anthropic_response import anthropic_error
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
+from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
+from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
 from gateway.http.route_name import route_name
 from gateway.metrics import GatewayMetrics
 from shared.logs import request_id as log_request_id
@@ -19,7 +21,6 @@ logger = logging.getLogger("gateway")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ANTHROPIC_PREFIX = "/v1/messages"
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -44,6 +45,8 @@ async def set_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["Server"] = "pagestream"  # aiohttp would tell its own and Python's version
     if _REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[_REQUEST_ID]
+        if speaks_anthropic(request):
+            response.headers[ANTHROPIC_ID_HEADER] = anthropic_id(request[_REQUEST_ID])
 
 
 def measure(metrics: GatewayMetrics) -> Middleware:
@@ -76,20 +79,20 @@ async def errors_to_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except GatewayError as error:
-        return error_response(error, request.path)
+        return error_response(error, request)
     except ConnectionResetError:
         raise
     except web.HTTPException as error:
         if error.status < 400:
             raise  # a redirect
-        return error_response(_of_aiohttp(request, error), request.path)
+        return error_response(_of_aiohttp(request, error), request)
     except Exception:
         logger.exception("unexpected error")  # its text may hold paths and addresses: for the log only
-        return error_response(InternalError(), request.path)
+        return error_response(InternalError(), request)
 
 
-def error_response(error: GatewayError, path: str = "") -> web.Response:
-    body = anthropic_error(error) if path.startswith(ANTHROPIC_PREFIX) else error.body()
+def error_response(error: GatewayError, request: web.Request) -> web.Response:
+    body = anthropic_error(error, request[_REQUEST_ID]) if speaks_anthropic(request) else error.body()
     return web.json_response(body, status=error.status, headers=error.headers())
 
 

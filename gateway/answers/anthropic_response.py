@@ -13,9 +13,11 @@ import msgspec
 from gateway.answers.message_blocks import MessageBlocks, Piece, content_blocks
 from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, json_text
 from gateway.errors import GatewayError
+from gateway.http.anthropic_dialect import anthropic_id
 from gateway.http.sse import named_event
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry
+from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
 
 _encode = msgspec.json.encode
@@ -80,7 +82,7 @@ class AnthropicFormat:
         return named_event("message_delta", {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)})
 
     def error(self, error: GatewayError) -> bytes:
-        return named_event("error", anthropic_error(error))
+        return named_event("error", anthropic_error(error, log_request_id.get()))
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
@@ -119,11 +121,11 @@ class AnthropicFormat:
         return named_event("content_block_stop", {"type": "content_block_stop", "index": self._num_begun - 1})
 
 
-def anthropic_error(error: GatewayError) -> dict[str, Any]:
+def anthropic_error(error: GatewayError, request_id: str) -> dict[str, Any]:
     """With OpenAI's `param` and `code`, which Anthropic's clients pass over."""
     kind = "request_too_large" if error.status == 413 else _ERROR_TYPES.get(error.error_type, error.error_type)
     detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
-    return {"type": "error", "error": detail}
+    return {"type": "error", "error": detail, "request_id": anthropic_id(request_id)}
 
 
 def _stop(reason: str, stop_string: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What all models share (the count of open requests, background work) is handed in
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
@@ -59,9 +60,8 @@ class ModelService:
         while not is_complete(directory):
             await asyncio.sleep(MODEL_POLL_SECONDS)
         try:
-            self.model = await asyncio.to_thread(
-                load_served_model, directory, max_model_len=self.options.max_model_len
-            )
+            model = await asyncio.to_thread(load_served_model, directory, max_model_len=self.options.max_model_len)
+            self.model = replace(model, tells_thoughts=bool(self.options.reasoning_parser))
         except ModelFilesError as error:
             logger.error("the model %s cannot be served: %s", self.name, error)
             raise

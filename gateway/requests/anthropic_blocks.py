@@ -1,6 +1,7 @@
 """Anthropic's content blocks, tools and tool choices -> the same in the words of a chat. Pure.
 
-A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it.
+A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it. A
+document that is a text becomes one, in the tags that Anthropic recommends for prompts; others are refused.
 Thoughts of earlier answers are left out, as chat templates do with them. Tools that Anthropic's servers would run are
 refused.
 """
@@ -39,6 +40,26 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str
 
 
+class PlainTextSource(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class ContentSource(msgspec.Struct, kw_only=True, tag_field="type", tag="content"):
+    content: str | list[TextPart]
+
+
+class Citations(msgspec.Struct, kw_only=True):
+    enabled: Literal[False] | None = None  # nothing here says where an answer was found
+
+
+class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="document"):
+    source: PlainTextSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
@@ -47,7 +68,7 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextPart] | None = None
+    content: str | list[TextBlock | DocumentBlock] | None = None
     is_error: bool | None = None
 
 
@@ -60,11 +81,13 @@ class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag=
     data: str
 
 
-Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+Block: TypeAlias = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+# Texts are of all of them; thoughts and calls are the assistant's.
+_OF_THE_USER = (DocumentBlock, ToolResultBlock)
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -73,6 +96,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
+    strict: bool | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -92,8 +116,8 @@ def chat_messages(message: AnthropicMessage, path: str) -> list[MessageFields]:
     for index, block in enumerate(message.content):
         _check_role(block, message.role, f"{path}.content[{index}].type")
         match block:
-            case TextBlock():
-                texts.append(ContentPart("text", block.text))
+            case TextBlock() | DocumentBlock():
+                texts.append(ContentPart("text", _text_of(block)))
             case ToolUseBlock():
                 function = CalledFunction(block.name, json.dumps(block.input, ensure_ascii=False))
                 calls.append(ToolCallFields(id=block.id.removeprefix(CALL_ID_PREFIX), function=function))
@@ -118,7 +142,9 @@ def chat_tools(tools: AnthropicTools) -> list[ToolFields]:
             )
         if tool.name in {other.name for other in tools[:index]}:
             raise InvalidRequest(f"{param}.name: {tool.name!r} is given more than once.", param=f"{param}.name")
-        function = FunctionFields(name=tool.name, description=tool.description, parameters=tool.input_schema)
+        function = FunctionFields(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
         chosen.append(ToolFields(type="function", function=function))
     return chosen
 
@@ -138,7 +164,8 @@ def chat_tool_choice(choice: AnthropicToolChoice, tools: AnthropicTools) -> Tool
 
 
 def _check_role(block: Block, role: str, param: str) -> None:
-    if isinstance(block, TextBlock) or isinstance(block, ToolResultBlock) == (role == "user"):
+    owner = "user" if isinstance(block, _OF_THE_USER) else "assistant"
+    if isinstance(block, TextBlock) or owner == role:
         return
     kind = type(block).__struct_config__.tag
     raise InvalidRequest(f"{param}: a message of the {role} has no block of type {kind!r}.", param=param)
@@ -146,6 +173,19 @@ def _check_role(block: Block, role: str, param: str) -> None:
 
 def _result(block: ToolResultBlock) -> MessageFields:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(map(_text_of, content))
     text = f"Error: {text}" if block.is_error else text
     return MessageFields("tool", text, tool_call_id=block.tool_use_id.removeprefix(CALL_ID_PREFIX))
+
+
+def _text_of(block: TextBlock | DocumentBlock) -> str:
+    if isinstance(block, TextBlock):
+        return block.text
+    source = block.source
+    if isinstance(source, PlainTextSource):
+        text = source.data
+    else:
+        text = source.content if isinstance(source.content, str) else "\n".join(part.text for part in source.content)
+    named = {"title": block.title, "context": block.context}
+    head = "".join(f"<{tag}>{value}</{tag}>\n" for tag, value in named.items() if value)
+    return f"<document>\n{head}<document_contents>\n{text}\n</document_contents>\n</document>"

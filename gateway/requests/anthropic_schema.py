@@ -1,8 +1,9 @@
 """Anthropic's request bodies -> CompletionRequest, the same form that OpenAI's take. Pure.
 
 Said in the words of a chat (anthropic_blocks.py); what would change the answer and is not supported is refused, as in
-openai_schema.py. A `system` text is the chat's first message. Thoughts are told if `thinking` asks for them, which
-takes a parser of them. Their budget is not enforced.
+openai_schema.py. A `system` text is the chat's first message; a system's message among the others stays where it is.
+`output_config.format` is followed as a response format. Thoughts are told if `thinking` asks for them: `enabled` takes
+a parser of them, `adaptive` does without and then does not think. Their budget is not enforced.
 """
 
 from dataclasses import replace
@@ -17,13 +18,15 @@ from gateway.requests.anthropic_blocks import (
     AnthropicToolChoice,
     AnthropicTools,
     TextPart,
-    ToolUseBlock,
     chat_messages,
     chat_tool_choice,
     chat_tools,
 )
+from gateway.requests.anthropic_turns import check_turns
+from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     ChatBody,
+    ChatPrompt,
     CompletionRequest,
     ContentPart,
     MessageFields,
@@ -39,17 +42,30 @@ System: TypeAlias = str | list[TextPart]
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None  # there are no summaries: told as they are, or not at all
+
+
+class JsonOutput(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutput | None = None
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
     """What is counted; null is the same as absent."""
 
-    model: str | None = None
+    model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
     system: System | None = None
     tools: AnthropicTools | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = None  # as it was called before output_config
 
 
 class MessagesBody(PromptFields, kw_only=True):
@@ -65,63 +81,121 @@ class MessagesBody(PromptFields, kw_only=True):
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 
 
+# What is said of a chat's fields -> of the same ones here
+_WORDS = (
+    ("response_format.json_schema.schema", "{format}.schema"),
+    ("response_format", "{format}"),
+    (".function.parameters", ".input_schema"),
+    (".function.", "."),
+)
+
+
 def parse_messages(body: bytes) -> CompletionRequest:
     fields, given = decode_body(body, MessagesBody)
     ignored = check_other_fields(MessagesBody, given, UNSUPPORTED)
-    request = chat_request(
-        ChatBody(
-            max_tokens=fields.max_tokens,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=fields.top_k,
-            stop=fields.stop_sequences,
-            stream=fields.stream,
-            **_prompt(fields),
-        ),
-        ignored,
-        include_usage=bool(fields.stream),
+    chat = ChatBody(
+        max_tokens=fields.max_tokens,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        stop=fields.stop_sequences,
+        stream=fields.stream,
+        **_prompt(fields),
     )
-    if request.tools is not None and request.tools.grammar is not None:  # in the field's own words
-        param = request.tools.grammar.param.replace(".function.parameters", ".input_schema")
-        request = replace(request, grammar=replace(request.tools.grammar, param=param))
-    must_think = _must_think(fields)
-    return replace(request, must_think=must_think, repeated={"shows_thoughts": must_think})
+    request = _of_chat(fields, chat, ignored)
+    shows_thoughts = fields.thinking is not None and fields.thinking.display != "omitted" and _may_think(fields)
+    return replace(request, must_think=_must_think(fields), repeated={"shows_thoughts": shows_thoughts})
 
 
 def parse_count(body: bytes) -> CompletionRequest:
     """Of /v1/messages/count_tokens: the prompt alone."""
     fields, given = decode_body(body, PromptFields)
     check_other_fields(MessagesBody, given, {})
-    return chat_request(ChatBody(**_prompt(fields)), ())
+    return _of_chat(fields, ChatBody(**_prompt(fields)), ())
+
+
+def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
+    """What is wrong is told in the words of these fields."""
+    try:
+        request = chat_request(chat, ignored, include_usage=bool(chat.stream))
+    except InvalidRequest as error:
+        param = error.param and _worded(error.param, fields)
+        raise type(error)(_worded(error.message, fields), param=param, code=error.code) from error
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    prompt = replace(prompt, thinks_only_if_told_apart=_may_think(fields))
+    grammar = request.grammar and replace(request.grammar, param=_worded(request.grammar.param, fields))
+    return replace(request, prompts=(prompt,), grammar=grammar)
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:
-    """Of a ChatBody: what its prompt is made of."""
+    """Of a ChatBody: what its prompt is made of, and what its answer must be."""
     tools, choice = fields.tools or [], fields.tool_choice
+    messages = _chat_messages(fields)
+    check_turns(fields.messages)
+    _check_format(fields)
     _check_thinking(fields)
     return {
         "model": fields.model,
-        "messages": _chat_messages(fields),
+        "messages": messages,
         "continue_final_message": _is_begun(fields),
         "tools": chat_tools(tools),
         "tool_choice": chat_tool_choice(choice, tools) if choice else None,
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-        # Templates whose models can leave out thinking take it by this name; the others pass over it.
-        "chat_template_kwargs": {"enable_thinking": _must_think(fields)},
+        "response_format": _response_format(fields),
+        "chat_template_kwargs": _template_kwargs(fields),
     }
 
 
+def _template_kwargs(fields: PromptFields) -> dict[str, Any]:
+    """Templates whose models can leave out thinking, or know of effort, take them by these names; others pass over."""
+    effort = fields.output_config.effort if fields.output_config else None
+    return {"enable_thinking": _may_think(fields)} | ({"reasoning_effort": effort} if effort else {})
+
+
+def _response_format(fields: PromptFields) -> ResponseFormatFields | None:
+    asked = _format(fields)
+    if asked is None:
+        return None
+    return ResponseFormatFields(type="json_schema", json_schema=JsonSchemaFormat(schema=asked.schema))
+
+
+def _format(fields: PromptFields) -> JsonOutput | None:
+    return (fields.output_config and fields.output_config.format) or fields.output_format
+
+
+def _format_param(fields: PromptFields) -> str:
+    return "output_format" if fields.output_format is not None else "output_config.format"
+
+
+def _check_format(fields: PromptFields) -> None:
+    param = _format_param(fields)
+    if fields.output_format is not None and fields.output_config is not None and fields.output_config.format:
+        raise InvalidRequest(f"{param}: cannot be given together with output_config.format.", param=param)
+    if _format(fields) is not None and _is_begun(fields):
+        raise InvalidRequest(f"{param}: cannot be given with an answer that is begun already.", param=param)
+
+
 def _must_think(fields: PromptFields) -> bool:
-    return fields.thinking is not None and fields.thinking.type != "disabled"
+    return fields.thinking is not None and fields.thinking.type == "enabled"
+
+
+def _may_think(fields: PromptFields) -> bool:
+    """A grammar leaves thoughts no room; who leaves it to the model has none then."""
+    is_asked = fields.thinking is not None and fields.thinking.type != "disabled"
+    return is_asked and _format(fields) is None
 
 
 def _check_thinking(fields: PromptFields) -> None:
     thinking = fields.thinking
-    if thinking is None or not _must_think(fields):
+    if thinking is None or thinking.type == "disabled":
         return
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         param = "thinking.budget_tokens"
         raise InvalidRequest(f"{param}: needed when thinking is enabled.", param=param)
+    if _must_think(fields) and _format(fields) is not None:
+        what = _format_param(fields)
+        raise InvalidRequest(f"thinking: {what} leaves it no room; expected adaptive or disabled.", param="thinking")
     if fields.tool_choice is not None and fields.tool_choice.type in ("any", "tool"):
         param = "tool_choice"
         raise InvalidRequest(f"{param}: a forced call leaves no room for thinking; expected auto or none.", param=param)
@@ -129,15 +203,15 @@ def _check_thinking(fields: PromptFields) -> None:
         raise InvalidRequest("thinking: cannot be given with an answer that is begun already.", param="thinking")
 
 
+def _worded(said: str, fields: PromptFields) -> str:
+    for chats, ours in _WORDS:
+        said = said.replace(chats, ours.format(format=_format_param(fields)))
+    return said
+
+
 def _is_begun(fields: PromptFields) -> bool:
     """An assistant's last message is the beginning of the answer."""
-    last = fields.messages[-1]
-    if last.role == "assistant" and not isinstance(last.content, str):
-        for index, block in enumerate(last.content):
-            if isinstance(block, ToolUseBlock):
-                param = f"messages[{len(fields.messages) - 1}].content[{index}]"
-                raise InvalidRequest(f"{param}: a call of the last message has no result.", param=param)
-    return last.role == "assistant"
+    return fields.messages[-1].role == "assistant"
 
 
 def _chat_messages(fields: PromptFields) -> list[MessageFields]:

@@ -142,6 +142,7 @@ class ChatPrompt:
     continue_final_message: bool
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
+    thinks_only_if_told_apart: bool = False  # its model's template is told to leave out thoughts that nobody reads
 
 
 Prompt: TypeAlias = ChatPrompt | str | list[int]

@@ -3,6 +3,7 @@ character, most of it without the interpreter's lock.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from gateway.errors import InvalidRequest
@@ -43,7 +44,13 @@ def encode_prompt(
         return _encode(encoder, limits, prompt, param, lambda: encoder.encode_text(
             prompt, add_special_tokens=add_special_tokens
         ))  # fmt: skip
-    return _encode_chat(encoder, limits, prompt, param, add_special_tokens)
+    return _encode_chat(encoder, limits, _fitted(prompt, model), param, add_special_tokens)
+
+
+def _fitted(prompt: ChatPrompt, model: ServedModel) -> ChatPrompt:
+    if model.tells_thoughts or not prompt.thinks_only_if_told_apart:
+        return prompt
+    return replace(prompt, template_kwargs={**prompt.template_kwargs, "enable_thinking": False})
 
 
 def _encode_chat(

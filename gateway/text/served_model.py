@@ -23,6 +23,7 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int  # width of the logits: ids that the engine takes
+    tells_thoughts: bool = False  # by the option of a reasoning parser
 
 
 def is_complete(directory: Path) -> bool:

@@ -66,6 +66,11 @@ def test_anthropic(served: Served) -> None:
     assert saw["stopped"] == ["The capital of France is", "stop_sequence", " Paris"]
     assert saw["with_system"] in ("end_turn", "max_tokens")
     assert saw["errors"] == [["NotFoundError", "not_found_error"], ["BadRequestError", "invalid_request_error"]]
+    assert saw["parsed"] in (["capital", "country"], ["max_tokens"])  # a model this small may write on and on
+    assert set(saw["stop_reasons"]) <= {"end_turn", "max_tokens"}
+    assert saw["model"] == ["model", MODEL, "active", False] and saw["created_in"] >= 2024
+    assert all(told.startswith("req_") for told in saw["ids"]) and saw["ids"][2] == saw["ids"][3]
+    assert len(set(saw["ids"])) == 3
 
 
 def test_instructor(served: Served) -> None:

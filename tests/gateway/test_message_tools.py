@@ -16,7 +16,12 @@ URL = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather of a city", "input_schema": SCHEMA}
 CLOCK = {"name": "clock", "type": "custom"}
-HI: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, CLOCK]}
+HI: dict[str, Any] = {
+    "model": "roomy",
+    "max_tokens": 500,
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [WEATHER, CLOCK],
+}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 THINKING = {"type": "enabled", "budget_tokens": 100}
 
@@ -131,14 +136,71 @@ async def test_thinking_needs_a_parser_of_thoughts(start_gateway: Any, roomy_mod
     assert (response.status, error["param"]) == (400, "thinking") and "thoughts" in error["message"]
 
 
+async def test_a_model_that_may_think_does_not_where_nothing_tells_thoughts_apart(
+    start_gateway: Any, tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
+    (model / "chat_template.jinja").write_text("{{ enable_thinking }}")
+    for parser, expected in (("", "False"), ("qwen3", "True")):
+        gateway = await start_gateway(model=model, reasoning_parser=parser)
+        assert await ask(gateway, "Hm.", thinking={"type": "adaptive"}) == ([text_block("Hm.")], "end_turn")
+        encoder = gateway.service.require_model().encoder
+        assert encoder.decode(gateway.engine.requests[-1].prompt_token_ids) == expected
+        async with gateway.session.post(
+            f"{URL}/count_tokens", json={**HI, "thinking": {"type": "adaptive"}}
+        ) as response:
+            counted = (await response.json())["input_tokens"]
+        assert counted == len(gateway.engine.requests[-1].prompt_token_ids)
+
+
+async def test_thoughts_may_be_left_out(gateway: Gateway) -> None:
+    omitted = {"type": "adaptive", "display": "omitted"}
+    assert await ask(gateway, "<think>a</think>b", thinking=omitted) == ([text_block("b")], "end_turn")
+
+
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
+async def test_a_schema_is_followed(gateway: Gateway, fields: dict[str, Any]) -> None:
+    found = await ask(gateway, '{"city": "Rome"}', tools=None, thinking={"type": "adaptive"}, **fields)
+    assert found == ([text_block('{"city": "Rome"}')], "end_turn")
+    grammar = gateway.engine.requests[-1].sampling.grammar
+    assert grammar is not None and json.loads(grammar.text) == SCHEMA
+    assert parse(tools=None, output_config={"effort": "low"}).prompts[0].template_kwargs["reasoning_effort"] == "low"
+
+
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "clock", "input": {}}]}
+
+
+def answered(*ids: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id} for call_id in ids]}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [CALLED, answered("t1")],
+        [CALLED, {"role": "system", "content": "x"}, answered("t1")],
+        [CALLED, {"role": "assistant", "content": "Wait."}, answered("t1")],
+        [{"role": "assistant", "content": [*CALLED["content"], {**CALLED["content"][0], "id": "t2"}]},
+         answered("t2"), answered("t1")],
+        [CALLED, answered("t1"), CALLED, answered("t1")],
+    ],
+)  # fmt: skip
+def test_results_answer_the_calls_of_the_turn_before(messages: list[Any]) -> None:
+    assert parse(messages=[*HI["messages"], *messages]).prompts
+
+
 async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gateway) -> None:
     used = {"type": "tool_use", "id": "toolu_0123abcde", "name": "get_weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": used["id"], "content": [{"type": "text", "text": "sunny"}]}
-    failed = {"type": "tool_result", "tool_use_id": used["id"], "content": "no net", "is_error": True}
+    again = {**used, "id": "toolu_again"}
+    failed = {"type": "tool_result", "tool_use_id": again["id"], "content": "no net", "is_error": True}
     thought = {"type": "thinking", "thinking": "Hm", "signature": "x"}
     messages = [
         *HI["messages"],
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, used]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, used, again]},
         {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
     ]
     (prompt,) = parse(messages=messages).prompts
@@ -147,14 +209,17 @@ async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gatew
         {
             "role": "assistant",
             "content": "I look.",
-            "tool_calls": [{"id": "0123abcde", "type": "function", "function": function}],
+            "tool_calls": [
+                {"id": "0123abcde", "type": "function", "function": function},
+                {"id": "again", "type": "function", "function": function},
+            ],
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "0123abcde"},
-        {"role": "tool", "content": "Error: no net", "tool_call_id": "0123abcde"},
+        {"role": "tool", "content": "Error: no net", "tool_call_id": "again"},
         {"role": "user", "content": "And?"},
     ]
     assert [tool["function"]["name"] for tool in prompt.tools] == ["get_weather", "clock"]
-    body = {"messages": messages, "tools": HI["tools"]}
+    body = {"model": "roomy", "messages": messages, "tools": HI["tools"]}
     async with gateway.session.post(f"{URL}/count_tokens", json=body) as response:
         counted = (await response.json())["input_tokens"]
     assert (await ask(gateway, "x", messages=messages))[1] == "end_turn"
@@ -187,6 +252,23 @@ def parse(**fields: Any) -> Any:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
          "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [answered("t1")]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [CALLED, answered("t2")]}, "messages[1].content[0].tool_use_id"),
+        ({"messages": [CALLED, answered("t1", "t1")]}, "messages[1].content[1].tool_use_id"),
+        ({"messages": [CALLED, answered("t1"), {"role": "assistant", "content": "x"}, answered("t1")]},
+         "messages[3].content[0].tool_use_id"),
+        ({"messages": [CALLED, *HI["messages"]]}, "messages[0].content[0]"),
+        ({"messages": [CALLED, *HI["messages"], {"role": "assistant", "content": "x"}]}, "messages[0].content[0]"),
+        ({"tools": None, "output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}},
+         "output_config.format.schema"),
+        ({"tools": None, "output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format.schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
+        ({"output_config": {"effort": "most"}}, "output_config.effort"),
+        ({"tools": None, "output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"tools": None, "output_config": {"format": FORMAT},
+          "messages": [*HI["messages"], {"role": "assistant", "content": "{"}]}, "output_config.format"),
+        ({"tools": None, "output_config": {"format": FORMAT}, "thinking": THINKING}, "thinking"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_named_in_anthropics_words(

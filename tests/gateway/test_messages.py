@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.requests.anthropic_schema import parse_messages
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent
 from tests.gateway.conftest import Gateway
@@ -99,7 +100,13 @@ async def test_what_the_engine_is_asked(gateway: Gateway, tiny_model: ServedMode
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "messages[0].role"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, 400, "invalid_request_error", "messages[0].role"),
+        ({"model": None}, 400, "invalid_request_error", "model"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "invalid_request_error", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, 400, "invalid_request_error", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}]}]}, 400, "invalid_request_error",
+         "messages[0].content[0].text"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking"),
@@ -113,6 +120,7 @@ async def test_errors_in_anthropics_words(
 ) -> None:
     found, body = await post(gateway, {**HI, **change})
     assert (found, body["type"], body["error"]["type"], body["error"]["param"]) == (status, "error", kind, param)
+    assert body["request_id"].startswith("req_")
 
 
 async def test_an_error_within_a_stream_is_its_last_event(gateway: Gateway) -> None:
@@ -123,3 +131,115 @@ async def test_an_error_within_a_stream_is_its_last_event(gateway: Gateway) -> N
     gateway.engine.script = breaks
     name, data = (await events(gateway, HI))[-1]
     assert (name, data["type"], data["error"]["type"]) == ("error", "error", "api_error")
+    assert len(data["request_id"]) > len("req_")
+
+
+@pytest.mark.parametrize(("sent", "told"), [("job-7", "req_job-7"), ("req_01", "req_01"), ("", None)])
+async def test_every_answer_has_its_id_in_anthropics_header(gateway: Gateway, sent: str, told: str | None) -> None:
+    gateway.engine.script = says([70])
+    for body, url, status in (
+        (HI, "/v1/messages", 200),
+        ({**HI, "stream": True}, "/v1/messages", 200),
+        ({**HI, "max_tokens": None}, "/v1/messages", 400),
+        (HI, "/v1/messages/count_tokens", 200),
+        ({}, "/v1/messages/count_tokens", 400),
+        ({}, "/v1/messages/batches", 404),
+    ):
+        async with gateway.session.post(url, json=body, headers={"x-request-id": sent}) as response:
+            text = await response.text()
+        request_id = response.headers["request-id"]
+        assert (response.status, request_id) == (status, told or f"req_{response.headers['x-request-id']}")
+        if status != 200:
+            assert json.loads(text)["request_id"] == request_id
+    async with gateway.session.post("/v1/chat/completions", json={}) as response:
+        assert "request-id" not in response.headers and list(await response.json()) == ["error"]
+
+
+async def test_a_model_is_named_here_and_need_not_be_elsewhere(gateway: Gateway) -> None:
+    gateway.engine.script = says([70])
+    nameless = {key: value for key, value in HI.items() if key != "model"}
+    for url in ("/v1/messages", "/v1/messages/count_tokens"):
+        status, body = await post(gateway, nameless, url)
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "missing_required_parameter", "model")
+    assert (await post(gateway, nameless, "/v1/chat/completions"))[0] == 200
+
+
+async def test_systems_messages_stay_where_they_are(gateway: Gateway, tiny_model: ServedModel) -> None:
+    gateway.engine.script = says([70])
+    user, brief = HI["messages"][0], {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
+    messages = [{"role": "system", "content": "be kind"}, user, brief]
+    assert (await post(gateway, {**HI, "system": "be", "messages": messages}))[0] == 200
+    said = ("system\nbe", "system\nbe kind", "user\nhi", "system\nbe brief")
+    prompt = "".join(f"<|im_start|>{message}<|im_end|>\n" for message in said) + "<|im_start|>assistant\n"
+    assert gateway.engine.requests[0].prompt_token_ids == ids(tiny_model, prompt)
+    refused = {**HI, "messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}
+    status, body = await post(gateway, refused)
+    assert (status, body["error"]["param"]) == (400, "messages[0].content[0].type")
+
+
+SOURCE = {"type": "text", "media_type": "text/plain", "data": "Rome is old."}
+PARTS = {"type": "content", "content": [{"type": "text", "text": "Rome"}, {"type": "text", "text": "is old."}]}
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"source": SOURCE}, "<document_contents>\nRome is old.\n</document_contents>"),
+        ({"source": PARTS, "title": "T", "context": "C", "citations": {"enabled": False}},
+         "<title>T</title>\n<context>C</context>\n<document_contents>\nRome\nis old.\n</document_contents>"),
+    ],
+)  # fmt: skip
+def test_documents_of_text_are_read(document: dict[str, Any], told: str) -> None:
+    block = {"type": "document", **document}
+    told = f"<document>\n{told}\n</document>"
+    content = [block, {"type": "text", "text": "How old?"}]
+    (prompt,) = parse_messages(json.dumps({**HI, "messages": [{"role": "user", "content": content}]}).encode()).prompts
+    assert prompt.messages[0]["content"] == f"{told}\nHow old?"  # type: ignore[union-attr]
+    used = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    messages = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    (prompt,) = parse_messages(json.dumps({**HI, "messages": messages}).encode()).prompts
+    assert prompt.messages[1]["content"] == told  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("document", "param"),
+    [
+        ({"source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}, "source.type"),
+        ({"source": {"type": "url", "url": "https://example.com/a.pdf"}}, "source.type"),
+        ({"source": {**SOURCE, "media_type": "text/html"}}, "source.media_type"),
+        ({"source": SOURCE, "citations": {"enabled": True}}, "citations.enabled"),
+    ],
+)
+async def test_other_documents_are_refused(gateway: Gateway, document: dict[str, Any], param: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "document", **document}]}]
+    status, body = await post(gateway, {**HI, "messages": messages})
+    assert (status, body["error"]["param"]) == (400, f"messages[0].content[0].{param}")
+
+
+async def test_models_in_anthropics_shape(start_gateway: Any) -> None:
+    gateway = await start_gateway(served_model_name=("a", "b", "c"))
+
+    async def listed(**query: str) -> tuple[list[str], bool]:
+        headers = {"anthropic-version": "2023-06-01"}
+        async with gateway.session.get("/v1/models", params=query, headers=headers) as response:
+            assert response.status == 200 and response.headers["request-id"].startswith("req_")
+            page = await response.json()
+        names = [model["id"] for model in page["data"]]
+        assert (page["first_id"], page["last_id"]) == ((names[0], names[-1]) if names else (None, None))
+        assert all(model["type"] == "model" and model["display_name"] == model["id"] for model in page["data"])
+        return names, page["has_more"]
+
+    assert await listed() == (["a", "b", "c"], False)
+    assert await listed(limit="2") == (["a", "b"], True)
+    assert await listed(limit="2", after_id="b") == (["c"], False)
+    assert await listed(limit="1", before_id="c") == (["b"], True)
+    assert await listed(before_id="b", after_id="b") == ([], False)
+    for query in ({"after_id": "d"}, {"limit": "0"}):
+        async with gateway.session.get(
+            "/v1/models", params=query, headers={"anthropic-version": "2023-06-01"}
+        ) as response:
+            body = await response.json()
+        assert (response.status, body["type"], body["error"]["param"]) == (400, "error", *query)
+    async with gateway.session.get("/v1/models") as response:
+        assert (await response.json())["object"] == "list" and "request-id" not in response.headers

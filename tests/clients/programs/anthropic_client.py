@@ -5,8 +5,41 @@ import sys
 from typing import Any
 
 import anthropic
+import pydantic
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class Capital(pydantic.BaseModel):
+    capital: str
+    country: str
+
+
+def of_other_forms(client: anthropic.Anthropic, asked: dict[str, Any]) -> dict[str, Any]:
+    """Typed output, system messages, documents, models, ids of requests."""
+    asked = {**asked, "max_tokens": 60}
+    parsed = client.messages.parse(**asked, output_format=Capital)
+    source: Any = {"type": "text", "media_type": "text/plain", "data": "Paris is the capital of France."}
+    document: Any = {"role": "user", "content": [{"type": "document", "source": source}, {"type": "text", "text": "?"}]}
+    reminder: Any = {"role": "system", "content": "You are terse."}
+    told = client.messages.create(
+        **{**asked, "messages": [*QUESTION, reminder]}, thinking={"type": "adaptive"}, output_config={"effort": "low"}
+    )
+    read = client.messages.create(**{**asked, "messages": [document]})
+    page = client.models.list(limit=1)
+    (model,) = list(page)
+    ids = [parsed._request_id, read._request_id]
+    try:
+        client.messages.create(**{**asked, "messages": [{"role": "user", "content": ""}]})
+    except anthropic.BadRequestError as error:
+        ids += [error.request_id, error.body["request_id"]]
+    return {
+        "parsed": sorted(parsed.parsed_output.model_dump()) if parsed.parsed_output else [parsed.stop_reason],
+        "stop_reasons": [told.stop_reason, read.stop_reason],
+        "model": [model.type, model.display_name, client.models.retrieve(model.id).lifecycle, page.has_more],
+        "created_in": model.created_at.year,
+        "ids": ids,
+    }
 
 
 def main(url: str, model: str) -> dict[str, Any]:
@@ -36,6 +69,7 @@ def main(url: str, model: str) -> dict[str, Any]:
         "counted": counted.input_tokens,
         "with_system": with_system.stop_reason,
         "errors": errors,
+        **of_other_forms(client, asked),
     }
 
 

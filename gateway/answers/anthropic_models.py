@@ -1,0 +1,47 @@
+"""The served models as Anthropic's clients list them. Pure."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway.errors import InvalidRequest
+from gateway.http.query_fields import query_number
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # Anthropic's
+
+
+def model_info(name: str, started_at: int, max_model_len: int | None) -> dict[str, Any]:
+    """`started_at`: Unix seconds of the gateway's own start; nobody knows when a model's weights were released."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
+
+
+def models_page(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Those behind `after_id`, or the last ones before `before_id`. Raises InvalidRequest."""
+    limit = query_number(query, "limit", 1, MAX_LIMIT) or DEFAULT_LIMIT
+    after, before = _place(infos, query, "after_id"), _place(infos, query, "before_id")
+    there = infos[0 if after is None else after + 1 : before]
+    chosen = there[:limit] if before is None else there[-limit:]
+    return {
+        "data": list(chosen),
+        "has_more": len(there) > limit,
+        "first_id": chosen[0]["id"] if chosen else None,
+        "last_id": chosen[-1]["id"] if chosen else None,
+    }
+
+
+def _place(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str], name: str) -> int | None:
+    given = query.get(name)
+    if not given:
+        return None
+    for index, info in enumerate(infos):
+        if info["id"] == given:
+            return index
+    raise InvalidRequest(f"{name}: {given[:100]!r} is none of the models.", param=name)
