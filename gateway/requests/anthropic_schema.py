@@ -23,7 +23,7 @@ from gateway.requests.anthropic_blocks import (
     chat_tools,
 )
 from gateway.requests.anthropic_turns import check_turns
-from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
+from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     ChatBody,
     ChatPrompt,
@@ -124,8 +124,16 @@ def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> 
     (prompt,) = request.prompts
     assert isinstance(prompt, ChatPrompt)
     prompt = replace(prompt, thinks_only_if_told_apart=_may_think(fields))
-    grammar = request.grammar and replace(request.grammar, param=_worded(request.grammar.param, fields))
-    return replace(request, prompts=(prompt,), grammar=grammar)
+    return replace(
+        request,
+        prompts=(prompt,),
+        grammar=_in_our_words(request.grammar, fields),
+        answer_grammar=_in_our_words(request.answer_grammar, fields),
+    )
+
+
+def _in_our_words(asked: AskedGrammar | None, fields: PromptFields) -> AskedGrammar | None:
+    return asked and replace(asked, param=_worded(asked.param, fields))
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:
