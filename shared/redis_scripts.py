@@ -15,7 +15,7 @@ arguments and types replies; it decides nothing, and it repeats nothing.
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from importlib.resources import files
 from itertools import chain
 from typing import Any
@@ -53,6 +53,14 @@ class AcceptStatus(StrEnum):
     OK = "OK"
     DUP = "DUP"  # stored already: a repeat
     BUSY = "BUSY"  # the queue is at its cap; nothing was stored
+
+
+class AttachStatus(IntEnum):
+    """What is not 0 goes on."""
+
+    ENDED = 0  # or unknown: there is nothing more to come of it
+    HELD = 1
+    QUEUED_AGAIN = 2
 
 
 class ReapMode(StrEnum):
@@ -228,10 +236,11 @@ class RedisScripts:
         arguments = [request_ids[0], name_seconds, KEEP_SECONDS]
         await self._call("prolong", [first, *self._pairs(request_ids)], arguments)
 
-    async def attach(self, request_id: str, holder: str, gateway_id: str) -> bool:
-        """False if there is nothing more to come of it."""
-        arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix]
-        return bool(await self._call("attach", [self.keys.request(request_id)], arguments))
+    async def attach(self, request_id: str, holder: str, gateway_id: str, *, again: bool = False) -> AttachStatus:
+        """`again`: this gateway held it before, so that it goes on if it ended only because nobody seemed to."""
+        keys = [*self._pair(request_id), self.keys.queue(RESUMED)]
+        arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix, int(again)]
+        return AttachStatus(await self._call("attach", keys, arguments))
 
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])

@@ -3,7 +3,8 @@
 A gateway lives as long as it is subscribed to its own channel, which the store knows: a killed one's connection closes
 with it. How long it has been gone is counted in ticks of this process, as with workers; a paused observer ends nothing.
 Each tick looks at one page of the queues, which hold every request that has not ended. A request that should not have
-been ended (the gateway was only cut off) is accepted anew by its gateway, unless it is a kept one.
+been ended (the gateway was only cut off, and its client waits) is accepted anew by its gateway; a kept one is queued
+again, as soon as a gateway attaches to it that held it before.
 
 Knows nothing of clients: while a gateway lives, letting go is its own business.
 """

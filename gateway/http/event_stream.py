@@ -60,6 +60,11 @@ class EventStream:
         self.write_began_at = self.last_write_at
         return False
 
+    @property
+    def is_silent(self) -> bool:
+        """Whatever was written is on its way: what still waits for the client is no silence."""
+        return self._transport is not None and self._transport.get_write_buffer_size() == 0
+
     async def drain(self) -> None:
         """Until the client has caught up. ConnectionResetError: it is gone."""
         try:
@@ -115,6 +120,6 @@ class StreamWatch:
                     self.discard(stream)
                     self._on_stall()
                     stream.abort()
-            elif now - stream.last_write_at >= self._keep_alive_seconds:
+            elif now - stream.last_write_at >= self._keep_alive_seconds and stream.is_silent:
                 with suppress(ConnectionResetError):  # aiohttp cancels the handler
                     stream.push(sse.KEEP_ALIVE)

@@ -32,7 +32,7 @@ from gateway.store.fleet import Fleet, WorkerStatus
 from gateway.store.held_answers import HeldAnswers
 from gateway.store.kv_watch import KVWatch
 from gateway.store.overdue import OverdueRequests
-from gateway.store.queue_stats import QueueStats, read_queue_stats
+from gateway.store.queue_stats import QueueStats, read_queue_stats, timed_write
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, StoreCalls, StoreUnavailable
@@ -54,7 +54,7 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import AcceptStatus, Keep, NameTaken, RedisScripts
+from shared.redis_scripts import AcceptStatus, AttachStatus, Keep, NameTaken, RedisScripts
 from shared.subscription import GAP, Message, Subscription
 
 __all__ = [
@@ -207,7 +207,7 @@ class InferenceClient:
 
     @property
     def last_ready(self) -> WorkerStatus | None:
-        """The worker that was the last to say that it is ready, however long ago; None: none has yet."""
+        """Who was the last to say that it is ready, however long ago; None: nobody has yet."""
         return self._fleet.last_ready
 
     async def queue_stats(self) -> QueueStats:
@@ -216,9 +216,7 @@ class InferenceClient:
 
     async def write_probe(self) -> float:
         """Seconds that one write took; raises StoreUnavailable. A PING would still answer when writes are refused."""
-        started = self._clock()
-        await self._calls.ask(self._write())
-        return self._clock() - started
+        return await self._calls.ask(timed_write(self._redis, self._keys, self._clock))
 
     def _check_room(self, requests: Sequence[GenerationRequest]) -> None:
         if self._max_queued_tokens is None:
@@ -234,9 +232,7 @@ class InferenceClient:
         self._streams.add(stream)
         return stream
 
-    async def _opened(
-        self, streams: Sequence[ResponseStream], call: Coroutine[Any, Any, _Result]
-    ) -> _Result:
+    async def _opened(self, streams: Sequence[ResponseStream], call: Coroutine[Any, Any, _Result]) -> _Result:
         """The reply; without one the streams are closed again, in the store too."""
         task = self._calls.own(call)
         try:
@@ -259,9 +255,6 @@ class InferenceClient:
 
     # -- calls of the store
 
-    async def _write(self) -> None:
-        await self._redis.set(self._keys.write_probe, b"1")
-
     async def _attach_all(self, streams: Sequence[ResponseStream]) -> None:
         for stream in streams:
             if await self._attach(stream):
@@ -273,12 +266,15 @@ class InferenceClient:
                 raise RequestGone(stream.request_id)
             self._replay(stream, stored, journal)
 
-    async def _attach(self, stream: ResponseStream) -> bool:
+    async def _attach(self, stream: ResponseStream, *, again: bool = False) -> bool:
         assert stream.keep is not None
-        is_held = await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id)
+        status = await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id, again=again)
+        if status is AttachStatus.QUEUED_AGAIN:
+            self.num_restored_requests += 1
+            logger.warning("request %s was ended while this gateway was cut off: it goes on", stream.request_id)
         if stream not in self._streams:
             self._withdraw(stream)  # released meanwhile
-        return is_held
+        return bool(status)
 
     def _withdraw_all(self, streams: Iterable[ResponseStream]) -> None:
         for stream in streams:
@@ -362,7 +358,7 @@ class InferenceClient:
         ]
         for stream in due:
             if stream.keep and stream.last_heard <= quiet_since:
-                await self._attach(stream)  # the worker may not know of this gateway
+                await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
         for start in range(0, len(due), RECOVERY_BATCH_REQUESTS):
             await self._read_journals(due[start : start + RECOVERY_BATCH_REQUESTS])
 

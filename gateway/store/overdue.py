@@ -26,7 +26,7 @@ class OverdueRequests:
             if code is None:
                 continue
             event = ErrorEvent(stream.request_id, code, _MESSAGES[code])
-            if await self._cancel(stream, event):
+            if await self._cancel(stream, event) or await self._is_gone(stream):
                 ended.append((stream, event))
             else:
                 stream.has_begun = stream.is_behind = True  # or it has ended: the journal knows
@@ -38,9 +38,18 @@ class OverdueRequests:
             return None
         if request.deadline is not None and now >= request.deadline:
             return ErrorCode.DEADLINE_EXCEEDED
-        if request.queue_deadline is None or now < request.queue_deadline or stream.has_begun:
+        if request.queue_deadline is None or now < request.queue_deadline:
             return None
+        if stream.has_begun and stream.num_tokens:
+            return None  # without a token it is asked again: its worker may die, or hand it back
         return ErrorCode.QUEUE_TIMEOUT
+
+    async def _is_gone(self, stream: ResponseStream) -> bool:
+        """The reply of the CANCEL before this one was lost, or the store has lost the request: its time is over either
+        way. One that has tokens is not given up for its time in the queue."""
+        if stream.num_tokens:
+            return False
+        return not await self._scripts.redis.exists(self._scripts.keys.request(stream.request_id))
 
     async def _cancel(self, stream: ResponseStream, event: ErrorEvent) -> bool:
         return await self._scripts.cancel(

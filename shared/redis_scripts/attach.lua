@@ -1,18 +1,32 @@
 -- ATTACH: one more holder of a kept request. Its worker learns from the hint that this gateway listens too; a hint may be
 -- lost, so a gateway that hears nothing attaches again.
--- KEYS  r
--- ARGV  request id, holder, gateway id, prefix of the control channels
--- reply 1, or 0 when the request has ended or is unknown
-local r = KEYS[1]
-local id, holder, gateway, prefix = unpack(ARGV)
+-- A request that ended only because the gateways of all its holders were gone (cancel.lua marks it `orphaned`) is queued
+-- again, before all others and behind its journal, for a gateway that held it: it was cut off, and its client waits.
+-- KEYS  r, j, resumed queue
+-- ARGV  request id, holder, gateway id, prefix of the control channels, 1 = this gateway held it before
+-- reply 1, 2 when it is queued again, or 0 when it has ended or is unknown
+local r, j, resumed = KEYS[1], KEYS[2], KEYS[3]
+local id, holder, gateway, prefix, again = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'record')
-local state, worker, record = unpack(request)
-if not state or state == 'done' or not record then
+local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'attempt', 'solo')
+local state, worker, record, orphaned, attempt, solo = unpack(request)
+if not state or not record then
   return 0
+end
+local reply = 1
+if state == 'done' then
+  if not orphaned or again ~= '1' then
+    return 0
+  end
+  reply = 2
+  redis.call('HDEL', r, 'orphaned', 'terminal', 'worker')
+  redis.call('HSET', r, 'state', 'queued', 'jl', redis.call('STRLEN', j),
+    'entry', redis.call('XADD', resumed, '*', 'r', id, 'a', attempt or '1', 's', solo or '0'))
+  redis.call('PERSIST', r)
+  redis.call('PERSIST', j)
 end
 redis.call('HSET', r, 'h:' .. holder, gateway, 'gateway', gateway)
 if worker then
   redis.call('PUBLISH', prefix .. worker, id .. ' ' .. gateway)
 end
-return 1
+return reply

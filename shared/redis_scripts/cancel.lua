@@ -1,6 +1,7 @@
 -- CANCEL: end a request that has not ended. Its worker learns of it from the hint, or from its next EMIT.
 -- With a holder only that one lets go, with a gone gateway all that it had; nothing more happens while another holds the
--- request. A kept request stays, with `event` as its end; any other is forgotten. `asked` tells an end that somebody asked for
+-- request. A kept request stays, with `event` as its end; any other is forgotten. One whose gateways were all gone is marked
+-- `orphaned`, as it goes on if one of them was only cut off (attach.lua), unless somebody asks for its end meanwhile. `asked` tells an end that somebody asked for
 -- from that of a request whose holders are gone: who repeats the latter under its name is answered anew.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
 -- KEYS  r, j, q, resumed queue
@@ -13,6 +14,9 @@ local id, group, prefix, holder, event, blob, gateway_prefix, keep_seconds, gone
 
 local request = redis.call('HMGET', r, 'state', 'worker', 'entry', 'record', 'gateway')
 local state, worker, entry, record, newest = unpack(request)
+if state == 'done' and holder == '' and gone == '' and unstarted ~= '1' then
+  redis.call('HDEL', r, 'orphaned')
+end
 if not state or state == 'done' or (gone ~= '' and newest ~= gone) then
   return 0
 end
@@ -41,6 +45,9 @@ if record then
   redis.call('HSET', r, 'state', 'done', 'terminal', event)
   if holder == '' and gone == '' then
     redis.call('HSET', r, 'asked', '1')
+  end
+  if gone ~= '' then
+    redis.call('HSET', r, 'orphaned', '1')
   end
   redis.call('HDEL', r, 'worker')
   redis.call('EXPIRE', r, keep_seconds)

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from gateway.store.inference_client import Keep
+from tests.e2e.reader import Reader
 from tests.faults.conftest import World
 from tests.faults.tcp_proxy import TcpProxy
 
@@ -72,4 +74,19 @@ async def test_a_half_open_worker_is_replaced_and_fenced(start_world: StartWorld
     proxy.cut()
     later = world.read(2, max_tokens=50)
     await world.all_complete(later)
+    await world.nothing_is_left()
+
+
+async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: StartWorld, proxy: TcpProxy) -> None:
+    """For longer than its grace: its worker ends it, as nobody seems to read it. Its client waits, and gets the rest."""
+    world = await start_world(client_through_proxy=True)
+    world.start_worker("w0", "--script-step-seconds", "0.05")
+    reader = Reader(world.client, keep=Keep(b"record", "h", grace_seconds=2), max_tokens=200)
+    await reader.has(20)
+    proxy.is_down = True
+    proxy.cut()
+    await world.logged("w0", "is ended: its gateway g0 is gone")
+    proxy.is_down = False
+    await reader.check_complete()
+    assert world.client.num_restored_requests == 1
     await world.nothing_is_left()

@@ -9,9 +9,11 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 from shared.redis_scripts import (
     AcceptStatus,
+    AttachStatus,
     Ending,
     Fenced,
     GatewayMessage,
+    Keep,
     QueueEntry,
     ReapMode,
     RedisScripts,
@@ -391,6 +393,50 @@ class TestCancel:
         await scripts.finish(WORKER, [ending(entry)], [])
         assert await scripts.cancel("a", "interactive") is False
         assert (await state(redis, keys))["terminal"] == "end"
+
+
+class TestOrphanedAndHeldAgain:
+    async def orphaned(self, scripts) -> None:
+        """Begun, two tokens journalled, and ended because its gateway seemed to be gone."""
+        await accept(scripts, keep=Keep(b"record", "h"))
+        await scripts.register(WORKER)
+        (entry,) = await continue_with(scripts, WORKER)
+        await scripts.emit(WORKER, 1, [StepFrame("a", entry.entry_id, b"xx")], [])
+        assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=b"end")
+        await scripts.finish(WORKER, [Ending("a", entry.queue, entry.entry_id)], [])
+
+    async def test_it_is_queued_once_behind_its_journal_and_expires_no_more(self, scripts, redis, keys):
+        await self.orphaned(scripts)
+        assert await redis.ttl(keys.request("a")) > 0
+        replies = [await scripts.attach("a", "h", "g", again=True) for _ in range(3)]
+        assert replies == [AttachStatus.QUEUED_AGAIN, AttachStatus.HELD, AttachStatus.HELD]
+        assert [await redis.ttl(key) for key in (keys.request("a"), keys.journal("a"))] == [-1, -1]
+        assert [await redis.xlen(queue) for queue in keys.queues] == [1, 0, 0]
+        stored = await state(redis, keys)
+        assert (stored["state"], stored["h:h"], stored["gateway"], stored["jl"]) == ("queued", "g", "g", "2")
+        assert not {"terminal", "worker", "orphaned"} & stored.keys()
+        (entry,) = await scripts.take(WORKER, 9)
+        (reply,) = await scripts.claim(WORKER, [entry])
+        assert reply.journal == b"xx"
+
+    async def test_who_did_not_hold_it_finds_it_over(self, scripts, redis, keys):
+        await self.orphaned(scripts)
+        assert await scripts.attach("a", "late", "g2") is AttachStatus.ENDED
+        assert (await state(redis, keys))["state"] == "done"
+
+    async def test_an_end_that_was_asked_for_meanwhile_stays(self, scripts, redis, keys):
+        await self.orphaned(scripts)
+        await scripts.cancel("a", "interactive", holder="other")  # lets go of what it does not hold
+        await scripts.cancel("a", "interactive", only_unstarted=True)
+        assert "orphaned" in await state(redis, keys)
+        await scripts.cancel("a", "interactive")
+        assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.ENDED
+        assert await queued(redis, keys) == 0
+
+    async def test_any_other_end_stays_too(self, scripts, redis, keys):
+        await accept(scripts, keep=Keep(b"record", "h"))
+        await scripts.cancel("a", "interactive", holder="h", event=b"end")  # its last holder let go
+        assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.ENDED
 
 
 class TestReap:

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from gateway.http.event_stream import StreamWatch
+from gateway.http.event_stream import EventStream, StreamWatch
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
@@ -16,6 +16,7 @@ class FakeEventStream:
         self.write_began_at = write_began_at
         self.pushed: list[bytes] = []
         self.aborted = False
+        self.is_silent = True
 
     def push(self, data: bytes) -> bool:
         self.pushed.append(data)
@@ -48,6 +49,41 @@ def test_a_client_that_reads_nothing_is_dropped_once() -> None:
     watching.look(30.5)
     assert (stalled.aborted, slow.aborted, stalls) == (True, False, [1])
     assert stalled.pushed == slow.pushed == []
+
+
+class FullTransport:
+    """Of a client that has read nothing for a while; `waiting` bytes are in the process's own buffer."""
+
+    def __init__(self, waiting: int) -> None:
+        self.waiting = waiting
+        self.aborted = False
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.waiting += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_no_comment_makes_a_stalled_client_of_one_that_nobody_writes_to() -> None:
+    """Its answer's own task would wait for it and take note when it has caught up; the watch does not."""
+    stream = EventStream(None, {}, StreamWatch(10.0, 30.0))  # type: ignore[arg-type]
+    transport = FullTransport(waiting=60)
+    stream._transport, stream._max_waiting_bytes, stream.last_write_at = transport, 64, 0.0  # type: ignore[assignment]
+    watching, stalls = watch(stream)
+    watching.look(10.0)  # a comment of 14 bytes would be too much
+    transport.waiting = 0  # it has caught up
+    watching.look(20.0)
+    assert transport.waiting > 0  # and is told that the stream lives
+    transport.waiting = 0
+    watching.look(60.0)
+    assert (transport.aborted, stalls) == (False, [])
 
 
 async def test_comments_while_a_request_waits(start_gateway: Any, tiny_model: ServedModel) -> None:

@@ -8,7 +8,10 @@ import pytest
 from redis.exceptions import ConnectionError
 
 from gateway.store.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
+from gateway.store.overdue import OverdueRequests
+from gateway.store.response_stream import cancelled_event
 from shared.messages import (
+    ErrorCode,
     EventBatch,
     FinishEvent,
     FinishReason,
@@ -23,8 +26,9 @@ from shared.messages import (
 )
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections, connect
-from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Ending, GatewayMessage, RedisScripts, StepFrame, gateway_message
+from shared.redis_keys import RESUMED, RedisKeys
+from shared.redis_scripts import Ending, GatewayMessage, Keep, ReapMode, RedisScripts, StepFrame, gateway_message
+from tests.engine_worker.transport.rig import FlakyScripts
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
@@ -279,6 +283,70 @@ class TestCancel:
         _, end = await rest(stream)
         assert end.reason is FinishReason.CANCELLED
         assert not await connections.commands.exists(keys.request("a"))
+
+
+class TestCutOff:
+    """Its workers took this gateway for dead, and its client waits."""
+
+    async def test_a_kept_request_goes_on_behind_what_its_client_has(self, client, worker, scripts, connections, keys):
+        stream = await client.submit(make_request(), keep=Keep(b"record", "h"))
+        await worker.claim()
+        await worker.emit("a", 0, 5)
+        assert await anext(stream) == TokenEvent("a", 0, [5])
+        await worker.emit("a", 1, 6, heard=False)
+        await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(cancelled_event(stream)))
+        await worker.finish("a", 2, heard=False)  # it lets go
+        async with asyncio.timeout(20):
+            while not await connections.commands.xlen(keys.queue(RESUMED)):
+                await asyncio.sleep(0.01)
+        assert await worker.claim() == ["a"]
+        await worker.emit("a", 2, 7)
+        end = await worker.finish("a", 3)
+        assert await rest(stream) == ([6, 7], end)
+        assert client.num_restored_requests == 1
+
+    async def test_an_end_that_another_gateway_was_asked_for_is_its_end(self, client, worker, scripts):
+        stream = await client.submit(make_request(), keep=Keep(b"record", "h"))
+        event = cancelled_event(stream)
+        await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(event))
+        await scripts.cancel("a", "interactive")
+        assert await rest(stream) == ([], event)
+
+
+class TestQueueTimeout:
+    @pytest.fixture
+    def flaky(self, client, connections, keys) -> FlakyScripts:
+        scripts = FlakyScripts(connections.commands, keys)
+        client._overdue = OverdueRequests(scripts, client._fleet_clock)
+        return scripts
+
+    @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
+    @pytest.mark.parametrize("num_lost", [1, 3])
+    async def test_a_cancel_whose_reply_is_lost_ends_it_all_the_same(self, client, flaky, scripts, keep, num_lost):
+        """No worker is there: whoever is accepted anew here waits for ever."""
+        flaky.fail("cancel", "lose", times=num_lost)
+        overdue = make_request(queue_deadline=await client.fleet_seconds())
+        stream = await client.submit(overdue, keep=keep)
+        tokens, end = await rest(stream)
+        assert (tokens, end.code) == ([], ErrorCode.QUEUE_TIMEOUT)
+        assert flaky.calls.count("cancel") == num_lost + 1
+        assert client.num_restored_requests == 0
+        await scripts.register(WORKER)
+        assert await scripts.take(WORKER, 9) == []
+
+    async def test_the_same_when_the_store_has_lost_it(self, client, connections):
+        stream = await client.submit(make_request(queue_deadline=await client.fleet_seconds() + 0.3))
+        await connections.commands.flushall()
+        assert (await rest(stream))[1].code is ErrorCode.QUEUE_TIMEOUT
+
+    async def test_what_a_worker_had_and_gave_back_without_a_token_is_timed_out(self, client, worker, scripts):
+        stream = await client.submit(make_request(queue_deadline=await client.fleet_seconds() + 0.3))
+        await worker.claim()
+        async with asyncio.timeout(20):
+            while not stream.has_begun:
+                await asyncio.sleep(0.01)
+        await reap_worker(scripts, WORKER, ReapMode.DRAIN)
+        assert (await rest(stream))[1].code is ErrorCode.QUEUE_TIMEOUT
 
 
 class TestStoreReset:
