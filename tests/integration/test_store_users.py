@@ -19,7 +19,7 @@ from shared.messages import ErrorEvent, FinishEvent
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import SCRIPT_NAMES, Keep, RedisScripts
+from shared.redis_scripts import SCRIPT_NAMES, Keep, RedisScripts, load_sources
 from tests.builders import make_request
 from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
@@ -212,7 +212,7 @@ def test_every_kind_of_key_is_somebodys() -> None:
 
 
 def commands_of_scripts(names: set[str]) -> set[str]:
-    text = "".join((ROOT / "shared" / "redis_scripts" / f"{name}.lua").read_text() for name in names)
+    text = "".join(source for name, source in load_sources().items() if name in names)
     found = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?", text)
     return {f"{command}|{second}".lower() if command == "XGROUP" else command.lower() for command, second in found}
 
@@ -220,7 +220,7 @@ def commands_of_scripts(names: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("user", "names"),
     [
-        ("gateway", {"accept", "attach", "cancel", "tick"}),
+        ("gateway", {"accept", "attach", "prolong", "cancel", "tick"}),
         ("worker", {"register", "take", "claim", "emit", "finish", "reap", "cancel", "tick"}),
     ],
 )
@@ -230,5 +230,5 @@ def test_each_user_may_do_what_its_scripts_do(user: str, names: set[str]) -> Non
 
 def test_every_script_has_its_user() -> None:
     """A new script: say above whose it is, and let that user do what it does."""
-    of_gateway, of_worker = {"accept", "attach"}, {"register", "take", "claim", "emit", "finish", "reap"}
+    of_gateway, of_worker = {"accept", "attach", "prolong"}, {"register", "take", "claim", "emit", "finish", "reap"}
     assert set(SCRIPT_NAMES) == {*of_gateway, *of_worker, "cancel", "tick"}
