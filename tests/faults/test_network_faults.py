@@ -78,7 +78,7 @@ async def test_a_half_open_worker_is_replaced_and_fenced(start_world: StartWorld
 
 
 async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: StartWorld, proxy: TcpProxy) -> None:
-    """For longer than its grace: its worker ends it, as nobody seems to read it. Its client waits, and gets the rest."""
+    """For longer than its grace: its worker ends it, as nobody seems to read it. Its client waits and gets the rest."""
     world = await start_world(client_through_proxy=True)
     world.start_worker("w0", "--script-step-seconds", "0.05")
     reader = Reader(world.client, keep=Keep(b"record", "h", grace_seconds=2), max_tokens=200)
