@@ -68,6 +68,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str  # of the model's files and the release
     choices: list[ChatChoiceBody]
     usage: UsageBody
 
@@ -84,6 +85,7 @@ class TextCompletionBody(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str  # of the model's files and the release
     choices: list[TextChoiceBody]
     usage: UsageBody
 
@@ -145,6 +147,17 @@ class TokenizedBody(msgspec.Struct, kw_only=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class TokenizerInfoBody(msgspec.Struct, kw_only=True):
+    """And what else tokenizer_config.json says of how text becomes tokens."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    added_tokens_decoder: dict[str, str]
 
 
 class DetokenizedBody(msgspec.Struct, kw_only=True):

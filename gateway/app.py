@@ -31,6 +31,7 @@ from gateway.routes import (
     requests,
     responses,
     tokenize,
+    tokenizer_info,
 )
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
@@ -74,7 +75,8 @@ def create_app(
     )
     app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
-    groups = [chat, completions, messages, responses, embeddings, requests, models, tokenize, admin, kv]
+    groups = [chat, completions, messages, responses, embeddings, requests, models, tokenize, tokenizer_info]
+    groups += [admin, kv]
     if settings.ui:
         groups.append(page)
     if settings.files_dir is not None:

@@ -234,6 +234,7 @@ def _reply(
     if detach_seconds is not None:
         headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
         numbers = EventNumbers(len(completion.prompts) * completion.n, asker.headers.get(LAST_EVENT_ID, ""))
+    model = service.require_model()
     response_format = kind.make_format(
         answer_id,
         service.name,
@@ -241,13 +242,13 @@ def _reply(
         created=created,
         prompt_tokens=sum(map(len, token_ids)),
         repeated=completion.repeated,
+        system_fingerprint=model.fingerprint,
     )
-    encoder = service.require_model().encoder
     return Reply(
         completion=completion,
         generation=generation,
         response_format=response_format,
-        extras=AnswerExtras(completion, encoder, token_ids, prompt_in_choice=response_format.prompt_in_choice),
+        extras=AnswerExtras(completion, model.encoder, token_ids, prompt_in_choice=response_format.prompt_in_choice),
         include_usage=include_usage,
         headers=headers,
         numbers=numbers,

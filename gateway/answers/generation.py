@@ -27,6 +27,7 @@ from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 from gateway.store.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
 from gateway.store.response_stream import news_of
+from gateway.text.logprobs import ScoredTokens
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
@@ -50,6 +51,7 @@ class Generation:
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
         self._ended_at = ended_at
+        scored_tokens = ScoredTokens(model.encoder.token_bytes, by_id=bool(request.fields.return_tokens_as_token_ids))
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = service.client
@@ -60,7 +62,7 @@ class Generation:
                     ChoiceProgress(
                         index,
                         _output_text(model, request, plan.request, keeps_marks),
-                        model.encoder.token_bytes,
+                        scored_tokens,
                         metrics,
                         arrived_at,
                         scores_every_token=not request.is_chat,

@@ -138,10 +138,13 @@ class _Format:
         created: int | None = None,
         prompt_tokens: int = 0,
         repeated: Mapping[str, Any] = NOTHING,
+        system_fingerprint: str = "",
     ) -> None:
         """`prompt_tokens`, `repeated`: for formats that tell them first, or say again what was asked."""
         created = int(time.time()) if created is None else created
         self._head = {"id": self.id_prefix + response_id, "created": created, "model": model}
+        if system_fingerprint:
+            self._head["system_fingerprint"] = system_fingerprint
         head = _encode({**self._head, "object": self.chunk_object})[:-1].decode()
         self._usage_in_chunks = usage_in_chunks
         self._chunk_head = f"data: {head}".encode()

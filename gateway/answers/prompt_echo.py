@@ -12,7 +12,7 @@ from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.text.logprobs import LogprobEntry, ScoredToken, logprob_entry
+from gateway.text.logprobs import LogprobEntry, ScoredTokens
 from gateway.text.tokenization import PromptEncoder
 from shared.messages import FinishReason, TokenLogprobs
 
@@ -37,6 +37,7 @@ class PromptEcho:
         self._num_choices = request.n
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
+        self._scored_tokens = ScoredTokens(encoder.token_bytes, by_id=bool(request.fields.return_tokens_as_token_ids))
 
     def applied_to(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> list[ChoiceUpdate]:
         """`scores` of each prompt; they are whole before its first update."""
@@ -52,7 +53,7 @@ class PromptEcho:
         if update.index in self._begun:
             return structs.replace(update, logprobs=moved)
         self._begun.add(update.index)
-        own = prompt_entries(self._encoder, self._prompts[number], scores) if scores else ()
+        own = prompt_entries(self._encoder, self._scored_tokens, self._prompts[number], scores) if scores else ()
         return structs.replace(update, text=text + update.text, logprobs=(*own, *moved))
 
 
@@ -63,16 +64,18 @@ def prompt_echo(
     return PromptEcho(encoder, request, prompts_token_ids) if request.echo else None
 
 
-def prompt_entries(encoder: PromptEncoder, token_ids: Sequence[int], scores: Scores) -> tuple[LogprobEntry, ...]:
+def prompt_entries(
+    encoder: PromptEncoder, scored_tokens: ScoredTokens, token_ids: Sequence[int], scores: Scores
+) -> tuple[LogprobEntry, ...]:
     """As those of an answer, each at its place in the prompt's text."""
     detokenizer = encoder.detokenizer((), skip_special_tokens=False)
     entries = []
     offset = 0
     for index, token_id in enumerate(token_ids):
         entries.append(
-            logprob_entry(encoder.token_bytes, token_id, scores[index], offset)
+            scored_tokens.entry(token_id, scores[index], offset)
             if index in scores
-            else LogprobEntry(ScoredToken(encoder.token_bytes.of(token_id), None), (), offset)
+            else LogprobEntry(scored_tokens.scored(token_id, None), (), offset)
         )
         offset += len(detokenizer.push(token_id))
     return tuple(entries)

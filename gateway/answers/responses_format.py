@@ -38,6 +38,7 @@ class ResponsesFormat:
         created: int | None = None,
         prompt_tokens: int = 0,
         repeated: Mapping[str, Any] = NOTHING,
+        **_chats: Any,
     ) -> None:
         """`repeated`: what a response says of its request. A stream always has its usage."""
         self._head: dict[str, Any] = {

@@ -24,6 +24,7 @@ class ExtraFields(TokenFields, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
     truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 in place of a token's text
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -127,7 +127,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
     "structural_tag": (),
     "stop_regex": ([],),

@@ -1,12 +1,13 @@
 """Log-probabilities as OpenAI's two shapes show them. Pure.
 
-    entry = logprob_entry(token_bytes, token_id, logprobs, text_offset)     one token of the output
+    entry = ScoredTokens(token_bytes).entry(token_id, logprobs, text_offset)     one token of the output
     chat_logprobs(entries)          {"content": [{token, logprob, bytes, top_logprobs: [...]}], "refusal": null}
     completion_logprobs(entries)    {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
 
-A `token` is what its bytes alone decode to, with U+FFFD for parts of a character: `bytes` is exact. The token that ends
-a sequence is listed in completions, as vLLM lists it, and in a chat only if its text is shown, as OpenAI has it; every
-token up to the one that completed a stop string is.
+A `token` is what its bytes alone decode to, with U+FFFD for parts of a character, or its id where the request asks for
+that (`return_tokens_as_token_ids`): `bytes` is exact. The token that ends a sequence is listed in completions, as vLLM
+lists it, and in a chat only if its text is shown, as OpenAI has it; every token up to the one that completed a stop
+string is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +25,11 @@ _LEAST_LOGPROB = -9999.0
 class ScoredToken:
     token: bytes
     logprob: float | None  # None: of a prompt's first token
+    name: str = ""  # in place of its text
 
     @property
     def text(self) -> str:
-        return self.token.decode(errors="replace")
+        return self.name or self.token.decode(errors="replace")
 
     def as_object(self) -> dict[str, Any]:
         return {"token": self.text, "logprob": self.logprob, "bytes": list(self.token)}
@@ -40,13 +42,24 @@ class LogprobEntry:
     text_offset: int  # characters of the choice's text before this token
 
 
-def logprob_entry(token_bytes: TokenBytes, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> LogprobEntry:
-    top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return LogprobEntry(
-        chosen=ScoredToken(token_bytes.of(token_id), max(logprobs.logprob, _LEAST_LOGPROB)),
-        top=tuple(ScoredToken(token_bytes.of(id_), max(logprob, _LEAST_LOGPROB)) for id_, logprob in top),
-        text_offset=text_offset,
-    )
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Token ids and their scores -> what is told of them; `by_id`: they are called token_id:123, as in vLLM."""
+
+    token_bytes: TokenBytes
+    by_id: bool = False
+
+    def entry(self, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> LogprobEntry:
+        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+        return LogprobEntry(
+            chosen=self.scored(token_id, logprobs.logprob),
+            top=tuple(self.scored(id_, logprob) for id_, logprob in top),
+            text_offset=text_offset,
+        )
+
+    def scored(self, token_id: int, logprob: float | None) -> ScoredToken:
+        shown = None if logprob is None else max(logprob, _LEAST_LOGPROB)
+        return ScoredToken(self.token_bytes.of(token_id), shown, f"token_id:{token_id}" if self.by_id else "")
 
 
 def chat_logprobs(entries: Iterable[LogprobEntry]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json an
 The directory appears as a whole (it is renamed into place), so it is complete once config.json is there.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,17 @@ from typing import Any
 
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenization import PromptEncoder
+from gateway.text.tokenizer_info import SPECIAL_TOKENS, token_text, tokenizer_info
+from shared.version import VERSION
+
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
 
 
 class ModelFilesError(ValueError):
@@ -23,6 +35,8 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int  # width of the logits: ids that the engine takes
+    fingerprint: str  # of all that is read of the model here, and of the release
+    tokenizer_info: dict[str, Any]
     tells_thoughts: bool = False  # by the option of a reasoning parser
 
 
@@ -40,27 +54,38 @@ def load_served_model(directory: Path, *, max_model_len: int | None = None) -> S
         raise ModelFilesError(f"config.json: {error!r}") from error
     if max_model_len is not None and max_model_len > own_max_model_len:
         raise ModelFilesError(f"--max-model-len: {max_model_len} is more than the model's own {own_max_model_len}")
+    tokenizer_config = _read_json(directory / "tokenizer_config.json", default={})
+    source = _template_source(directory, tokenizer_config)
+    encoder = _encoder(directory, tokenizer_config, source)
     return ServedModel(
-        encoder=_encoder(directory),
+        encoder=encoder,
         eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         max_model_len=max_model_len or own_max_model_len,
         vocab_size=vocab_size,
+        fingerprint=_fingerprint(directory),
+        tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
     )
 
 
-def _encoder(directory: Path) -> PromptEncoder:
-    tokenizer_config = _read_json(directory / "tokenizer_config.json", default={})
-    source = _template_source(directory, tokenizer_config)
+def _encoder(directory: Path, tokenizer_config: dict[str, Any], source: str | None) -> PromptEncoder:
     special_tokens = {
-        name: text
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (text := _token_text(tokenizer_config.get(name))) is not None
+        name: text for name in SPECIAL_TOKENS if (text := token_text(tokenizer_config.get(name))) is not None
     }
     try:
         chat_template = ChatTemplate(source, special_tokens) if source else None
         return PromptEncoder((directory / "tokenizer.json").read_text(encoding="utf-8"), chat_template)
     except Exception as error:  # tokenizers raises bare Exception, jinja2 its own
         raise ModelFilesError(f"tokenizer.json or the chat template: {error}") from error
+
+
+def _fingerprint(directory: Path) -> str:
+    """The same at every gateway of a release that has these files; how weights are stored stands in config.json."""
+    digest = hashlib.sha256(VERSION.encode())
+    for name in _FILES:
+        path = directory / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return f"fp_{digest.hexdigest()[:10]}"
 
 
 def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -71,10 +96,6 @@ def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str |
     if isinstance(template, list):  # several named ones
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template
-
-
-def _token_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _token_ids(value: Any) -> frozenset[int]:

@@ -42,6 +42,7 @@ async def test_chat_answer(gateway: Gateway, tiny_model: ServedModel) -> None:
         "object": "chat.completion",
         "created": body["created"],
         "model": "tiny",
+        "system_fingerprint": tiny_model.fingerprint,
         "choices": [
             {
                 "index": 0,

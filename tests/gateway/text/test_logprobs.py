@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.text.logprobs import LogprobEntry, ScoredToken, chat_logprobs, completion_logprobs, logprob_entry
+from gateway.text.logprobs import LogprobEntry, ScoredToken, ScoredTokens, chat_logprobs, completion_logprobs
 from gateway.text.served_model import ServedModel
-from shared.messages import FinishReason, GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs
+from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, StreamEvent, TokenEvent, TokenLogprobs
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import Script, finish
 
@@ -93,6 +93,40 @@ async def test_completions(client: openai.AsyncOpenAI, gateway: Gateway, tiny_mo
     assert [offset for part in streamed if part for offset in part.text_offset or []] == logprobs.text_offset
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_may_be_called_by_their_ids(client: openai.AsyncOpenAI, gateway: Gateway, stream: bool) -> None:
+    gateway.engine.script = says_scored([70, 71, IM_END], reason=FinishReason.STOP)
+    asked: Any = {"model": "tiny", "stream": stream, "extra_body": {"return_tokens_as_token_ids": True}}
+    answer: Any = await client.completions.create(**asked, prompt="x", logprobs=1)
+    choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
+    told = [choice.logprobs for choice in choices]
+    names = [f"token_id:{token_id}" for token_id in (70, 71, IM_END)]
+    assert [token for logprobs in told for token in logprobs.tokens] == names
+    tops = [top for logprobs in told for top in logprobs.top_logprobs]
+    assert [list(top) for top in tops] == [[f"token_id:{id_}", f"token_id:{id_ + 1}"] for id_ in (70, 71, IM_END)]
+    assert [offset for logprobs in told for offset in logprobs.text_offset] == [0, 1, 2]
+    answer = await client.chat.completions.create(**asked, messages=HI, logprobs=True, top_logprobs=1)
+    choices = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert [(entry.token, entry.top_logprobs[0].token) for entry in entries] == [(name, name) for name in names[:2]]
+    token_bytes = gateway.service.require_model().encoder.token_bytes
+    assert [bytes(entry.bytes) for entry in entries] == [token_bytes.of(70), token_bytes.of(71)]
+
+
+async def test_a_scored_prompt_has_ids_too(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+    def script(request: GenerationRequest) -> Any:
+        scores = PromptLogprobs(1, [scored(6)])
+        yield TokenEvent(request.request_id, 0, [70], logprobs=[scored(70)], prompt_logprobs=scores)
+        yield finish(request, 1, FinishReason.LENGTH)
+
+    gateway.engine.script = script
+    extra = {"return_tokens_as_token_ids": True}
+    answer = await client.completions.create(model="tiny", prompt=[5, 6], logprobs=1, echo=True, extra_body=extra)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens == ["token_id:5", "token_id:6", "token_id:70"]
+    assert logprobs.token_logprobs == [None, -6 / 1024, -70 / 1024]
+
+
 async def test_nothing_is_told_unless_it_was_asked(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
     gateway.engine.script = says_scored([70, 71])
     chat = await client.chat.completions.create(model="tiny", messages=HI, logprobs=False)
@@ -134,7 +168,7 @@ async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.Asyn
 
 
 def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
-    entry = logprob_entry(tiny_model.encoder.token_bytes, 70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0)
+    entry = ScoredTokens(tiny_model.encoder.token_bytes).entry(70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0)
     assert chat_logprobs([entry])["content"][0]["logprob"] == -9999.0
     assert entry.top[0].logprob == -9999.0
 
