@@ -18,6 +18,7 @@ from pagestream.embedded_store import EmbeddedStore
 
 MODEL = "m"
 START_SECONDS = 60.0
+STOP_SECONDS = 60.0
 STORE_BYTES = 2**30
 
 
@@ -45,14 +46,16 @@ async def own_fleet(
     gateways: int = 1,
     gateway_flags: Sequence[str] = (),
     worker: str = "bench.serving.scripted_worker",
+    store_bytes: int = STORE_BYTES,
+    gateway_home: Path | None = None,
 ) -> AsyncIterator[OwnFleet]:
-    """`model`: directory, for its tokenizer; `worker`: the module that runs as one.
+    """`model`: directory, for its tokenizer; `worker`: the module that runs as one; `gateway_home`: another checkout.
 
     Ready when entered; all processes are gone afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         directory, port = Path(name), _free_port()
-        store = EmbeddedStore.at(directory, STORE_BYTES)
+        store = EmbeddedStore.at(directory, store_bytes)
         await store.start()
         assert store.process is not None, "the directory is new, so the store is ours"
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", store.url]
@@ -60,7 +63,7 @@ async def own_fleet(
         commands = {f"gateway {number}": ["gateway", *common, *listen] for number in range(gateways)}
         commands["worker"] = [worker, *common, *worker_flags, "--metrics-port", "0"]
         try:
-            with _running(commands, directory / "log") as processes:
+            with _running(commands, directory / "log", gateway_home) as processes:
                 _wait_until_ready(port, directory / "log")
                 processes["store"] = psutil.Process(store.process.process.pid)
                 yield OwnFleet(("127.0.0.1", port), store.url, processes, directory)
@@ -69,25 +72,38 @@ async def own_fleet(
 
 
 @contextmanager
-def _running(commands: dict[str, list[str]], log_path: Path) -> Iterator[dict[str, psutil.Process]]:
+def _running(
+    commands: dict[str, list[str]], log_path: Path, gateway_home: Path | None
+) -> Iterator[dict[str, psutil.Process]]:
     with log_path.open("wb") as log:
-        running = {
-            name: subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT)
-            for name, command in commands.items()
-        }
+        running = {}
+        for name, command in commands.items():
+            home = gateway_home if name.startswith("gateway") else None
+            python = sys.executable if home is None else str(home.resolve() / ".venv/bin/python")
+            running[name] = subprocess.Popen([python, "-m", *command], stdout=log, stderr=subprocess.STDOUT, cwd=home)
         try:
             yield {name: psutil.Process(process.pid) for name, process in running.items()}
         finally:
             for process in running.values():
                 process.terminate()
             for process in running.values():
-                process.wait(60)
+                _wait_or_kill(process)
+
+
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    """A gateway that stands still, as some benchmarks bring about, hears no signal but one."""
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait_until_ready(port: int, log: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as reply:
+        url = f"http://127.0.0.1:{port}/readyz"  # needs no key
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             if reply.status == 200:
                 return
         time.sleep(0.1)

@@ -6,6 +6,7 @@ Events are parsed when the load is over. Knows nothing of who measures what.
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -56,11 +57,12 @@ class RawStream:
 
 
 async def open_stream(
-    host: str, port: int, body: dict[str, object], stream: RawStream
+    host: str, port: int, body: dict[str, object], stream: RawStream, *, headers: Mapping[str, str] | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Returns behind the reply's head. Raises OSError."""
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
     stream.sent_at = time.monotonic()
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)

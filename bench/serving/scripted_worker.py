@@ -20,9 +20,11 @@ from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging
+from shared.messages import MAX_LOGPROBS, PromptLogprobs, TokenLogprobs
 from shared.settings import load_settings
 
 MAX_MODEL_LEN_TOKENS = 4096
@@ -30,6 +32,12 @@ NUM_BLOCKS, BLOCK_SIZE = 60_000, 16
 VOCAB_SIZE = 49_152
 NUM_SCRIPTED_TOKENS = 100_003
 TIME_BASE, TIME_MODULUS = 1_000, 48_000
+
+
+_RANKED = [
+    TokenLogprobs(-0.5, list(range(100, 100 + count)), [-0.5 - rank for rank in range(count)])
+    for count in range(MAX_LOGPROBS + 1)
+]
 
 
 class ClockDevice:
@@ -47,10 +55,28 @@ class ClockDevice:
         seconds = self._step_seconds + self._token_seconds * sum(one.num_new_tokens for one in batch.sequences)
         self._ends_at = max(self._ends_at, time.perf_counter()) + seconds
         sampled = [self._token_id() if scheduled.samples else None for scheduled in batch.sequences]
-        return ClockStep(self._ends_at, StepResult(sampled))
+        return ClockStep(self._ends_at, StepResult(sampled, logprobs=_logprobs(batch), prompt_logprobs=_scores(batch)))
 
     def _token_id(self) -> int:
         return TIME_BASE + int(1000 * self._ends_at) % TIME_MODULUS if self._tells_time else next(self._token_ids)
+
+
+def _logprobs(batch: ScheduledBatch) -> list[TokenLogprobs | None]:
+    asked = [scheduled.sequence.sampling.logprobs if scheduled.samples else None for scheduled in batch.sequences]
+    return [_ranked(count) for count in asked] if any(count is not None for count in asked) else []
+
+
+def _scores(batch: ScheduledBatch) -> list[tuple[Sequence, PromptLogprobs]]:
+    found = []
+    for scheduled in batch.sequences:
+        scored, count = scheduled.scored_tokens, scheduled.sequence.sampling.prompt_logprobs
+        if scored:
+            found.append((scheduled.sequence, PromptLogprobs(scored.start, [_RANKED[count or 0]] * len(scored))))
+    return found
+
+
+def _ranked(count: int | None) -> TokenLogprobs | None:
+    return None if count is None else _RANKED[count]
 
 
 class ClockStep:
@@ -83,8 +109,9 @@ def main() -> int:
 
     def load(report: Report) -> LoadedEngine:
         report("load", 1.0, "scripted")
+        max_model_len = settings.max_model_len or MAX_MODEL_LEN_TOKENS
         config = SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs or 256, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN_TOKENS
+            max_num_seqs=settings.max_num_seqs or 256, max_num_batched_tokens=8192, max_model_len=max_model_len
         )
         engine = (LoggingEngine if script.log_aborts else Engine)(
             Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)),
@@ -100,7 +127,7 @@ def main() -> int:
             device="cpu",
             dtype="none",
             block_size_bytes=1,
-            max_model_len=MAX_MODEL_LEN_TOKENS,
+            max_model_len=max_model_len,
             memory_bytes=lambda: {"kv": 0},
         )
         return LoadedEngine(engine, info)

@@ -115,7 +115,8 @@ class LineChecks:
 
 def _line_or_problem(text: bytes, number: int, offset: int, endpoint: str) -> BatchLine | BatchProblem:
     try:
-        fields, _ = decode_body(text, _LineFields, max_depth=MAX_DEPTH + 1)  # its own object, and the body's
+        # The body is checked again as one; here it is a level deeper.
+        fields, _ = decode_body(text, _LineFields, ids="body", max_depth=MAX_DEPTH + 1)
         body = bytes(fields.body).strip()
         if fields.url != endpoint:
             raise InvalidRequest(f"url: expected {endpoint}, as the batch has; got {fields.url[:100]!r}.", param="url")

@@ -8,6 +8,7 @@ The counts keep what follows short as well: msgspec holds the interpreter while 
 for a fraction halfway between two floats, 13 us for 1e308 and 100 us for an integer of 4000 digits.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gateway.errors import InvalidJson
@@ -18,6 +19,7 @@ MAX_NAMES = 2**16
 MAX_FRACTIONS = 2**14
 MAX_EXPONENTS = 2**10
 MAX_DIGITS = 1024
+MAX_VALUES = 2**17  # a model reads two tokens at least for each; lists of token ids are not counted
 
 
 class _Alphabet(NamedTuple):
@@ -35,18 +37,30 @@ def _alphabet(kept: bytes, written: bytes, as_written: bytes) -> _Alphabet:
 
 
 _signs = _alphabet(b'[]:."', b"{}", b"[]")
+_commas = _alphabet(b',"', b"", b"")
 _numbers = _alphabet(b'0e,"', b"123456789E", b"000000000e")
 _TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
 
 
 def check_structure(text: bytes, max_depth: int = MAX_DEPTH) -> None:
     """Raises InvalidJson."""
-    text = text.replace(rb"\\", b"").replace(rb"\"", b"")  # the quotes that are left begin and end strings, by turns
+    text = _without_escapes(text)
     signs, numbers = _signs(text), _numbers(text)
     if signs.count(b"[") > max_depth or signs.count(b":") > MAX_NAMES or signs.count(b".") > MAX_FRACTIONS:
         _check_signs(_outside_strings(signs), max_depth)
     if numbers.count(b"0e") > MAX_EXPONENTS or _TOO_MANY_DIGITS in numbers:
         _check_numbers(_outside_strings(numbers))
+
+
+def check_values(texts: Iterable[bytes]) -> None:
+    """Of all together. Raises InvalidJson."""
+    counts = (_outside_strings(_commas(_without_escapes(text))).count(b",") for text in texts)
+    _check_count(sum(counts), MAX_VALUES, "values")
+
+
+def _without_escapes(text: bytes) -> bytes:
+    """The quotes that are left begin and end strings, by turns."""
+    return text.replace(rb"\\", b"").replace(rb"\"", b"")
 
 
 def _outside_strings(text: bytes) -> bytes:

@@ -222,7 +222,7 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: b
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    fields, given = decode_body(body, CompletionBody)
+    fields, given = decode_body(body, CompletionBody, ids="prompt")
     ignored = check_other_fields(CompletionBody, given)
     request = _request(
         fields,

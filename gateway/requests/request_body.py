@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from gateway.errors import InvalidJson, InvalidRequest, MissingParameter
-from gateway.requests.json_structure import MAX_DEPTH, check_structure
+from gateway.requests.json_structure import MAX_DEPTH, MAX_VALUES, check_structure, check_values
 
 MAX_BODY_BYTES = 2 * 2**20
 MAX_FIELDS = 256  # top-level names; all APIs together have about a hundred
@@ -48,15 +48,22 @@ class GivenFields(Mapping[str, Any]):
         return len(self._values)
 
 
-def decode_body(body: bytes, kind: type[_Body], *, max_depth: int = MAX_DEPTH) -> tuple[_Body, GivenFields]:
-    """The typed body, and all its top-level fields as they came, for those that `kind` does not have."""
+def decode_body(
+    body: bytes, kind: type[_Body], *, ids: str = "", max_depth: int = MAX_DEPTH
+) -> tuple[_Body, GivenFields]:
+    """The typed body, and all its top-level fields as they came, for those that `kind` does not have.
+
+    `ids`: the field that may list token ids, as many as a body has room for.
+    """
     if not body.strip():
         raise InvalidJson("The request body is empty; expected a JSON object.")
     check_structure(body, max_depth)
     try:
         text = body.decode()  # also what no field of `kind` reads
-        given = GivenFields(_top_level_fields(text))
-        return msgspec.json.decode(text, type=kind), given
+        values = _top_level_fields(text)
+        if body.count(b",") > MAX_VALUES:
+            check_values(bytes(value) for name, value in values.items() if name != ids)
+        return msgspec.json.decode(text, type=kind), GivenFields(values)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -79,7 +86,9 @@ def invalid_field(message: str) -> InvalidRequest:
 def decode_object(text: str, param: str) -> dict[str, Any]:
     """Of a field that holds a JSON object as text, such as a call's arguments. Raises InvalidRequest."""
     try:
-        check_structure(text.encode())
+        encoded = text.encode()
+        check_structure(encoded)
+        check_values([encoded])
         return msgspec.json.decode(text, type=dict[str, Any])
     except InvalidJson as error:
         raise InvalidRequest(f"{param}: {error.message}", param=param) from error

@@ -69,7 +69,7 @@ def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
 
 
 def _detokenized(body: bytes, state: GatewayState, account: Account) -> object:
-    fields, _ = decode_body(body, DetokenizeBody)
+    fields, _ = decode_body(body, DetokenizeBody, ids="tokens")
     model = state.service(fields.model, account).require_model()
     if fields.tokens and max(fields.tokens) >= model.vocab_size:
         raise InvalidRequest(

@@ -1,7 +1,10 @@
 """Work of many keys on few threads: in turn, never all of it for one, and nothing that nobody waits for."""
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
@@ -154,3 +157,27 @@ async def test_what_is_short_is_done_at_once_and_errors_are_the_callers() -> Non
         await pool.run("a", None, lambda: 1 // 0)
     assert await pool.run("a", None, lambda: "still there") == "still there"
     pool.close()
+
+
+async def test_an_error_holds_nothing_of_its_work() -> None:
+    """Refused bodies of 2 MiB were kept until the next search for cyclic garbage: 200 of them."""
+
+    class Body:
+        def refused(self) -> None:
+            raise ValueError("no")
+
+    gc.collect()
+    gc.disable()
+    try:
+        pool = FairPool(1)
+        body = Body()
+        is_there = weakref.ref(body)
+        with contextlib.suppress(ValueError):
+            await pool.run("a", None, body.refused)
+        del body
+        for _ in range(10):  # callbacks of the executor's future
+            await asyncio.sleep(0)
+        pool.close()
+        assert is_there() is None
+    finally:
+        gc.enable()

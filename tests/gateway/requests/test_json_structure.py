@@ -56,6 +56,7 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "escapes": lambda size: filled(HI + b'"x":"', b"\\u0101", b'"}', size),
     "lone surrogates": lambda size: filled(HI + b'"x":["', b"\\ud800", b'"]}', size),
     "a lone surrogate behind many values": lambda size: filled(HI + b'"x":[', b"1,", b'"\\ud800"]}', size),
+    "ids": lambda size: filled(b'{"prompt":[', b"1,", b"1]}", size),
     "whole numbers": lambda size: filled(ANY, b"1,", b"1]}}}]}", size),
     "fractions": lambda size: filled(ANY, b"9007199254740993.0,", b"1]}}}]}", size),
     "exponents": lambda size: filled(ANY, b"1e308,", b"1]}}}]}", size),
@@ -114,6 +115,18 @@ def test_the_most_of_each_is_taken() -> None:
     check_structure(b"[" + b"1.5," * (structure.MAX_FRACTIONS - 1) + b"1.5]")
     check_structure(b"[" + b"1e3," * (structure.MAX_EXPONENTS - 1) + b"1e3]")
     check_structure(b"[" + b"1" * structure.MAX_DIGITS + b"," + b"1" * structure.MAX_DIGITS + b"]")
+
+
+def test_values_have_a_most_but_for_token_ids() -> None:
+    ids = b"[1" + b",1" * (structure.MAX_VALUES + 1) + b"]"
+    most = b"[1" + b",1" * (structure.MAX_VALUES - 1) + b"]"  # and one comma is in HI
+    request = parse_completion(b'{"prompt":' + ids + b',"x":"' + b"," * structure.MAX_VALUES + b'"}')
+    assert request.prompts == ([1] * (structure.MAX_VALUES + 2),)
+    parse_chat(HI + b'"x":' + most + b"}")
+    other = b'{"prompt":"x","x":' + ids + b"}"
+    for parse, body in ((parse_completion, other), (parse_chat, HI + b'"x":' + ids[:-3] + b"]}")):
+        with pytest.raises(InvalidJson, match="131073 values; at most 131072"):
+            parse(body)
 
 
 def test_what_stands_in_a_string_is_text() -> None:

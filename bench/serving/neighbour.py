@@ -1,0 +1,245 @@
+"""python -m bench neighbour --model DIR: what one key's hostile clients cost another key's polite ones.
+
+For each of twelve patterns (hostile_patterns.py) a fleet of its own: store, gateway with two keys, a scripted worker
+whose steps take 6 ms, so that what is measured is the gateway and the store. Polite chats stream at a steady rate,
+first alone, then beside the hostile client. Told: the time to the first token in both, what polite chats did not get,
+the gateway's memory, the longest wait of a probe for /livez. Ends with 1 if, beside a pattern, p99 of the first token
+is more than --most-ratio times that alone, a token is missing or the gateway takes more than --most-memory-bytes.
+`--programs DIR` measures the gateway of another checkout, with its .venv.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from bench.provenance import provenance
+from bench.serving.hostile_patterns import PATTERNS
+from bench.serving.load_report import tell
+from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
+from bench.serving.streaming_request import RequestResult, Target, send
+from bench.statistics import distribution
+from bench.workload import Workload
+
+STEP_SECONDS = 0.006
+PROBE_SECONDS = 0.02  # between two
+CHAT_SECONDS = 60.0  # after which a chat has failed
+STORE_BYTES = 2**28  # the default of `pagestream serve`
+HOSTILE_BEGINS_SECONDS = 1.0  # before the first polite chat beside it
+FILES = ["--max-files-bytes", "256M"]
+
+
+@dataclass
+class Watched:
+    """What the gateway shows while chats run."""
+
+    livez_seconds: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    result = {**provenance(["neighbour", *argv]), "patterns": asyncio.run(_measure_all(options))}
+    tell(result, options.json)
+    print(table(result["patterns"]))
+    return 1 if any(one["misses"] for one in result["patterns"].values()) else 0
+
+
+async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    measured = {}
+    for name in options.pattern or PATTERNS:
+        measured[name] = await _measure(options, name)
+        print(f"{name}: {measured[name]['misses'] or 'as it should be'}", file=sys.stderr)
+    return measured
+
+
+async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    keys = {"polite": secrets.token_hex(16), "hostile": secrets.token_hex(16)}
+    async with _fleet(options, keys) as fleet, _target(fleet, keys["polite"]) as target:
+        await _chats(target, options, "warm-up")
+        alone = await _watched_chats(fleet, target, options)
+        hostile = await _begin(options, name, fleet.url, keys["hostile"])
+        await asyncio.sleep(HOSTILE_BEGINS_SECONDS)
+        beside = await _watched_chats(fleet, target, options)
+        answers, _ = await hostile.communicate()
+    return _figures(options, alone, beside, json.loads(answers or b"{}"))
+
+
+def _figures(
+    options: argparse.Namespace,
+    alone: tuple[list[RequestResult], Watched],
+    beside: tuple[list[RequestResult], Watched],
+    answers: dict[str, int],
+) -> dict[str, Any]:
+    figures: dict[str, Any] = {"hostile_answers": answers}
+    for name, (results, watched) in (("alone", alone), ("beside", beside)):
+        seconds = [one.time_to_first_token_seconds for one in results if not one.failure]
+        figures[name] = {
+            "chats": len(results),
+            "first_token_seconds": distribution(seconds),
+            "failures": sorted({one.failure for one in results if one.failure}),
+            "num_failed": sum(bool(one.failure) for one in results),
+            "livez_worst_seconds": max(watched.livez_seconds, default=None),
+            "gateway_memory_bytes": watched.memory_bytes,
+        }
+    p99 = [figures[name]["first_token_seconds"].get("p99") for name in ("alone", "beside")]
+    figures["p99_ratio"] = p99[1] / p99[0] if all(p99) else None
+    figures["misses"] = misses_of(options, figures)
+    return figures
+
+
+def misses_of(options: argparse.Namespace, figures: dict[str, Any]) -> list[str]:
+    ratio, beside = figures["p99_ratio"], figures["beside"]
+    misses = {
+        "the time to the first token": ratio is None or ratio > options.most_ratio,
+        "tokens that did not come": beside["num_failed"] > 0 or figures["alone"]["num_failed"] > 0,
+        "the gateway's memory": beside["gateway_memory_bytes"] > options.most_memory_bytes,
+    }
+    return [what for what, is_missed in misses.items() if is_missed]
+
+
+@asynccontextmanager
+async def _fleet(options: argparse.Namespace, keys: dict[str, str]) -> AsyncIterator[OwnFleet]:
+    with tempfile.TemporaryDirectory(prefix="ps-neighbour-") as directory:
+        keys_file = Path(directory) / "keys.toml"
+        keys_file.write_text("\n".join(_entry(name, key, options) for name, key in keys.items()))
+        flags = ["--api-keys-file", str(keys_file), "--files-dir", f"{directory}/files", *FILES]
+        scripted = ["--step-seconds", str(STEP_SECONDS), "--max-model-len", "8192"]
+        async with own_fleet(
+            options.model.resolve(),
+            [*([] if options.real else scripted), *options.worker_flags.split()],
+            gateway_flags=[*flags, *options.gateway_flags.split()],
+            worker="engine_worker" if options.real else "bench.serving.scripted_worker",
+            store_bytes=STORE_BYTES,
+            gateway_home=options.programs,
+        ) as fleet:
+            yield fleet
+
+
+def _entry(name: str, key: str, options: argparse.Namespace) -> str:
+    limits = [f"max_concurrent = {options.hostile_concurrent}"] if name == "hostile" else []
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return "\n".join(["[[keys]]", f'name = "{name}"', f'sha256 = "{digest}"', *limits])
+
+
+@asynccontextmanager
+async def _target(fleet: OwnFleet, key: str) -> AsyncIterator[Target]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=CHAT_SECONDS),
+        headers={"Authorization": f"Bearer {key}"},
+    ) as session:
+        yield Target(session=session, url=fleet.url, model=MODEL, chat=True)
+
+
+async def _begin(options: argparse.Namespace, name: str, url: str, key: str) -> asyncio.subprocess.Process:
+    seconds = HOSTILE_BEGINS_SECONDS + options.chats / options.rate + 2.0
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.serving.hostile_patterns", name, "--url", url, "--key", key,
+        "--seconds", str(seconds), "--turns", str(options.turns), stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+
+
+async def _watched_chats(
+    fleet: OwnFleet, target: Target, options: argparse.Namespace
+) -> tuple[list[RequestResult], Watched]:
+    watched = Watched()
+    watching = [
+        asyncio.create_task(_probe(fleet.url, watched)),
+        asyncio.create_task(_weigh(fleet.processes["gateway 0"], watched)),
+    ]
+    try:
+        return await _chats(target, options, "measured"), watched
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+
+
+async def _chats(target: Target, options: argparse.Namespace, stream: str) -> list[RequestResult]:
+    """Each at its time, whatever became of those before it."""
+    lengths = [(options.prompt_words, options.output_tokens)] * options.chats
+    planned = Workload(lengths=lengths, token_ids=range(0), seed=1, chat=True).requests(options.rate, stream)
+    begin = asyncio.get_running_loop().time()
+
+    async def at_its_time(number: int, request: Any) -> RequestResult:
+        await asyncio.sleep(begin + number / options.rate - asyncio.get_running_loop().time())
+        return await send(target, request)
+
+    return list(await asyncio.gather(*(at_its_time(*one) for one in enumerate(planned))))
+
+
+async def _probe(url: str, watched: Watched) -> None:
+    """As a kubelet does, but more often: how long anybody else waits for the simplest answer."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CHAT_SECONDS)) as session:
+        while True:
+            started = time.perf_counter()
+            try:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    await (await session.get(f"{url}/livez")).read()
+            finally:  # also the probe that waits when the chats have ended
+                watched.livez_seconds.append(time.perf_counter() - started)
+            await asyncio.sleep(PROBE_SECONDS)
+
+
+async def _weigh(gateway: psutil.Process, watched: Watched) -> None:
+    while True:
+        watched.memory_bytes = max(watched.memory_bytes, gateway.memory_info().rss)
+        await asyncio.sleep(PROBE_SECONDS)
+
+
+def table(patterns: dict[str, Any]) -> str:
+    """A line for each pattern: milliseconds, megabytes."""
+    lines = [["pattern", "TTFT p50/p99 alone", "beside", "ratio", "failed", "livez alone", "beside", "MB", "hostile"]]
+    for name, figures in patterns.items():
+        sides = [figures["alone"], figures["beside"]]
+        ratio = figures["p99_ratio"]
+        lines.append([
+            name,
+            *(_milliseconds(side["first_token_seconds"], "p50", "p99") for side in sides),
+            "-" if ratio is None else f"{ratio:.2f}",
+            str(sides[1]["num_failed"]),
+            *(_milliseconds(side, "livez_worst_seconds") for side in sides),
+            f"{sides[1]['gateway_memory_bytes'] / 1e6:.0f}",
+            " ".join(f"{count} x {status}" for status, count in sorted(figures["hostile_answers"].items())),
+        ])  # fmt: skip
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _milliseconds(figures: dict[str, float], *names: str) -> str:
+    return "/".join(f"{1e3 * figures[name]:.0f}" if figures.get(name) is not None else "-" for name in names)
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser(prog="python -m bench neighbour", description=summary)
+    parser.add_argument("--model", type=Path, required=True, help="model directory; for its tokenizer, unless --real")
+    parser.add_argument("--real", action="store_true", help="a worker with the model instead of a scripted one")
+    parser.add_argument("--pattern", action="append", choices=PATTERNS, help="may be repeated; default: all")
+    parser.add_argument("--rate", type=float, default=8.0, help="polite chats a second (%(default)s)")
+    parser.add_argument("--chats", type=int, default=160, help="alone, and as many beside (%(default)s)")
+    parser.add_argument("--prompt-words", type=int, default=64, help="of a chat (%(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=32, help="of a chat (%(default)s)")
+    parser.add_argument("--turns", type=int, default=2_000, help="of the hostile client at most (%(default)s)")
+    parser.add_argument("--hostile-concurrent", type=int, default=16, help="its key's max_concurrent (%(default)s)")
+    parser.add_argument("--most-ratio", type=float, default=1.5, help="of p99 of the first token (%(default)s)")
+    parser.add_argument("--most-memory-bytes", type=float, default=500e6, help="of the gateway (%(default)s)")
+    parser.add_argument("--programs", type=Path, help="a checkout, with its .venv, whose gateway is measured")
+    parser.add_argument("--worker-flags", default="")
+    parser.add_argument("--gateway-flags", default="")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    return parser

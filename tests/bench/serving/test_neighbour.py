@@ -1,0 +1,61 @@
+"""A small run beside patterns that differ the most; and the figures that make a miss."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.serving import neighbour
+from bench.serving.hostile_patterns import PATTERNS
+
+
+@pytest.mark.redis
+@pytest.mark.e2e
+@pytest.mark.model
+def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_dir: Path) -> None:
+    """How long they wait says nothing on a loaded machine: that bound is not asked for here."""
+    path = tmp_path / "result.json"
+    patterns = ("deep-json", "detached-streams", "slow-batches")
+    asked = [flag for name in patterns for flag in ("--pattern", name)]
+    small = ["--chats", "10", "--turns", "12", "--most-ratio", "inf", "--json", str(path)]
+    assert neighbour.main(["--model", str(demo_model_dir), *asked, *small]) == 0
+    result = json.loads(path.read_text())["patterns"]
+    assert tuple(result) == patterns
+    for figures in result.values():
+        assert figures["misses"] == [] and figures["p99_ratio"] > 0
+        for side in ("alone", "beside"):
+            assert (figures[side]["chats"], figures[side]["num_failed"]) == (10, 0)
+            assert 0 < figures[side]["livez_worst_seconds"] < 60
+    assert result["deep-json"]["hostile_answers"] == {"400": 12}
+    assert result["slow-batches"]["hostile_answers"]["200"] > 2
+
+
+def test_there_are_twelve_patterns() -> None:
+    assert len(PATTERNS) == 12
+
+
+def side(p99: float | None, num_failed: int, memory_bytes: int) -> dict[str, object]:
+    return {
+        "first_token_seconds": {} if p99 is None else {"p50": p99, "p99": p99},
+        "num_failed": num_failed,
+        "gateway_memory_bytes": memory_bytes,
+        "livez_worst_seconds": 0.01,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ratio", "beside", "misses"),
+    [
+        (1.5, side(0.15, 0, 500), []),
+        (1.6, side(0.16, 0, 500), ["the time to the first token"]),
+        (None, side(None, 3, 500), ["the time to the first token", "tokens that did not come"]),
+        (1.0, side(0.1, 0, 501), ["the gateway's memory"]),
+    ],
+)
+def test_what_is_missed(ratio: float | None, beside: dict[str, object], misses: list[str]) -> None:
+    options = argparse.Namespace(most_ratio=1.5, most_memory_bytes=500)
+    figures = {"p99_ratio": ratio, "alone": side(0.1, 0, 1), "beside": beside, "hostile_answers": {"400": 2}}
+    assert neighbour.misses_of(options, figures) == misses
+    shown = neighbour.table({"deep-json": figures}).splitlines()
+    assert len(shown) == 2 and "2 x 400" in shown[1]
