@@ -26,6 +26,7 @@ from engine_worker.request_times import RequestTimes
 from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from engine_worker.status import WorkerStatus
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import WorkerPhase
 from shared.vllm_metric_names import with_vllm_names
 
@@ -54,10 +55,21 @@ class EngineInfo:
 
 
 class WorkerMetrics:
-    def __init__(self, worker: str, model: str, version: str, status: WorkerStatus, vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        worker: str,
+        model: str,
+        version: str,
+        status: WorkerStatus,
+        faults: FaultCounts | None = None,
+        *,
+        vllm_names: bool = False,
+    ) -> None:
+        """`faults`: those that the transport counts."""
         self.registry = CollectorRegistry()
         self._exposed = with_vllm_names(self.registry, model) if vllm_names else self.registry
-        self._snapshot = _SnapshotCollector({"worker": worker, "model": model}, version, status)
+        labels = {"worker": worker, "model": model}
+        self._snapshot = _SnapshotCollector(labels, version, status, faults or FaultCounts())
         self.registry.register(self._snapshot)
         ProcessCollector(registry=self.registry)
         names = ("worker", "model")
@@ -135,8 +147,9 @@ class WorkerMetrics:
 
 
 class _SnapshotCollector(Collector):
-    def __init__(self, labels: Mapping[str, str], version: str, status: WorkerStatus) -> None:
+    def __init__(self, labels: Mapping[str, str], version: str, status: WorkerStatus, faults: FaultCounts) -> None:
         self._labels = labels
+        self._faults = faults
         self._version = version
         self._status = status
         self.info: EngineInfo | None = None
@@ -151,12 +164,25 @@ class _SnapshotCollector(Collector):
         timestamp = self.last_step_timestamp_seconds
         yield self._gauge("worker_last_step_timestamp_seconds", "When the last engine step was stored", timestamp)
         yield self._info("build", "Version of the worker", {"version": self._version})
+        yield from self._transport()
         if self.info is not None:
             yield from self._engine(self.info)
         if self.info is not None and self._status.stats is not None:
             yield from self._kv_cache(self._status.stats, self.info)
             yield from self._kv_durations(self._status.stats.kv_durations)
             yield from self._work(self._status.stats)
+
+    def _transport(self) -> Iterator[Metric]:
+        faults = self._faults
+        for name, text, value in (
+            ("workers_reaped", "Workers that this one found dead, whose requests it queued again", faults.num_reaped),
+            ("orphaned_requests", "Requests that this worker ended because their gateway was gone", faults.num_ended),
+            ("bad_heartbeats", "Heartbeats heard that were no frames", faults.num_bad_heartbeats),
+            ("heartbeat_failures", "Heartbeats that could not be sent", faults.num_failures),
+            ("queue_read_failures", "Reads of the queue that failed, and were made good", faults.num_read_failures),
+            ("store_retries", "Steps and ends offered again to a store that did not take them", faults.num_retries),
+        ):
+            yield self._counter(name, text, value)
 
     def _engine(self, info: EngineInfo) -> Iterator[Metric]:
         shape = {"device": info.device, "dtype": info.dtype, "max_model_len": str(info.max_model_len)}

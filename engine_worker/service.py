@@ -23,6 +23,7 @@ from engine_worker.request_times import RequestClock, TimesSink
 from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
+from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
@@ -71,8 +72,14 @@ class WorkerService:
         self._fleet_clock = FleetClock(RedisScripts(self._connections.commands, self._keys))
         self._engine = EngineThread()
         self._status = WorkerStatus(base_id, version)
+        self._faults = FaultCounts()
         self._metrics = WorkerMetrics(
-            base_id, settings.model_name, version, self._status, vllm_names=settings.vllm_metric_names
+            base_id,
+            settings.model_name,
+            version,
+            self._status,
+            self._faults,
+            vllm_names=settings.vllm_metric_names,
         )
         self._sinks: list[TimesSink] = [self._metrics]
         try:
@@ -92,14 +99,17 @@ class WorkerService:
         try:
             async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
                 logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)
-                heartbeats = HeartbeatPublisher(self._connections.commands, self._keys)
+                heartbeats = HeartbeatPublisher(self._connections.commands, self._keys, faults=self._faults)
                 await run_until_first_ends(
                     self._load_and_serve(load),
                     heartbeats.run(),
                     self._fleet_clock.run(),
                     self._offer_heartbeats(heartbeats),
                     Reaper(
-                        self._connections, self._keys, missed_ticks_until_dead=self._settings.dead_after_seconds
+                        self._connections,
+                        self._keys,
+                        missed_ticks_until_dead=self._settings.dead_after_seconds,
+                        faults=self._faults,
                     ).run(),
                     KVFeed(
                         self._connections.commands, self._keys, self._loaded_engine, lambda: self._status.worker_id
@@ -159,6 +169,7 @@ class WorkerService:
             self._base_id,
             previous,
             fleet_clock=self._fleet_clock,
+            faults=self._faults,
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
         )
         self._status.worker_id = incarnation.worker_id

@@ -156,6 +156,9 @@ class DeliveryCounts(Protocol):
     num_restored_requests: int
     num_gaps: int
 
+    @property
+    def num_repeated_tokens(self) -> int: ...
+
 
 class DeliveryCollector(Collector):
     """Reads the client's own counts at a scrape; nothing is done per token."""
@@ -169,6 +172,7 @@ class DeliveryCollector(Collector):
             ("journal_reads", "Journals read: after a gap, a reconnect, or quiet", counts.num_journal_reads),
             ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
             ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
+            ("repeated_tokens", "Tokens that came more than once, and were left out", counts.num_repeated_tokens),
             ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
         ):
             yield CounterMetricFamily(f"pagestream_gateway_{name}", documentation, value=value)

@@ -86,6 +86,28 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
+            "Made good",
+            "Steps offered to the store again, reads of the queue and heartbeats that failed, heartbeats nobody could "
+            "read, and tokens that came twice",
+            "ops",
+            {
+                "steps again": total_rate("pagestream_store_retries_total", SELECTED),
+                "reads": total_rate("pagestream_queue_read_failures_total", SELECTED),
+                "heartbeats not sent": total_rate("pagestream_heartbeat_failures_total", SELECTED),
+                "heartbeats unreadable": total_rate("pagestream_bad_heartbeats_total", SELECTED),
+                "tokens twice": total_rate("pagestream_gateway_repeated_tokens_total", MODEL),
+            },
+        ),
+        lines(
+            "Given up for dead",
+            "Workers that others found dead, and requests ended because their gateway was gone",
+            "ops",
+            {
+                "workers": total_rate("pagestream_workers_reaped_total", SELECTED),
+                "requests": total_rate("pagestream_orphaned_requests_total", SELECTED),
+            },
+        ),
+        lines(
             "Requests ended by the engines",
             "By reason",
             "ops",

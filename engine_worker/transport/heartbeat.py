@@ -10,6 +10,7 @@ import logging
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import WorkerHeartbeat, encode
 from shared.redis_keys import RedisKeys
 
@@ -19,12 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatPublisher:
-    def __init__(self, redis: Redis, keys: RedisKeys, *, beat_seconds: float = BEAT_SECONDS) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: RedisKeys,
+        *,
+        beat_seconds: float = BEAT_SECONDS,
+        faults: FaultCounts | None = None,
+    ) -> None:
         self._redis = redis
         self._channel = keys.heartbeat_channel
         self._beat_seconds = beat_seconds
         self._offered: WorkerHeartbeat | None = None
-        self.num_failures = 0
+        self.faults = faults or FaultCounts()
 
     def offer(self, heartbeat: WorkerHeartbeat) -> None:
         """Called by the engine loop at least once a second, also when idle and while loading."""
@@ -43,5 +51,5 @@ class HeartbeatPublisher:
         try:
             await self._redis.publish(self._channel, encode(heartbeat))
         except (RedisError, OSError) as error:
-            self.num_failures += 1
+            self.faults.num_failures += 1
             logger.warning("heartbeat not sent: %s", error)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import Claims
+from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import (
     MAX_BACKOFF_SECONDS,
@@ -51,6 +52,7 @@ async def register(
     *,
     self_fence_seconds: float = SELF_FENCE_SECONDS,
     fleet_clock: FleetClock | None = None,
+    faults: FaultCounts | None = None,
 ) -> Incarnation:
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
 
@@ -76,6 +78,6 @@ async def register(
     return Incarnation(
         worker_id=worker_id,
         claims=claims,
-        requests=RequestStream(connections, scripts, worker_id, claims, fleet_clock=fleet_clock),
-        tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds),
+        requests=RequestStream(connections, scripts, worker_id, claims, fleet_clock=fleet_clock, faults=faults),
+        tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import PROTOCOL_VERSION, EventBatch, FinishEvent, FinishReason, Usage, encode
 from shared.redis_scripts import GRACE_SECONDS, RedisScripts
 
@@ -31,14 +32,14 @@ class _Waiting:
 
 
 class Orphans:
-    def __init__(self, scripts: RedisScripts, tick_seconds: float) -> None:
+    def __init__(self, scripts: RedisScripts, tick_seconds: float, faults: FaultCounts | None = None) -> None:
         self._scripts = scripts
         self._tick_seconds = tick_seconds
         self._missed: dict[str, int] = {}  # ticks in a row, by gateway that is gone
         self._cursors: dict[str, str] = {}  # by queue that is not read to its end: behind which entry
         self._seen: set[str] = set()  # gateways, in this round over the queues
         self._last_seen: set[str] = set()  # and in the one before
-        self.num_ended = 0
+        self.faults = faults or FaultCounts()
 
     async def tick(self) -> None:
         """Raises the store's errors, which end this tick only."""
@@ -77,7 +78,7 @@ class Orphans:
             blob=blob,
         )
         if ended:
-            self.num_ended += 1
+            self.faults.num_ended += 1
             logger.warning("request %s is ended: its gateway %s is gone", request.request_id, request.gateway_id)
 
     async def _next_page(self) -> list[_Waiting]:

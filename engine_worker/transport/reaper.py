@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from redis.exceptions import RedisError
 
+from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FormatError, decode_heartbeat
 from shared.reaping import list_worker_ids, reap_worker
@@ -54,6 +55,7 @@ class Reaper:
         missed_ticks_until_dead: int = MISSED_TICKS_UNTIL_DEAD,
         tick_seconds: float = TICK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        faults: FaultCounts | None = None,
     ) -> None:
         self._scripts = RedisScripts(connections.commands, keys)
         self._subscriber = connections.subscriber
@@ -61,9 +63,8 @@ class Reaper:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
-        self._orphans = Orphans(self._scripts, tick_seconds)
-        self.num_reaped = 0
-        self.num_bad_heartbeats = 0
+        self.faults = faults or FaultCounts()
+        self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
 
     async def run(self) -> None:
         """Owner task."""
@@ -83,7 +84,7 @@ class Reaper:
         try:
             self._missed.heard(decode_heartbeat(data).worker_id)
         except FormatError:
-            self.num_bad_heartbeats += 1
+            self.faults.num_bad_heartbeats += 1
 
     async def tick(self, *, could_hear: bool) -> None:
         """Reap zombies, and whoever has been silent for too long. Store errors end this tick only."""
@@ -93,7 +94,7 @@ class Reaper:
             dead = self._missed.tick(worker_ids) if could_hear else []
             for worker_id in sorted({*fenced, *dead}):
                 summary = await reap_worker(self._scripts, worker_id)
-                self.num_reaped += 1
+                self.faults.num_reaped += 1
                 logger.warning("reaped worker %s: %s", worker_id, summary)
             await self._orphans.tick()
         except (RedisError, OSError) as error:

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import ClaimedRequest, Claims
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.fleet_clock import FleetClock
 from shared.messages import (
     ErrorCode,
@@ -75,6 +76,7 @@ class RequestStream:
         claims: Claims,
         clock: Callable[[], float] = time.monotonic,
         fleet_clock: FleetClock | None = None,
+        faults: FaultCounts | None = None,
     ) -> None:
         """`fleet_clock`: that of deadlines; without one they are left to the gateways."""
         self._blocking: Redis = connections.blocking
@@ -85,7 +87,7 @@ class RequestStream:
         self._fleet_clock = fleet_clock
         self._backlog: list[QueueEntry] = []  # read, not claimed
         self._reread_at = clock() + REREAD_SECONDS
-        self.num_read_failures = 0
+        self.faults = faults or FaultCounts()
 
     async def claim(
         self, max_requests: int, max_batch_requests: int | None = None, *, block: bool = False
@@ -117,7 +119,7 @@ class RequestStream:
         return []
 
     async def _endure(self, error: Exception, block: bool) -> None:
-        self.num_read_failures += 1
+        self.faults.num_read_failures += 1
         self._reread_at = self._clock()
         if isinstance(error, RedisError) and is_missing_group(error):
             raise Fenced("the store lost its queues") from error

@@ -14,6 +14,7 @@ from typing import TypeVar
 from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import Claims
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import (
     JournalExtras,
     JournalFrame,
@@ -43,6 +44,7 @@ class TokenPublisher:
         self_fence_seconds: float = SELF_FENCE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        faults: FaultCounts | None = None,
     ) -> None:
         self._scripts = scripts
         self._worker_id = worker_id
@@ -53,7 +55,7 @@ class TokenPublisher:
         self._step = 0  # of the last EMIT that the store has applied
         self._in_order = asyncio.Lock()
         self._fenced: Fenced | None = None
-        self.num_retries = 0
+        self.faults = faults or FaultCounts()
 
     async def emit(self, events: Sequence[TokenEvent]) -> list[str]:
         """Journal and publish one engine step's tokens (one script call, whatever the batch size).
@@ -133,7 +135,7 @@ class TokenPublisher:
                 elif self._clock() - last_reply >= self._self_fence_seconds:
                     raise Fenced(f"no reply from the store for {self._self_fence_seconds:.0f} s") from error
                 logger.warning("the store did not take a step, trying again in %.1f s: %s", backoff_seconds, error)
-            self.num_retries += 1
+            self.faults.num_retries += 1
             await self._sleep(backoff_seconds)
             backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
 

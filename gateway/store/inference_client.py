@@ -210,6 +210,10 @@ class InferenceClient:
         """Who was the last to say that it is ready, however long ago; None: nobody has yet."""
         return self._fleet.last_ready
 
+    @property
+    def num_repeated_tokens(self) -> int:
+        return self._streams.num_repeated_tokens
+
     async def queue_stats(self) -> QueueStats:
         """Raises StoreUnavailable."""
         return await self._calls.ask(read_queue_stats(self._redis, self._keys))

@@ -8,6 +8,7 @@ from gateway.store.response_stream import ResponseStream
 class StreamTable:
     def __init__(self) -> None:
         self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
+        self._num_repeated_tokens = 0  # of streams that are here no more
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
@@ -24,6 +25,11 @@ class StreamTable:
         """Of prompts of which nothing has come yet."""
         return sum(len(stream.request.prompt_token_ids) for stream in self if not stream.num_tokens)
 
+    @property
+    def num_repeated_tokens(self) -> int:
+        """Tokens that came more than once, of all streams there have been."""
+        return self._num_repeated_tokens + sum(stream.num_repeated_tokens for stream in self)
+
     def of(self, request_id: str) -> tuple[ResponseStream, ...]:
         return self._by_request_id.get(request_id, ())
 
@@ -32,6 +38,8 @@ class StreamTable:
 
     def discard(self, *streams: ResponseStream) -> None:
         for stream in streams:
+            if stream in self:
+                self._num_repeated_tokens += stream.num_repeated_tokens
             left = tuple(other for other in self.of(stream.request_id) if other is not stream)
             if left:
                 self._by_request_id[stream.request_id] = left

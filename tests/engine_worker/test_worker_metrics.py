@@ -1,5 +1,7 @@
 """The exposition that Prometheus gets: parsed by its own library, block states add up, histograms count steps."""
 
+from dataclasses import fields
+
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -7,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_times import RequestTimes
 from engine_worker.status import WorkerStatus
+from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import WorkerPhase
 from tests.builders import make_engine, make_request
 
@@ -20,6 +23,7 @@ EVERY_FAMILY = """
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
     queue_reclaims worker_incarnations
+    workers_reaped orphaned_requests bad_heartbeats heartbeat_failures queue_read_failures store_retries
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
 """
 
@@ -69,6 +73,21 @@ def test_every_promised_family_is_there_and_nothing_else_of_ours(status: WorkerS
     ours = {name.removeprefix("pagestream_") for name in scrape(metrics) if name.startswith("pagestream_")}
     assert ours == set(EVERY_FAMILY.split())
     assert b"_created" not in metrics.render()
+
+
+def test_what_the_transport_counts_is_told_from_the_first_scrape(status: WorkerStatus) -> None:
+    faults = FaultCounts()
+    metrics = WorkerMetrics("w0", "tiny", "1.2.3", status, faults)
+    exported = {
+        "num_reaped": "workers_reaped", "num_ended": "orphaned_requests", "num_bad_heartbeats": "bad_heartbeats",
+        "num_failures": "heartbeat_failures", "num_read_failures": "queue_read_failures",
+        "num_retries": "store_retries",
+    }  # fmt: skip
+    assert exported.keys() == {field.name for field in fields(FaultCounts)}
+    for number, name in enumerate(exported, 1):
+        assert value(scrape(metrics)[f"pagestream_{exported[name]}"]) == 0
+        setattr(faults, name, number)
+        assert value(scrape(metrics)[f"pagestream_{exported[name]}"]) == number
 
 
 def test_block_states_add_up_to_the_capacity(status: WorkerStatus, metrics: WorkerMetrics) -> None:

@@ -40,7 +40,7 @@ async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
         publisher = HeartbeatPublisher(away.commands, keys)
         publisher.offer(heartbeat(1))
         await publisher.beat()
-        assert publisher.num_failures == 1
+        assert publisher.faults.num_failures == 1
     finally:
         await away.aclose()
 

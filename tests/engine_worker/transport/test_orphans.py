@@ -32,7 +32,7 @@ async def test_a_request_outlives_its_gateway_by_a_minute(orphans, scripts, keys
     assert await connections.commands.exists(keys.request("a"))
     await orphans.tick()
     assert not await connections.commands.exists(keys.request("a"))
-    assert await connections.commands.xlen(keys.queue("interactive")) == 0 and orphans.num_ended == 1
+    assert await connections.commands.xlen(keys.queue("interactive")) == 0 and orphans.faults.num_ended == 1
 
 
 async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, connections):
@@ -79,7 +79,7 @@ async def test_every_page_of_every_queue_is_looked_at(orphans, scripts, keys, co
     fields = {"body": "x", "state": "queued", "gateway": "gone", "class": "batch", "grace": 0, "entry": entry}
     await connections.commands.hset(keys.request("half"), mapping=fields)
     await ticks(orphans, 3)
-    assert orphans.num_ended == 6
+    assert orphans.faults.num_ended == 6
 
 
 async def test_what_nobody_waits_for_by_design_is_left_alone(orphans, scripts, keys, connections):
@@ -87,4 +87,4 @@ async def test_what_nobody_waits_for_by_design_is_left_alone(orphans, scripts, k
     await connections.commands.set(keys.request("b"), "not a hash")
     await connections.commands.xadd(keys.queue("batch"), {"r": "b"})
     await ticks(orphans, 70)
-    assert orphans.num_ended == 0
+    assert orphans.faults.num_ended == 0

@@ -61,7 +61,7 @@ class TestReaper:
         for _ in range(4):
             reaper.hear(beat("w1.alive"))
             await reaper.tick(could_hear=True)
-        assert reaper.num_reaped == 1
+        assert reaper.faults.num_reaped == 1
         assert await list_worker_ids(rig.redis, rig.keys) == ["w1.alive"]
         assert await rig.stored("a", "attempt") == [b"2"]
 
@@ -75,13 +75,13 @@ class TestReaper:
     async def test_a_tick_in_which_it_could_not_hear_does_not_count(self, reaper, rig):
         for _ in range(50):
             await reaper.tick(could_hear=False)
-        assert reaper.num_reaped == 0
+        assert reaper.faults.num_reaped == 0
 
     async def test_a_bad_heartbeat_is_counted_and_keeps_nobody_alive(self, reaper, rig):
         for _ in range(4):
             reaper.hear(b"\xc1")
             await reaper.tick(could_hear=True)
-        assert (reaper.num_bad_heartbeats, reaper.num_reaped) == (4, 1)
+        assert (reaper.faults.num_bad_heartbeats, reaper.faults.num_reaped) == (4, 1)
 
     async def test_a_tick_without_the_store_ends_nothing(self, keys, tmp_path):
         away = connect(f"unix://{tmp_path}/no-server")
@@ -96,7 +96,7 @@ class TestReaper:
         reaper = Reaper(connections, rig.keys, missed_ticks_until_dead=10, tick_seconds=0.02)
         task = asyncio.create_task(reaper.run())
         try:
-            while not reaper.num_reaped:
+            while not reaper.faults.num_reaped:
                 publisher.offer(WorkerHeartbeat(worker_id="w1.alive", phase=WorkerPhase.READY))
                 await publisher.beat()
                 await asyncio.sleep(0.005)
@@ -117,7 +117,7 @@ class TestReaper:
             await asyncio.sleep(0.1)
             jump = 60.0
             await asyncio.sleep(0.3)
-            assert reaper.num_reaped == 0
+            assert reaper.faults.num_reaped == 0
         finally:
             await cancel_and_wait([task])
 

@@ -67,7 +67,7 @@ async def test_a_lost_reply_of_a_read_is_found_in_the_own_pending_entries(rig):
     rig.scripts.fail("take", "lose")
     assert await rig.claim() == []
     assert await rig.claim() == ["b"]  # and not "a" again
-    assert rig.requests.num_read_failures == 1
+    assert rig.requests.faults.num_read_failures == 1
 
 
 async def test_a_lost_reply_of_claim_is_asked_for_again(rig):
@@ -164,7 +164,7 @@ async def test_nothing_while_the_store_is_away_and_errors_of_ours_are_raised(rig
     try:
         rig_away = Rig(away, rig.keys)
         assert await rig_away.requests.claim(1) == []
-        assert rig_away.requests.num_read_failures == 1
+        assert rig_away.requests.faults.num_read_failures == 1
     finally:
         await away.aclose()
     await rig.redis.set(rig.keys.queue(RESUMED), "not a stream")

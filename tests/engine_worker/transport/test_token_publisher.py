@@ -77,7 +77,7 @@ async def test_lost_replies_and_refused_calls_change_nothing(rig):
     await rig.tokens.finish([finish("a", 3)])
     assert await journal(rig, "a") == [1, 2, 3]
     assert await rig.redis.get(rig.keys.fence(WORKER)) == b"2"
-    assert rig.tokens.num_retries == 6
+    assert rig.tokens.faults.num_retries == 6
     assert rig.clock.sleeps == [0.1, 0.2, 0.4, 0.1, 0.1, 0.2]
 
 

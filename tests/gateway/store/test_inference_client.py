@@ -285,6 +285,18 @@ class TestCancel:
         assert not await connections.commands.exists(keys.request("a"))
 
 
+class TestRepeatedTokens:
+    async def test_they_are_counted_over_all_streams(self, client, worker):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6)
+        await worker.emit("a", 1, 6, 7)  # as a late message or a journal has them
+        assert await rest_until(stream, 3) == [5, 6, 7]
+        assert client.num_repeated_tokens == 1
+        end = await worker.finish("a", 3)
+        assert await rest(stream) == ([], end)
+        assert client.num_repeated_tokens == 1
+
+
 class TestCutOff:
     """Its workers took this gateway for dead, and its client waits."""
 

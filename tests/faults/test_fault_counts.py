@@ -1,0 +1,40 @@
+"""What a worker's transport counts reaches whoever scrapes it."""
+
+import asyncio
+import urllib.request
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.e2e.fleet import free_port
+from tests.faults.conftest import World
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis]
+
+
+async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
+    start_world: Callable[..., Awaitable[World]],
+) -> None:
+    world, port = await start_world(), free_port()
+    first = world.start_worker("w0")
+    await world.has_ready("w0")
+    first.kill()
+    world.start_worker("w1", "--dead-after", "3", "--metrics-port", str(port))
+    await world.logged("w1", "reaped worker w0")
+    await world.connections.commands.publish(world.keys.heartbeat_channel, b"no frame")
+    async with asyncio.timeout(20):
+        while not await counted(port, "bad_heartbeats"):
+            await asyncio.sleep(0.05)
+    assert await counted(port, "workers_reaped") == 1
+    for name in ("orphaned_requests", "heartbeat_failures", "queue_read_failures", "store_retries"):
+        assert await counted(port, name) == 0
+
+
+async def counted(port: int, name: str) -> float:
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            return reply.read().decode()  # type: ignore[no-any-return]
+
+    text = await asyncio.to_thread(scrape)
+    (sample,) = [line for line in text.splitlines() if line.startswith(f"pagestream_{name}_total{{")]
+    return float(sample.rsplit(" ", 1)[1])
