@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from gateway.text.served_model import load_served_model
@@ -26,6 +27,21 @@ async def test_a_client_finds_what_it_needs_of_the_tokenizer(gateway: Gateway, u
     for token_id, text in info["added_tokens_decoder"].items():
         async with gateway.session.post("/tokenize", json={"prompt": text, "add_special_tokens": False}) as response:
             assert (await response.json())["tokens"] == [int(token_id)]
+
+
+async def test_a_remote_tokenizer_makes_the_prompts_that_we_make(gateway: Gateway) -> None:
+    """Special tokens and the template of `/tokenizer_info`, all else by `/tokenize`, as lm-eval's does."""
+    async with gateway.session.get("/tokenizer_info") as response:
+        info = await response.json()
+
+    async def tokens_of(**body: Any) -> list[int]:
+        async with gateway.session.post("/tokenize", json=body) as response:
+            return (await response.json())["tokens"]  # type: ignore[no-any-return]
+
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(info["chat_template"])
+    prompt = template.render(messages=CHAT["messages"], add_generation_prompt=True)
+    assert await tokens_of(prompt=prompt, add_special_tokens=False) == await tokens_of(messages=CHAT["messages"])
+    assert len(await tokens_of(prompt=info["eos_token"], add_special_tokens=False)) == 1
 
 
 async def test_it_is_behind_the_key_and_of_one_model(start_gateway: Any) -> None:
