@@ -2,16 +2,16 @@
 
     ids = await pool.run(account, 40_000, partial(encode, text))
 
-What many keys ask for is done in turn, one piece each, however many pieces one of them has waiting; and the last free
-thread is never given to a key that has another, so that the backlog of one key delays nobody else's work at all while
-there is no other backlog. Work that is sure to be short is done at once, in the caller's own turn. A piece whose caller
-has gone is not begun. All but the work itself happens on the event loop; what is run should give up the interpreter's
-lock, as tokenizers and llguidance do: Python code of it shares the loop's processor.
+What many keys ask for is done in turn, one piece each, however many pieces one of them has waiting. A key has one
+thread at a time, so the backlog of one delays nobody else's work at all, and that of many by a piece of each at most.
+Work that is sure to be short is done at once, in the caller's own turn. A piece whose caller has gone is not begun.
+All but the work itself happens on the event loop; what is run should give up the interpreter's lock, as tokenizers
+and llguidance do: Python code of it shares the loop's processor.
 """
 
 import asyncio
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,26 +67,28 @@ class _Queue:
 
 class FairPool:
     def __init__(self, num_threads: int | None = None) -> None:
-        """Default: a thread for each processor, at most MAX_THREADS, and one that no key has beside another."""
-        self._num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1) + 1
+        """Default: a thread for each processor, and one more: no key by itself may have all of one processor."""
+        self._num_threads = num_threads or min(MAX_THREADS, (os.cpu_count() or 1) + 1)
         self._executor = ThreadPoolExecutor(self._num_threads, "pool")
         self._queues: dict[Hashable, _Queue] = {}
-        self._num_running = Counter[Hashable]()
+        self._running = set[Hashable]()
         self._num_served = 0
 
     @property
     def num_waiting(self) -> int:
         return sum(len(queue.pieces) for queue in self._queues.values())
 
-    async def run(self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+    async def run(
+        self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
+    ) -> _Result:
         """What `work` returns or raises. `num_bytes`: of what it reads; None if its size tells nothing of its time.
 
-        Raises TooMuchWaits.
+        Raises TooMuchWaits, unless the work is part of what was accepted before.
         """
         if num_bytes is not None and num_bytes <= INLINE_BYTES:
             return work()
         queue = self._queues.setdefault(key, _Queue())
-        if not queue.has_room(num_bytes or 0):
+        if may_refuse and not queue.has_room(num_bytes or 0):
             raise TooMuchWaits
         piece = _Piece(work, num_bytes or 0, asyncio.get_running_loop().create_future())
         queue.add(piece)
@@ -107,23 +109,20 @@ class FairPool:
         while (key := self._next_key()) is not None:
             queue = self._queues[key]
             piece = queue.take()
-            self._num_running[key] += 1
+            self._running.add(key)
             queue.served_at = self._num_served = self._num_served + 1
             running = asyncio.get_running_loop().run_in_executor(self._executor, piece.work)
             running.add_done_callback(partial(self._ended, key, piece))
 
     def _next_key(self) -> Hashable | None:
         """Of those that have a piece and may have a thread, the one that was served longest ago."""
-        num_free = self._num_threads - self._num_running.total()
-        can_be_served = [
-            key
-            for key, queue in self._queues.items()
-            if queue.pieces and (num_free > 1 or (num_free and not self._num_running[key]))
-        ]
+        if len(self._running) == self._num_threads:
+            return None
+        can_be_served = [key for key, queue in self._queues.items() if queue.pieces and key not in self._running]
         return min(can_be_served, key=lambda key: self._queues[key].served_at, default=None)
 
     def _ended(self, key: Hashable, piece: _Piece, running: asyncio.Future[Any]) -> None:
-        self._num_running[key] -= 1
+        self._running.discard(key)
         error = running.exception()
         if piece.done.done():
             pass  # its caller has gone
@@ -133,6 +132,5 @@ class FairPool:
             piece.done.set_exception(error)
             piece.done.exception()  # nobody need hear of it: its caller may go before its turn comes
         self._begin_next()
-        if not self._num_running.total():  # then nothing waits either, and whose turn it was is nobody's loss
+        if not self._running:  # then nothing waits either, and whose turn it was is nobody's loss
             self._queues.clear()
-            self._num_running.clear()

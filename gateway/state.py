@@ -70,10 +70,12 @@ class GatewayState:
         """The model that is named, or all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 
-    async def work(self, account: Account, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+    async def work(
+        self, account: Account, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
+    ) -> _Result:
         """What `work` returns, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
         try:
-            return await self.pool.run(account, num_bytes, work)
+            return await self.pool.run(account, num_bytes, work, may_refuse=may_refuse)
         except TooMuchWaits as error:
             raise RateLimited(
                 "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",

@@ -245,6 +245,7 @@ def _reply(
         system_fingerprint=model.fingerprint,
     )
     return Reply(
+        work=asker.work,
         completion=completion,
         generation=generation,
         response_format=response_format,
@@ -262,7 +263,8 @@ async def give(http: web.Request, reply: Reply, submit: Begin) -> web.StreamResp
     release = charge.hold(generation.request_ids[0])
 
     def settle() -> None:
-        charge.account.spend(generation.usage.all_tokens)
+        if generation.was_accepted:
+            charge.account.spend(generation.usage.all_tokens)
         release()
 
     return await _given(http, reply, submit, settle)

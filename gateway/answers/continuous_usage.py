@@ -50,9 +50,9 @@ class ContinuousUsage:
                 if told := [known for update in updates for known in self._after(update)]:
                     yield told
         except GatewayError:
-            yield self._rest()
+            yield from self._rest()
             raise
-        yield self._rest()
+        yield from self._rest()
 
     def _after(self, update: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
         before = self._last.pop(update.index, None)
@@ -64,9 +64,10 @@ class ContinuousUsage:
         else:
             yield update if before is None else _joined(before, update)
 
-    def _rest(self) -> Sequence[ChoiceUpdate]:
+    def _rest(self) -> Iterator[Sequence[ChoiceUpdate]]:
         rest, self._last = list(self._last.values()), {}
-        return rest
+        if rest:
+            yield rest
 
 
 def _joined(update: ChoiceUpdate, end: ChoiceUpdate) -> ChoiceUpdate:

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -17,17 +18,26 @@ from gateway.http.event_numbers import EventNumbers
 from gateway.http.event_stream import EventStream
 from gateway.parsing.message import whole_calls
 from gateway.requests.openai_schema import CompletionRequest
+from gateway.turns import Turn
 from shared.messages import FinishReason
 
 logger = logging.getLogger("gateway")
 
 _WRITE_BYTES = 16_384  # of an answer that is ahead of its client; then it is asked whether it keeps up
+_BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a token
+
+
+class Work(Protocol):
+    """Asker.work()."""
+
+    async def __call__(self, num_bytes: int | None, work: Callable[[], bytes], *, may_refuse: bool) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What is answered, and how."""
 
+    work: Work
     completion: CompletionRequest
     generation: Generation
     response_format: ResponseFormat
@@ -118,6 +128,7 @@ class _LiveEvents:
         self._chunks = chunks
         self._generation = chunks.generation
         self._failure: Exception | None = None
+        self._is_told = False  # to its end
         self._stands = asyncio.get_running_loop().create_future()  # nothing is written until write_all() went on
 
     async def write_all(self) -> None:
@@ -129,7 +140,7 @@ class _LiveEvents:
             await self._stands
             if self._failure is not None:
                 raise self._failure
-            if self._generation.is_over:
+            if self._is_told:
                 return
             await self._stream.drain()
 
@@ -141,26 +152,32 @@ class _LiveEvents:
         if self._stands.done():
             return
         try:
-            keeps_up = self._write()
+            self._write()
         except Exception as error:
-            self._failure, keeps_up = error, False
-        if not keeps_up or self._generation.is_over:
-            self._stands.set_result(None)
+            self._failure = error
+            self.stop()
 
-    def _write(self) -> bool:
-        """Whether the client keeps up: what it cannot take yet stays where it is."""
-        keeps_up, data = True, b""
+    def _write(self) -> None:
+        """Until there is nothing more now, the client does not keep up, or it is the turn of others: what is not
+        written stays where it is."""
+        data, turn = b"", Turn()
         try:
             for updates in self._chunks.ready():
                 data += self._chunks.of(updates)
                 if len(data) >= _WRITE_BYTES:
                     data, ready = b"", data
                     if not self._stream.push(ready):
-                        return False
+                        self.stop()
+                        return
+                if turn.is_over:
+                    asyncio.get_running_loop().call_soon(self._write_ready)
+                    return
+            self._is_told = self._generation.is_over
         finally:
-            if data:
-                keeps_up = self._stream.push(data)
-        return keeps_up
+            if data and not self._stream.push(data):
+                self.stop()
+        if self._is_told:
+            self.stop()
 
 
 async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
@@ -189,14 +206,22 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 
 
 async def collect_reply(reply: Reply) -> bytes:
-    completion, extras = reply.completion, reply.extras
+    """The body: made where it holds up nobody, as it may be long."""
+    completion, generation = reply.completion, reply.generation
     collected: dict[int, list[ChoiceUpdate]] = {
         index: [] for index in range(len(completion.prompts) * completion.n)
     }
-    async for updates in reply.generation.updates():
+    async for updates in generation.updates():
         for update in updates:
             collected[update.index].append(update)
-    scores = reply.generation.prompt_scores
+    num_values = generation.usage.completion_tokens * (1 if completion.num_logprobs is None else 20)
+    num_values += sum(map(len, generation.prompt_scores)) * 20 * completion.n
+    work = partial(_collected, reply, collected, generation.usage)
+    return await reply.work(num_values * _BYTES_OF_VALUE, work, may_refuse=False)
+
+
+def _collected(reply: Reply, collected: Mapping[int, list[ChoiceUpdate]], usage: UsageCount) -> bytes:
+    completion, extras, scores = reply.completion, reply.extras, reply.generation.prompt_scores
     results = []
     for index, parts in collected.items():
         token_ids = [token_id for part in parts for token_id in part.token_ids]
@@ -213,4 +238,4 @@ async def collect_reply(reply: Reply) -> bytes:
             parts,
         )
         results.append(result)
-    return reply.response_format.body(results, reply.generation.usage, extras.of_answer(scores))
+    return reply.response_format.body(results, usage, extras.of_answer(scores))

@@ -30,6 +30,7 @@ from gateway.store.response_stream import news_of
 from gateway.text.logprobs import ScoredTokens
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
+from gateway.turns import Turn
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
 
 __all__ = ["ChoiceUpdate", "Generation"]
@@ -138,6 +139,11 @@ class Generation:
             request.stream = stream
 
     @property
+    def was_accepted(self) -> bool:
+        """By the store, or attached to: it has cost something."""
+        return bool(self._streams)
+
+    @property
     def ended_before(self) -> list[bool]:
         """Which of its requests had ended in the store when they were attached to."""
         return [stream.had_ended for stream in self._streams]
@@ -145,7 +151,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Each choice has had its last update."""
-        return self._num_open == 0
+        return self._num_open == 0 and (self._echo is None or self._echo.is_told)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
@@ -153,7 +159,17 @@ class Generation:
             stream.on_news = listener
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """The updates that there are now. Raises GatewayError when a choice fails."""
+        """The updates that there are now; who stops reading goes on with the next ready(). Raises GatewayError when a
+        choice fails."""
+        if self._echo is None:
+            yield from self._read()
+            return
+        yield from self._echo.ready()
+        for updates in self._read():
+            self._echo.take(updates, self.prompt_scores)
+            yield from self._echo.ready()
+
+    def _read(self) -> Iterator[list[ChoiceUpdate]]:
         for request in self._requests:
             while (updates := request.read()) is not None:
                 if request.is_over:
@@ -161,16 +177,21 @@ class Generation:
                     if not request.has_ended:
                         self._release(request, FinishReason.STOP)  # before the yield, behind which the client may go
                 if updates:
-                    yield updates if self._echo is None else self._echo.applied_to(updates, self.prompt_scores)
+                    yield updates
 
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
-        """Those and all that follow, to the end."""
+        """Those and all that follow, to the end, with rests: others have the event loop in between."""
         while True:
+            turn, has_rested = Turn(), False
             for updates in self.ready():
                 yield updates
+                if turn.is_over:
+                    await asyncio.sleep(0)
+                    turn, has_rested = Turn(), True  # of what was read through there may be more by now
             if self.is_over:
                 return
-            await news_of(self._streams)
+            if not has_rested:
+                await news_of(self._streams)
 
     @property
     def _streams(self) -> list[ResponseStream]:

@@ -4,19 +4,23 @@ A prompt's first token has no log-probability: nothing stands before it. With ma
 token, which is dropped here. Knows nothing of streams or JSON text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.text.logprobs import LogprobEntry, ScoredTokens
+from gateway.text.logprobs import LogprobEntry, ScoredTokens, json_array
 from gateway.text.tokenization import PromptEncoder
 from shared.messages import FinishReason, TokenLogprobs
 
 Scores = Mapping[int, TokenLogprobs]
+ENTRIES_OF_PIECE = 16  # 3 ms of events, with 20 log-probabilities each
 
 
 class PromptEcho:
@@ -38,12 +42,28 @@ class PromptEcho:
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
         self._scored_tokens = ScoredTokens(encoder.token_bytes, by_id=bool(request.fields.return_tokens_as_token_ids))
+        self._untold = deque[tuple[ChoiceUpdate, Iterator[ChoiceUpdate]]]()  # the next one, and those behind it
 
-    def applied_to(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> list[ChoiceUpdate]:
-        """`scores` of each prompt; they are whole before its first update."""
-        return [self._applied(update, scores[update.index // self._num_choices]) for update in updates]
+    def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
+        """What ready() tells then. `scores` of each prompt; they are whole before its first update."""
+        for update in updates:
+            pieces = self._pieces(update, scores[update.index // self._num_choices])
+            self._untold.append((next(pieces), pieces))
 
-    def _applied(self, update: ChoiceUpdate, scores: Scores) -> ChoiceUpdate:
+    def ready(self) -> Iterator[list[ChoiceUpdate]]:
+        """Who stops reading goes on with the next one."""
+        while self._untold:
+            update, pieces = self._untold.popleft()
+            if (following := next(pieces, None)) is not None:
+                self._untold.appendleft((following, pieces))
+            yield [update]
+
+    @property
+    def is_told(self) -> bool:
+        return not self._untold
+
+    def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[ChoiceUpdate]:
+        """At least one. The first of a choice has its prompt's text; the scores of a long prompt come in several."""
         number = update.index // self._num_choices
         if self._drop_answers:
             reason = None if update.reason is None else FinishReason.LENGTH
@@ -51,10 +71,16 @@ class PromptEcho:
         text = self._texts[number]
         moved = tuple(replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
         if update.index in self._begun:
-            return structs.replace(update, logprobs=moved)
+            yield structs.replace(update, logprobs=moved)
+            return
         self._begun.add(update.index)
-        own = prompt_entries(self._encoder, self._scored_tokens, self._prompts[number], scores) if scores else ()
-        return structs.replace(update, text=text + update.text, logprobs=(*own, *moved))
+        tokens = self._prompts[number]
+        entries = prompt_entries(self._encoder, self._scored_tokens, tokens, scores) if scores else iter(())
+        own = tuple(islice(entries, ENTRIES_OF_PIECE))
+        while following := tuple(islice(entries, ENTRIES_OF_PIECE)):
+            yield ChoiceUpdate(update.index, text, None, own)
+            text, own = "", following
+        yield structs.replace(update, text=text + update.text, logprobs=(*own, *moved))
 
 
 def prompt_echo(
@@ -66,27 +92,24 @@ def prompt_echo(
 
 def prompt_entries(
     encoder: PromptEncoder, scored_tokens: ScoredTokens, token_ids: Sequence[int], scores: Scores
-) -> tuple[LogprobEntry, ...]:
+) -> Iterator[LogprobEntry]:
     """As those of an answer, each at its place in the prompt's text."""
     detokenizer = encoder.detokenizer((), skip_special_tokens=False)
-    entries = []
     offset = 0
     for index, token_id in enumerate(token_ids):
-        entries.append(
-            scored_tokens.entry(token_id, scores[index], offset)
-            if index in scores
-            else LogprobEntry(scored_tokens.scored(token_id, None), (), offset)
-        )
+        if index in scores:
+            yield scored_tokens.entry(token_id, scores[index], offset)
+        else:
+            yield LogprobEntry(scored_tokens.scored(token_id, None), (), offset)
         offset += len(detokenizer.push(token_id))
-    return tuple(entries)
 
 
 def prompt_logprobs_object(
     encoder: PromptEncoder, token_ids: Sequence[int], scores: Scores
-) -> list[dict[str, Any] | None]:
-    """vLLM's shape: for each token {id: {logprob, rank, decoded_token}}, the likeliest and itself; null for the first.
+) -> msgspec.Raw:
+    """vLLM's shape, as JSON: for each token {id: {logprob, rank, decoded_token}}, the likeliest and itself.
 
-    The rank of a token that is not among the likeliest ones reported is null: it is not known.
+    Null for the first. The rank of a token that is not among the likeliest ones reported is null: it is not known.
     """
 
     def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
@@ -103,4 +126,4 @@ def prompt_logprobs_object(
         entries.setdefault(str(chosen), entry(chosen, score.logprob, None))
         return entries
 
-    return [of(index) for index in range(len(token_ids))]
+    return json_array(map(of, range(len(token_ids))))

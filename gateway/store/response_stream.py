@@ -32,6 +32,9 @@ from shared.messages import (
 from shared.redis_scripts import Keep
 
 MAX_UNREAD_SCORES = 512  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
+# Tokens of one event: to read, understand and write them takes 2 us each, or 200 with 20 log-probabilities.
+MAX_READ_TOKENS = 1024
+MAX_READ_SCORES = 16
 
 
 class _ChoiceTokens:
@@ -59,26 +62,29 @@ class _ChoiceTokens:
         return bool(token_ids)
 
     def read(self, request_id: str) -> TokenEvent:
-        """All that came since the last read."""
-        start, self._num_read = self._num_read, len(self.tokens)
-        self.is_queued = False
-        token_ids, logprobs = self.tokens[start:].tolist(), self._logprobs_from(start)
+        """What came since the last read, or the first of it: then it is still queued."""
+        start = self._num_read
+        end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
+        self.is_queued = end < len(self.tokens)
+        token_ids, logprobs = self.tokens[start:end].tolist(), self._logprobs_of(start, end)
         if self.logprobs and not self._keeps_logprobs:
-            self.logprobs.clear()
-        return TokenEvent(request_id, start, token_ids, self.index, self.finish_reason, logprobs)
+            for index in range(start, end):
+                self.logprobs.pop(index, None)
+        finish_reason = None if self.is_queued else self.finish_reason
+        return TokenEvent(request_id, start, token_ids, self.index, finish_reason, logprobs)
 
     def frame(self) -> JournalFrame:
         """All there is so far, as a journal has it."""
-        logprobs = self._logprobs_from(0)
+        logprobs = self._logprobs_of(0, len(self.tokens))
         extras = None if logprobs is None else JournalExtras(logprobs)
         return JournalFrame(0, self.tokens.tolist(), extras, self.index, self.finish_reason)
 
-    def _logprobs_from(self, start: int) -> list[TokenLogprobs] | None:
+    def _logprobs_of(self, start: int, end: int) -> list[TokenLogprobs] | None:
         """None also where a token has none, as from a worker that does not know of them."""
         if not self.logprobs:
             return None
-        known = [self.logprobs[index] for index in range(start, len(self.tokens)) if index in self.logprobs]
-        return known if known and len(known) == len(self.tokens) - start else None
+        known = [self.logprobs[index] for index in range(start, end) if index in self.logprobs]
+        return known if known and len(known) == end - start else None
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
@@ -165,9 +171,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.on_news()
 
     def read(self) -> StreamEvent | None:
-        """Tokens of a choice that came since the last read, joined in one event; the end once; None: nothing now."""
+        """Tokens of a choice that came since the last read, many in one event; the end once; None: nothing now."""
         if self._unread:
-            event = self._unread.popleft().read(self.request.request_id)
+            choice = self._unread.popleft()
+            event = choice.read(self.request.request_id)
+            if choice.is_queued:
+                self._unread.append(choice)
             if self.lags and not self._unread:
                 self.lags, self.is_behind = False, True
                 self.on_caught_up()

@@ -65,7 +65,7 @@ async def settled() -> None:
 
 
 async def test_a_backlog_of_one_key_leaves_a_thread_to_others(workshop: Callable[[int], Workshop]) -> None:
-    shop = workshop(2)
+    shop = workshop(3)
     hostile = [shop.ask("hostile", f"h{i}") for i in range(20)]
     await shop.has_begun("h0")
     polite = shop.ask("polite", "p")

@@ -182,6 +182,6 @@ def test_entries_of_a_prompt_stand_where_their_text_does(tiny_model: ServedModel
     score = TokenLogprobs(-1.0, [], [])
     scored_tokens = ScoredTokens(tiny_model.encoder.token_bytes)
     scores = {index: score for index in range(1, len(token_ids))}
-    entries = prompt_entries(tiny_model.encoder, scored_tokens, token_ids, scores)
+    entries = list(prompt_entries(tiny_model.encoder, scored_tokens, token_ids, scores))
     assert [entry.text_offset for entry in entries] == [0, 1, 2, 2, 3, 4]
     assert [entry.chosen.logprob for entry in entries] == [None] + [-1.0] * 5

@@ -1,0 +1,142 @@
+"""A long answer gives others their turn: while it is understood, while it is written, and while its body is made."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.answers import delivery
+from gateway.answers.prompt_echo import ENTRIES_OF_PIECE
+from gateway.store.response_stream import MAX_READ_SCORES, MAX_READ_TOKENS, ResponseStream
+from gateway.text.served_model import ServedModel
+from shared.messages import (
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StoredChoice,
+    TokenLogprobs,
+    Usage,
+)
+from tests.gateway.answers.test_prompt_echo import scores_prompt_and_says
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+
+NUM_TOKENS = 200
+BODY = {"prompt": [5], "max_tokens": NUM_TOKENS}
+
+
+class Turns:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@asynccontextmanager
+async def turns_of_others() -> AsyncIterator[Turns]:
+    """How often somebody else has the event loop."""
+    turns = Turns()
+
+    async def take() -> None:
+        while True:
+            turns.count += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(take())
+    yield turns
+    task.cancel()
+
+
+@pytest.mark.parametrize("body", [BODY, {**BODY, "stream": True}, {**BODY, "stream": True, "n": 2}])
+async def test_an_answer_that_is_there_at_once_is_told_in_turns(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
+    counts = []
+    for seconds in (0.0, 3600.0):
+        monkeypatch.setattr("gateway.turns.TURN_SECONDS", seconds)
+        async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
+            text = await reply.text()
+            counts.append(turns.count)
+        assert text.count("finish_reason") >= 1 and "error" not in text
+    assert counts[0] >= counts[1] + NUM_TOKENS / 2, "as many turns as tokens, where each is a turn"
+
+
+@pytest.mark.parametrize("counts", [{}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}])
+async def test_nothing_is_left_out_between_turns(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("gateway.turns.TURN_SECONDS", 0.0)
+    gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
+    body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
+    async with gateway.session.post("/v1/completions", json=body) as reply:
+        lines = (await reply.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    choices = [choice for event in events for choice in event["choices"]]
+    for index in range(4):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [id_ for choice in own for id_ in choice.get("token_ids", ())] == [5] * NUM_TOKENS
+        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["length"]
+
+
+async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    make = delivery._collected
+
+    def watched(*arguments: Any) -> bytes:
+        threads.append(threading.get_ident())
+        return make(*arguments)
+
+    monkeypatch.setattr("gateway.answers.delivery._collected", watched)
+    monkeypatch.setattr("gateway.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
+    for num_tokens in (10, 2000):
+        gateway.engine.script = says([5] * num_tokens)
+        async with gateway.session.post("/v1/completions", json={"prompt": [5]}) as reply:
+            assert (await reply.json())["usage"]["completion_tokens"] == num_tokens
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_the_scores_of_a_long_prompt_come_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:
+    prompt = list(range(5, 5 + 3 * ENTRIES_OF_PIECE + 1))
+    gateway.engine.script = scores_prompt_and_says([70])
+    body = {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+    async with gateway.session.post("/v1/completions", json=body) as reply:
+        (whole,) = (await reply.json())["choices"]
+    async with gateway.session.post("/v1/completions", json={**body, "stream": True}) as reply:
+        lines = (await reply.text()).split("\n\n")[:-2]
+    told = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
+    assert "".join(choice["text"] for choice in told) == whole["text"]
+    pieces = [choice["logprobs"] for choice in told if choice["logprobs"]]
+    assert max(len(piece["tokens"]) for piece in pieces) <= ENTRIES_OF_PIECE + 1
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for piece in pieces for entry in piece[field]] == whole["logprobs"][field]
+
+
+@pytest.mark.parametrize(("has_scores", "most"), [(False, MAX_READ_TOKENS), (True, MAX_READ_SCORES)])
+def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) -> None:
+    sampling = SamplingParams(max_tokens=5000, seed=0, n=2, logprobs=0 if has_scores else None)
+    stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
+    num_tokens = 2 * most + 1
+    tokens = list(range(num_tokens))
+    scores = {index: TokenLogprobs(-float(index), [], []) for index in tokens} if has_scores else {}
+    choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
+    usage = Usage(prompt_tokens=1, completion_tokens=2 * num_tokens)
+    stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
+    read: dict[int, list[int]] = {0: [], 1: []}
+    while not isinstance(event := stream.read(), FinishEvent):
+        assert event is not None and 0 < len(event.token_ids) <= most  # type: ignore[union-attr]
+        assert event.index == len(read[event.choice])  # type: ignore[union-attr]
+        assert [score.logprob for score in event.logprobs or ()] == [  # type: ignore[union-attr]
+            -float(id_) for id_ in event.token_ids if has_scores  # type: ignore[union-attr]
+        ]
+        read[event.choice] += event.token_ids  # type: ignore[union-attr]
+        assert (event.finish_reason is None) == (len(read[event.choice]) < num_tokens)  # type: ignore[union-attr]
+    assert read == {0: tokens, 1: tokens}
+
+
