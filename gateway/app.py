@@ -81,7 +81,6 @@ def create_app(
         groups.append(page)
     if settings.files_dir is not None:
         app[BATCHES] = BatchService(settings, app[STATE], access)
-        app[BATCHES].prepare()
         groups += [files, batches]
     for group in groups:
         app.add_routes(group.routes())
@@ -119,6 +118,7 @@ async def _stream_watch(app: web.Application) -> AsyncIterator[None]:
 async def _batches(app: web.Application) -> AsyncIterator[None]:
     async with _running(app[BATCHES].run()):
         yield
+    app[BATCHES].close()
 
 
 def _watch_of(access: Access) -> Callable[[web.Application], AsyncIterator[None]]:

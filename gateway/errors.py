@@ -17,7 +17,9 @@
     ├── RequestTimeout                  408     request_timeout
     ├── IdempotencyKeyReused            409     idempotency_key_reused
     ├── BatchEnded                      409     batch_ended
-    ├── BodyTooLarge                    413     body_too_large | files_full
+    ├── BatchNotEnded                   409     batch_not_ended
+    ├── BodyTooLarge                    413     body_too_large
+    ├── FilesFull                       413     files_full | too_many_batches
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
     │                                           | max_concurrent_exceeded | max_waiting_exceeded
@@ -26,7 +28,8 @@
     ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout
     │                                           | gateway_full | store_unavailable | store_full | name_contended
-    └── DeadlineExceeded                504     deadline_exceeded
+    ├── DeadlineExceeded                504     deadline_exceeded
+    └── DiskFull                        507     disk_full
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
 anything a client has not sent itself.
@@ -167,10 +170,28 @@ class BatchEnded(GatewayError):
     should_retry = False
 
 
+class BatchNotEnded(GatewayError):
+    """It cannot be deleted yet."""
+
+    status = 409
+    error_type = "invalid_request_error"
+    default_code = "batch_not_ended"
+    should_retry = False
+
+
 class BodyTooLarge(GatewayError):
     status = 413
     error_type = "invalid_request_error"
     default_code = "body_too_large"
+
+
+class FilesFull(GatewayError):
+    """Files and batches of this key, or of all, have the most bytes that they may."""
+
+    status = 413
+    error_type = "invalid_request_error"
+    default_code = "files_full"
+    should_retry = False
 
 
 class UnsupportedMediaType(GatewayError):
@@ -236,4 +257,12 @@ class DeadlineExceeded(GatewayError):
 
     status = 504
     default_code = "deadline_exceeded"
+    should_retry = False
+
+
+class DiskFull(GatewayError):
+    """Of the server, whatever its limits say; its operator has to make room."""
+
+    status = 507
+    default_code = "disk_full"
     should_retry = False

@@ -83,6 +83,8 @@ class GatewayMetrics(_Metrics):
         self.batch_lines = self._counter(
             "gateway_batch_lines_total", "Lines of batches, when they have their result", ("result",)
         )
+        self.files_bytes = self._gauge("gateway_files_bytes", "Of files and batches, with what they may grow to")
+        self.files_limit = self._gauge("gateway_files_limit_bytes", "The most that they may have, of all keys together")
         for result in ("answered", "failed", "cancelled"):
             self.batch_lines.labels(result)  # there before the first, or its rate would not be seen
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")

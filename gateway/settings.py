@@ -76,6 +76,12 @@ class GatewaySettings:
     )
     max_file_bytes: int = setting(200 * 2**20, parse=parse_bytes, help="size of an uploaded file")
     max_files_bytes: int = setting(4 * 2**30, parse=parse_bytes, help="files and batches together, of all keys")
+    max_files_bytes_per_key: int | None = setting(
+        None, parse=parse_bytes, help="of one key; default: as many as it leaves free, so one alone has half"
+    )
+    files_retention_seconds: float = setting(
+        30 * 24 * 3600.0, parse=float, help="files, and batches that have ended, are deleted after so long"
+    )
     max_batch_concurrency: int = setting(64, parse=parse_count, help="requests of batches in flight at one time here")
 
     exit_with_parent: bool = setting(False, help="end when the parent process ends (Linux)")
@@ -98,6 +104,7 @@ class GatewaySettings:
             ("--max-num-streams", self.max_num_streams),
             ("--max-file-bytes", self.max_file_bytes),
             ("--max-files-bytes", self.max_files_bytes),
+            ("--max-files-bytes-per-key", self.max_files_bytes_per_key),
             ("--max-batch-concurrency", self.max_batch_concurrency),
         ):
             _require(count is None or count >= 1, flag, "at least 1", count)
@@ -108,6 +115,8 @@ class GatewaySettings:
             ("--no-worker-wait-seconds", self.no_worker_wait_seconds),
         ):
             _require(seconds > 0, flag, "over 0", seconds)
+        kept_seconds = self.files_retention_seconds
+        _require(kept_seconds >= 3600, "--files-retention-seconds", "3600 or more", kept_seconds)
         for flag, seconds in (
             ("--drain-seconds", self.drain_seconds),
             ("--default-detach-seconds", self.default_detach_seconds),

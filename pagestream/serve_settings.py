@@ -31,6 +31,8 @@ GATEWAY_FLAGS = frozenset(
         "--max-detach-seconds",
         "--max-file-bytes",
         "--max-files-bytes",
+        "--max-files-bytes-per-key",
+        "--files-retention-seconds",
         "--max-batch-concurrency",
         "--tool-call-parser",
         "--reasoning-parser",

@@ -10,6 +10,7 @@
     output.jsonl, errors.jsonl   results as they come; they become files at the end
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.disk import Lease, make_private, sync_directory, try_lock, write_whole
+from gateway.batches.catalog import Catalog, Entry, OpenBatch
+from gateway.batches.disk import ENTRY_BYTES, Lease, make_private, sync_directory, try_lock, write_whole
 from gateway.batches.records import (
     BatchBody,
     BatchProgress,
@@ -28,6 +30,9 @@ from gateway.batches.records import (
     new_batch_id,
     new_file_id,
 )
+from gateway.errors import FilesFull
+
+MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is deleted, or expires
 
 _record_decoder = msgspec.json.Decoder(BatchRecord)
 _progress_decoder = msgspec.json.Decoder(BatchProgress)
@@ -82,8 +87,10 @@ class BatchFolder:
 
 
 class BatchStore:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, catalog: Catalog, retention_seconds: int) -> None:
         self._directory = directory / "batches"
+        self._catalog = catalog
+        self._retention_seconds = retention_seconds
 
     def prepare(self) -> None:
         make_private(self._directory)
@@ -96,8 +103,9 @@ class BatchStore:
         input_path: Path,
         completion_window: str,
         metadata: Metadata | None,
+        output_expires_seconds: int | None = None,
     ) -> BatchFolder:
-        """Raises FileNotFoundError if the input was deleted meanwhile."""
+        """Raises FileNotFoundError if the input was deleted meanwhile, FilesFull, and OSError."""
         record = BatchRecord(
             id=new_batch_id(),
             owner_key_hash=owner_key_hash,
@@ -108,20 +116,38 @@ class BatchStore:
             metadata=metadata,
             output_file_id=new_file_id(),
             error_file_id=new_file_id(),
+            output_expires_seconds=output_expires_seconds,
         )
         folder = BatchFolder(self._directory / record.id, record)
         make_private(folder.path)
         try:
             os.link(input_path, folder.input_path)
+            entry = _open_entry(folder)
+            if not self._catalog.begin(entry, max_of_kind=MAX_BATCHES_PER_KEY):
+                message = f"There are {MAX_BATCHES_PER_KEY} batches of this key: delete ended ones."
+                raise FilesFull(message, code="too_many_batches")
             write_whole(folder.path / "batch.json", msgspec.json.encode(record))
         except BaseException:
             shutil.rmtree(folder.path, ignore_errors=True)
+            self._catalog.delete(record.id)
             raise
         sync_directory(self._directory)
         return folder
 
-    def names(self) -> list[str]:
-        return [entry.name for entry in os.scandir(self._directory) if is_batch_id(entry.name)]
+    def reserve(self, folder: BatchFolder, result_bytes: int) -> None:
+        """Room for so many bytes of results in all. Raises FilesFull, and OSError."""
+        self._catalog.raise_to(folder.record.id, _open_bytes(folder) + result_bytes)
+
+    def end(self, folder: BatchFolder) -> None:
+        """It has ended, and takes no more room than its folder does. May be repeated."""
+        self._catalog.replace([self._ended_entry(folder)])
+
+    def cancel(self, folder: BatchFolder) -> None:
+        folder.cancel()
+        self._catalog.set_cancelling(folder.record.id)
+
+    def open_batches(self, per_owner: int) -> list[OpenBatch]:
+        return self._catalog.open_batches(per_owner)
 
     def open(self, batch_id: str) -> BatchFolder | None:
         """None also while it is being made."""
@@ -135,7 +161,65 @@ class BatchStore:
         folder = self.open(batch_id) if is_batch_id(batch_id) else None
         return folder if folder is not None and folder.record.owner_key_hash == owner_key_hash else None
 
-    def list(self, owner_key_hash: str) -> list[BatchFolder]:
-        """Newest first."""
-        folders = [folder for name in self.names() if (folder := self.find(name, owner_key_hash))]
-        return sorted(folders, key=lambda folder: (folder.record.created_ns, folder.record.id), reverse=True)
+    def page(self, owner_key_hash: str, *, limit: int, after: str | None) -> list[BatchFolder] | None:
+        """Newest first. None: there is no such `after`."""
+        records = self._catalog.page(owner_key_hash, "batch", limit=limit, after=after)
+        if records is None:
+            return None
+        found = [_record_decoder.decode(record) for record in records]
+        return [BatchFolder(self._directory / record.id, record) for record in found]
+
+    def delete(self, batch_id: str) -> None:
+        """One that has ended. The files of its results stay."""
+        with contextlib.suppress(FileNotFoundError):
+            (self._directory / batch_id / "batch.json").unlink()  # from here on it is none
+        shutil.rmtree(self._directory / batch_id, ignore_errors=True)
+        self._catalog.delete(batch_id)
+
+    def reconcile(self) -> None:
+        """With what came and went without the catalog: by hand, or by a release that has none."""
+        there = {entry.name for entry in os.scandir(self._directory) if is_batch_id(entry.name)}
+        listed = self._catalog.ids("batch")
+        folders = [folder for name in there - listed if (folder := self.open(name)) is not None]
+        self._catalog.replace(
+            [
+                self._ended_entry(folder) if folder.read_progress().has_ended else _open_entry(folder)
+                for folder in folders
+            ],
+            [name for name in listed - there if not (self._directory / name).exists()],
+        )
+
+    def sweep(self, limit: int) -> None:
+        """Away with ended ones whose time is over."""
+        for batch_id in self._catalog.expired("batch", time.time(), limit):
+            self.delete(batch_id)
+
+    def _ended_entry(self, folder: BatchFolder) -> Entry:
+        expires_at = int(time.time()) + self._retention_seconds
+        return _entry(folder, 4 * ENTRY_BYTES, expires_at=expires_at, is_open=False)
+
+
+def _open_entry(folder: BatchFolder) -> Entry:
+    return _entry(folder, _open_bytes(folder), expires_at=None, is_open=True)
+
+
+def _open_bytes(folder: BatchFolder) -> int:
+    """Of the input, which is there once more under another name until that one is deleted, and of eight small files."""
+    try:
+        return folder.input_path.stat().st_size + 8 * ENTRY_BYTES
+    except FileNotFoundError:
+        return 8 * ENTRY_BYTES
+
+
+def _entry(folder: BatchFolder, num_bytes: int, *, expires_at: int | None, is_open: bool) -> Entry:
+    record = folder.record
+    return Entry(
+        id=record.id,
+        kind="batch",
+        owner=record.owner_key_hash,
+        created_ns=record.created_ns,
+        num_bytes=num_bytes,
+        record=msgspec.json.encode(record),
+        expires_at=expires_at,
+        is_open=is_open,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-_ENTRY_BYTES = 4096  # what an entry costs at least: many small ones fill a disk too
+ENTRY_BYTES = 4096  # what an entry costs at least: many small ones fill a disk too
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -33,12 +33,16 @@ def make_private(directory: Path) -> None:
 def write_whole(path: Path, data: bytes, *, is_durable: bool = True) -> None:
     """After this all of it is under its name, and on the disk if it is to be durable; before, nothing of it."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        if is_durable:
-            os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     if is_durable:
         sync_directory(path.parent)
 
@@ -87,14 +91,3 @@ class Lease:
 
     def _write(self, num_strikes: int) -> None:
         os.pwrite(self._descriptor, b"%08d" % num_strikes, 0)
-
-
-def used_bytes(directory: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(folder, name)).st_size + _ENTRY_BYTES
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-    return total

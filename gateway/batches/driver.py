@@ -12,25 +12,33 @@ A batch may leave before its end, for another owner's turn or until its key may 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeAlias
 
 from gateway.auth.rate_limits import Account
 from gateway.batches.batch_store import BatchFolder
 from gateway.batches.disk import Lease, to_the_end
-from gateway.batches.file_store import FileStore
 from gateway.batches.line_answers import Later, LineAnswers
 from gateway.batches.lines import BatchLine, LineChecks, LineReader
 from gateway.batches.records import BatchProblem, BatchProgress, Resume, unix_seconds
 from gateway.batches.results import BatchResults
 from gateway.batches.room import Room
+from gateway.batches.storage import Storage
+from gateway.errors import FilesFull
 from shared.tasks import cancel_and_wait
 
 logger = logging.getLogger("gateway")
+
+Chunk: TypeAlias = list[BatchLine | BatchProblem]
+Read: TypeAlias = Callable[[Callable[[], Chunk]], Coroutine[Any, Any, Chunk]]
 
 WATCH_SECONDS = 0.5
 STEADY_SECONDS = 60.0  # what runs so long does not hang: probes of a gateway that does have ended it by then
 MAX_STRIKES = 3  # gateways that ended under a batch; one or two may have had reasons of their own
 STRUCK_OUT = "gateway_stopped"
+FULL = "files_full"
+_FULL_MESSAGE = "There was no room for its result: delete files and send the line again."
 _STRUCK_OUT_MESSAGE = f"The gateway ended {MAX_STRIKES} times in the middle of this batch, which is not tried again."
 
 
@@ -39,25 +47,30 @@ class BatchDriver:
         self,
         folder: BatchFolder,
         lease: Lease,
-        files: FileStore,
+        storage: Storage,
         answers: LineAnswers,
+        read: Read,
         account: Callable[[], Account | None],
         max_lines_in_flight: int,
         count_result: Callable[[str], None],
     ) -> None:
-        """`account`: what the batch is charged to; None while its key is not known. `count_result`: told of each new
-        one whether it is answered, failed or cancelled."""
+        """`read`: makes a reader read on, in turn with what other owners want done. `account`: what the batch is
+        charged to; None while its key is not known. `count_result`: told of each new one whether it is answered, failed
+        or cancelled."""
         self.pause_seconds = 0.0  # after it has left: its key may not spend for so long
         self._folder = folder
         self._lease = lease
-        self._files = files
+        self._files = storage.files
+        self._batches = storage.batches
         self._answers = answers
+        self._read = read
         self._account = account
         self._room = Room(max_lines_in_flight)
         self._count_result = count_result
         self._progress = BatchProgress()
         self._in_flight: dict[int, asyncio.Task[None]] = {}  # by number
         self._left: list[BatchLine] = []  # without a result, when it left
+        self._is_full = False  # no line is answered any more: there is no room for it
 
     def give_way(self) -> None:
         """Begin no more lines, and leave when those in flight have ended."""
@@ -81,37 +94,47 @@ class BatchDriver:
     # -- validating
 
     async def _validate(self) -> None:
-        problems, num_lines = await self._checked()
+        checks = await self._checked()
         progress, now = self._progress, unix_seconds()
-        if problems:
-            progress.problems, progress.status, progress.failed_at = problems, "failed", now
+        if checks.problems:
+            progress.problems, progress.status, progress.failed_at = checks.problems, "failed", now
             self._folder.input_path.unlink(missing_ok=True)
         else:
-            progress.total, progress.status, progress.in_progress_at = num_lines, "in_progress", now
+            progress.total, progress.status, progress.in_progress_at = checks.num_lines, "in_progress", now
+            progress.failure_bytes = checks.failure_bytes
         await self._write_progress()
+        if checks.problems:
+            await to_the_end(self._batches.end, self._folder)
 
-    async def _checked(self) -> tuple[list[BatchProblem], int]:
-        if self._is_struck_out:
-            return [BatchProblem(code=STRUCK_OUT, message=_STRUCK_OUT_MESSAGE)], 0
+    async def _checked(self) -> LineChecks:
         checks = LineChecks()
+        if self._is_struck_out:
+            checks.problems.append(BatchProblem(code=STRUCK_OUT, message=_STRUCK_OUT_MESSAGE))
+            return checks
         async for line in self._lines(Resume()):
             checks.take(line)
             if checks.are_over:
                 break
         checks.end()
-        return checks.problems, checks.num_lines
+        if not checks.problems:
+            try:
+                await to_the_end(self._batches.reserve, self._folder, checks.failure_bytes)
+            except FilesFull as error:
+                checks.problems.append(BatchProblem(code=error.code, message=error.message))
+        return checks
 
     async def _lines(self, resume: Resume) -> AsyncIterator[BatchLine | BatchProblem]:
         record = self._folder.record
         reader = LineReader(self._folder.input_path, record.endpoint, number=resume.number, offset=resume.offset)
         while not reader.is_over:
-            for line in await asyncio.to_thread(reader.next_chunk):
+            for line in await self._read(reader.next_chunk):
                 yield line
 
     # -- answering
 
     async def _answer_lines(self) -> None:
-        results = BatchResults(self._folder, self._progress, self._count_result)
+        reserve = partial(self._batches.reserve, self._folder)
+        results = BatchResults(self._folder, self._progress, reserve, self._count_result)
         try:
             resume = await to_the_end(results.open)
             await self._answer_beside_watch(results, resume)
@@ -136,8 +159,9 @@ class BatchDriver:
             assert isinstance(line, BatchLine), "the file was validated"
             if results.has(line):
                 continue
-            if self._is_struck_out:
-                results.add_failure(line, STRUCK_OUT, _STRUCK_OUT_MESSAGE)
+            if self._is_struck_out or self._is_full:
+                code, message = (STRUCK_OUT, _STRUCK_OUT_MESSAGE) if self._is_struck_out else (FULL, _FULL_MESSAGE)
+                results.add_failure(line, code, message)
                 continue
             await self._room.enter(len(line.body))
             if not self._begin(group, line, results):
@@ -173,7 +197,12 @@ class BatchDriver:
             return
         finally:
             del self._in_flight[line.number]
-        results.add(line, result)
+        try:
+            await results.make_room(line, result)
+            results.add(line, result)
+        except FilesFull:
+            self._is_full = True
+            results.add_failure(line, FULL, _FULL_MESSAGE)
         if result.forget is not None:  # now that it is on the disk it would only take the room of others
             await result.forget()
 
@@ -212,7 +241,8 @@ class BatchDriver:
         ):
             if count:
                 filename = f"{record.id}_{name}.jsonl"
-                self._files.adopt(path, file_id, record.owner_key_hash, filename, "batch_output")
+                expires_seconds = record.output_expires_seconds
+                self._files.adopt(path, file_id, record.owner_key_hash, filename, "batch_output", expires_seconds)
             path.unlink(missing_ok=True)
         progress.has_output, progress.has_errors = progress.completed > 0, progress.failed > 0
         progress.resume = Resume()
@@ -222,6 +252,7 @@ class BatchDriver:
             progress.status, progress.completed_at = "completed", unix_seconds()
         folder.input_path.unlink(missing_ok=True)
         folder.write_progress(progress)
+        self._batches.end(folder)
 
     async def _write_progress(self, *, is_durable: bool = True) -> None:
         await to_the_end(self._folder.write_progress, self._progress, is_durable=is_durable)

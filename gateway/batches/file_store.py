@@ -2,7 +2,7 @@
 
     files/<id>.json    its record, written last and deleted first: what has none is no file
     files/<id>.jsonl   its content
-    parts/<random>     an upload on its way, locked by the process that receives it
+    parts/<id>         an upload on its way, locked by the process that receives it
 """
 
 import os
@@ -10,81 +10,109 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from gateway.batches.disk import make_private, sync_directory, try_lock, used_bytes, write_whole
+from gateway.batches.catalog import Catalog, Entry
+from gateway.batches.disk import ENTRY_BYTES, make_private, sync_directory, try_lock, write_whole
 from gateway.batches.records import FileRecord, Purpose, is_file_id, new_file_id
 
+ORPHAN_SECONDS = 60.0  # a part that nobody has locked for so long is not just being made
 _decoder = msgspec.json.Decoder(FileRecord)
 
 
 class Part:
     """An upload on its way. Close it, kept or not."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, catalog: Catalog, path: Path, owner_key_hash: str, num_bytes: int) -> None:
+        """`num_bytes`: for which there must be room. Raises FilesFull, and OSError."""
         descriptor = try_lock(path)
         assert descriptor is not None, "the name is random"
         self.path = path
+        self.owner_key_hash = owner_key_hash
         self.num_bytes = 0
-        self._file: BinaryIO = os.fdopen(descriptor, "wb")
+        self._catalog = catalog
+        self._num_reserved = num_bytes
+        self._descriptor: int | None = descriptor
+        try:
+            catalog.begin(
+                Entry(
+                    id=path.name, kind="part", owner=owner_key_hash, created_ns=time.time_ns(),
+                    num_bytes=num_bytes + 2 * ENTRY_BYTES,
+                )
+            )  # fmt: skip
+        except BaseException:
+            self._unlink()
+            raise
 
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.num_bytes += len(data)
+    def write(self, data: bytes, *, more: int) -> None:
+        """`more`: for so many bytes room is taken when there is none left. Raises FilesFull, and OSError."""
+        assert self._descriptor is not None
+        needed = self.num_bytes + len(data)
+        if needed > self._num_reserved:
+            self._num_reserved = needed + more
+            self._catalog.raise_to(self.path.name, self._num_reserved + 2 * ENTRY_BYTES)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        self.num_bytes = needed
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
-        self._file.close()
+        if self._descriptor is not None:
+            self._unlink()
+            self._catalog.delete(self.path.name)
+
+    def _unlink(self) -> None:
         self.path.unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
 
 
 class FileStore:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, catalog: Catalog, retention_seconds: int) -> None:
         self._files = directory / "files"
         self._parts = directory / "parts"
+        self._catalog = catalog
+        self._retention_seconds = retention_seconds
 
     def prepare(self) -> None:
-        """Also sweeps out what uploads to dead gateways left behind."""
-        for folder in (self._directory, self._files, self._parts):
+        for folder in (self._files, self._parts):
             make_private(folder)
-        for path in self._parts.iterdir():
-            descriptor = try_lock(path)
-            if descriptor is not None:
-                path.unlink(missing_ok=True)
-                os.close(descriptor)
 
-    def used_bytes(self) -> int:
-        """Of all files, uploads on their way and batches."""
-        return used_bytes(self._directory)
+    def begin(self, owner_key_hash: str, num_bytes: int) -> Part:
+        """`num_bytes`: expected. Raises FilesFull, and OSError."""
+        return Part(self._catalog, self._parts / f"part-{secrets.token_hex(16)}", owner_key_hash, num_bytes)
 
-    def begin(self) -> Part:
-        return Part(self._parts / secrets.token_hex(16))
-
-    def keep(self, part: Part, owner_key_hash: str, filename: str, purpose: Purpose) -> FileRecord:
-        """An upload that has come whole becomes a file."""
+    def keep(self, part: Part, filename: str, purpose: Purpose, expires_seconds: int | None = None) -> FileRecord:
+        """An upload that has come whole becomes a file. `expires_seconds`: instead of the usual."""
         part.sync()
-        return self._keep(part.path, new_file_id(), owner_key_hash, filename, purpose)
+        return self._keep(part.path, new_file_id(), part.owner_key_hash, filename, purpose, expires_seconds)
 
-    def adopt(self, path: Path, file_id: str, owner_key_hash: str, filename: str, purpose: Purpose) -> None:
+    def adopt(
+        self, path: Path, file_id: str, owner_key_hash: str, filename: str, purpose: Purpose,
+        expires_seconds: int | None = None,
+    ) -> None:  # fmt: skip
         """A file written elsewhere in the directory, whose id is known beforehand. May be repeated."""
         if path.exists():
-            self._keep(path, file_id, owner_key_hash, filename, purpose)
+            self._keep(path, file_id, owner_key_hash, filename, purpose, expires_seconds)
 
     def find(self, file_id: str, owner_key_hash: str) -> FileRecord | None:
         record = self._read(file_id) if is_file_id(file_id) else None
         return record if record is not None and record.owner_key_hash == owner_key_hash else None
 
-    def list(self, owner_key_hash: str) -> list[FileRecord]:
-        """Newest first."""
-        names = [path.stem for path in self._files.glob("*.json")]
-        records = [record for name in names if (record := self.find(name, owner_key_hash))]
-        return sorted(records, key=lambda record: (record.created_ns, record.id), reverse=True)
+    def page(
+        self, owner_key_hash: str, *, limit: int, purpose: str | None, after: str | None, ascending: bool
+    ) -> list[FileRecord] | None:
+        """None: there is no such `after`."""
+        records = self._catalog.page(
+            owner_key_hash, "file", limit=limit, purpose=purpose, after=after, ascending=ascending
+        )
+        return None if records is None else [_decoder.decode(record) for record in records]
 
     def content_path(self, file_id: str) -> Path:
         return self._files / f"{file_id}.jsonl"
@@ -93,22 +121,76 @@ class FileStore:
         """A batch that reads it goes on: it has a name of its own for the content."""
         self._record_path(file_id).unlink(missing_ok=True)
         self.content_path(file_id).unlink(missing_ok=True)
+        self._catalog.delete(file_id)
 
-    def _keep(self, path: Path, file_id: str, owner_key_hash: str, filename: str, purpose: Purpose) -> FileRecord:
+    def reconcile(self) -> None:
+        """With what came and went without the catalog: by hand, or by a release that has none."""
+        there = {path.stem for path in self._files.glob("*.json")}
+        listed = self._catalog.ids("file")
+        records = [record for name in there - listed if is_file_id(name) and (record := self._read(name))]
+        now = int(time.time())  # what is new here may be old: its time begins now
+        self._catalog.replace(
+            [self._entry(record, now + self._retention_seconds) for record in records],
+            [name for name in listed - there if self._read(name) is None],
+        )
+
+    def sweep(self, limit: int) -> None:
+        """Away with what has expired, and with uploads to gateways that are gone."""
+        for file_id in self._catalog.expired("file", time.time(), limit):
+            self.delete(file_id)
+        for path in self._parts.iterdir():
+            with suppress(FileNotFoundError):
+                self._sweep_part(path)
+        self._catalog.delete(*(self._catalog.ids("part") - {path.name for path in self._parts.iterdir()}))
+
+    def _sweep_part(self, path: Path) -> None:
+        if time.time() - path.stat().st_mtime < ORPHAN_SECONDS:
+            return
+        descriptor = try_lock(path)
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def _keep(
+        self, path: Path, file_id: str, owner_key_hash: str, filename: str, purpose: Purpose,
+        expires_seconds: int | None,
+    ) -> FileRecord:  # fmt: skip
+        now = time.time_ns()
+        seconds = min(expires_seconds or self._retention_seconds, self._retention_seconds)
         record = FileRecord(
             id=file_id,
             owner_key_hash=owner_key_hash,
             filename=filename,
             purpose=purpose,
             num_bytes=path.stat().st_size,
-            created_ns=time.time_ns(),
+            created_ns=now,
+            expires_at=now // 10**9 + seconds,
         )
         with suppress(FileExistsError):  # an adoption that was cut off between the two
             os.link(path, self.content_path(file_id))
-        sync_directory(self._files)
-        write_whole(self._record_path(file_id), msgspec.json.encode(record))
+        try:
+            sync_directory(self._files)
+            write_whole(self._record_path(file_id), msgspec.json.encode(record))
+            self._catalog.replace([self._entry(record, record.expires_at)])
+        except OSError:  # nothing of it stays but where it came from
+            self._record_path(file_id).unlink(missing_ok=True)
+            self.content_path(file_id).unlink(missing_ok=True)
+            raise
         path.unlink(missing_ok=True)
         return record
+
+    def _entry(self, record: FileRecord, expires_at: int | None) -> Entry:
+        record = msgspec.structs.replace(record, expires_at=record.expires_at or expires_at)
+        return Entry(
+            id=record.id,
+            kind="file",
+            owner=record.owner_key_hash,
+            created_ns=record.created_ns,
+            num_bytes=record.num_bytes + 2 * ENTRY_BYTES,
+            purpose=record.purpose,
+            record=msgspec.json.encode(record),
+            expires_at=record.expires_at,
+        )
 
     def _read(self, file_id: str) -> FileRecord | None:
         try:

@@ -27,6 +27,14 @@ CHUNK_BYTES = 2**20  # what is read of a file at one time, or one line: many bat
 _MAX_LINE_BYTES = MAX_BODY_BYTES + 4096  # its names beside the body
 
 
+_RESULT_BYTES = 400  # of a result beside its body: ids, names of fields, the longest message that is ours
+
+
+def failure_bytes(custom_id: str) -> int:
+    """That a line's result takes at most, if it says that there is no answer."""
+    return len(msgspec.json.encode(custom_id)) + _RESULT_BYTES
+
+
 class _LineFields(msgspec.Struct, kw_only=True):
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
     method: Literal["POST"]
@@ -85,6 +93,7 @@ class LineChecks:
 
     def __init__(self) -> None:
         self.num_lines = 0
+        self.failure_bytes = 0  # of results that say that there is no answer, one a line
         self.problems: list[BatchProblem] = []
         self._custom_ids: set[bytes] = set()  # digests: ids may have 512 characters, 50,000 a batch
 
@@ -104,6 +113,7 @@ class LineChecks:
             self._add("too_many_requests", f"A batch has at most {MAX_LINES} requests.", None, line.number)
         else:
             self._custom_ids.add(digest)
+            self.failure_bytes += failure_bytes(line.custom_id)
 
     def end(self) -> None:
         if not self.num_lines:

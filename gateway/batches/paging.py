@@ -1,4 +1,4 @@
-"""`limit` and `after` of a list, and the page that they ask for. Pure."""
+"""`limit` and `after` of a list. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +10,30 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    limit: int
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Page(Generic[_Item]):
     items: Sequence[_Item]
     has_more: bool
 
 
-def page_of(items: Sequence[tuple[str, _Item]], query: Mapping[str, str], *, default: int, most: int) -> Page[_Item]:
-    """`items`: each with its id, in the order of the list. Raises InvalidRequest."""
-    limit = _limit(query.get("limit"), default, most)
-    ids = [item_id for item_id, _ in items]
-    begin = 0
-    if after := query.get("after"):
-        if after not in ids:
-            raise InvalidRequest(f"after: {after[:100]!r} is not in this list.", param="after")
-        begin = ids.index(after) + 1
-    chosen = items[begin : begin + limit]
-    return Page([item for _, item in chosen], has_more=begin + limit < len(items))
+def asked_page(query: Mapping[str, str], *, default: int, most: int) -> Asked:
+    """Raises InvalidRequest."""
+    return Asked(_limit(query.get("limit"), default, most), query.get("after") or None)
+
+
+def page_of(found: Sequence[_Item] | None, asked: Asked) -> Page[_Item]:
+    """`found`: one more than was asked for, if there are so many; None if `after` is not in the list.
+
+    Raises InvalidRequest.
+    """
+    if found is None:
+        raise InvalidRequest(f"after: {(asked.after or '')[:100]!r} is not in this list.", param="after")
+    return Page(found[: asked.limit], has_more=len(found) > asked.limit)
 
 
 def _limit(text: str | None, default: int, most: int) -> int:

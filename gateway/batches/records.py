@@ -29,7 +29,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     filename: str
     purpose: Purpose
     num_bytes: int
-    created_ns: int  # Unix time, for the order of lists and for people; nothing is decided by it
+    created_ns: int  # Unix time, for the order of lists and for people
+    expires_at: int | None = None  # Unix seconds; None: kept by a release in which nothing expired
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata | None
     output_file_id: str
     error_file_id: str
+    output_expires_seconds: int | None = None
 
 
 class BatchProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,7 @@ class BatchProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
     failed: int = 0
     problems: list[BatchProblem] = []
     resume: Resume = Resume()
+    failure_bytes: int = 0  # of results, if every line had the shortest one: that there is no room for its answer
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -97,13 +100,13 @@ class FileBody(msgspec.Struct, kw_only=True):
     purpose: Purpose
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
-    expires_at: None = None  # a file stays until it is deleted
+    expires_at: int | None = None
     status_details: None = None
 
 
 class DeletedBody(msgspec.Struct, kw_only=True):
     id: str
-    object: Literal["file"] = "file"
+    object: Literal["file", "batch"] = "file"
     deleted: bool = True
 
 
@@ -181,6 +184,7 @@ def file_body(record: FileRecord) -> FileBody:
         created_at=record.created_ns // 10**9,
         filename=record.filename,
         purpose=record.purpose,
+        expires_at=record.expires_at,
     )
 
 

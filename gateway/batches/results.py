@@ -1,20 +1,36 @@
-"""Both files of results of a batch, and their counts: an append is one small write into the page cache, in the loop."""
+"""Both files of results of a batch, and their counts: an append is one small write into the page cache, in the loop.
 
+Room on the disk is taken before a result is written, and beforehand so much that every line can have one that says that
+there was none for its answer.
+"""
+
+import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from gateway.batches.batch_store import BatchFolder
+from gateway.batches.disk import to_the_end
 from gateway.batches.line_answers import LineResult
-from gateway.batches.lines import BatchLine
+from gateway.batches.lines import BatchLine, failure_bytes
 from gateway.batches.records import BatchProgress, Resume
+from gateway.errors import FilesFull
 from shared.result_file import ResultFile
+
+STEP_BYTES = 2**20  # room that is taken at one time
 
 
 class BatchResults:
-    def __init__(self, folder: BatchFolder, progress: BatchProgress, count_result: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: BatchFolder, progress: BatchProgress, reserve: Callable[[int], None],
+        count_result: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`reserve`: takes room for so many bytes of results in all, or raises FilesFull; blocking."""
         self._folder = folder
         self._progress = progress
+        self._reserve = reserve
+        self._reserved_bytes = 0  # for answers
+        self._reserving = asyncio.Lock()
         self._count_result = count_result
         self._files = contextlib.ExitStack()
         self._known = Resume()
@@ -38,6 +54,21 @@ class BatchResults:
         if line.custom_id in self._output.custom_ids or line.custom_id in self._errors.custom_ids:
             self._done.add(line.number)
         return line.number in self._done
+
+    async def make_room(self, line: BatchLine, result: LineResult) -> None:
+        """Before it is added. Raises FilesFull."""
+        num_bytes = len(result.body) + failure_bytes(line.custom_id)
+        async with self._reserving:
+            needed = self._output.num_bytes + self._errors.num_bytes + num_bytes
+            if needed > self._reserved_bytes:
+                try:
+                    await self._take(needed + STEP_BYTES)
+                except FilesFull:
+                    await self._take(needed)  # of what is left
+
+    async def _take(self, num_bytes: int) -> None:
+        await to_the_end(self._reserve, self._progress.failure_bytes + num_bytes)
+        self._reserved_bytes = num_bytes
 
     def add(self, line: BatchLine, result: LineResult) -> None:
         is_answered = result.status == 200

@@ -7,6 +7,7 @@ now, or is not known here, is not driven: it waits in the directory and takes no
 
 import asyncio
 import logging
+import math
 import time
 from functools import partial
 
@@ -14,12 +15,13 @@ from aiohttp import web
 
 from gateway.auth.access import Access
 from gateway.auth.rate_limits import Account
-from gateway.batches.batch_store import BatchFolder, BatchStore
-from gateway.batches.disk import Lease
-from gateway.batches.driver import BatchDriver
+from gateway.batches.batch_store import BatchFolder
+from gateway.batches.disk import Lease, to_the_end
+from gateway.batches.driver import BatchDriver, Read
 from gateway.batches.fair_slots import FairSlots
-from gateway.batches.file_store import FileStore
 from gateway.batches.line_answers import LineAnswers
+from gateway.batches.quota import Quota
+from gateway.batches.storage import Storage
 from gateway.batches.turns import Turn, num_of, who_gives_way
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
@@ -30,6 +32,9 @@ logger = logging.getLogger("gateway")
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 5.0  # after a failure of the disk
 MAX_DRIVEN = 16  # besides those that are on their way out, as many at most
+LOOKAHEAD = 4 * MAX_DRIVEN  # of an owner's batches, the first of which other gateways may drive
+TIDY_SECONDS = 60.0
+UNMADE_NS = 3600 * 10**9  # a batch that is being made for so long was left by a gateway that was killed then
 # A key that is missing is most likely to come back: a file of keys being edited, a gateway started without it. What is
 # cancelled too early is lost to its owner; what is cancelled late takes room on a disk.
 WITHDRAWN_SECONDS = 24 * 3600.0
@@ -37,11 +42,11 @@ WITHDRAWN_SECONDS = 24 * 3600.0
 
 class BatchService:
     def __init__(self, settings: GatewaySettings, state: GatewayState, access: Access) -> None:
+        """Raises OSError."""
         assert settings.files_dir is not None
-        self.files = FileStore(settings.files_dir)
-        self.batches = BatchStore(settings.files_dir)
+        quota = Quota(settings.max_files_bytes, settings.max_files_bytes_per_key)
+        self.storage = Storage(settings.files_dir, quota, int(settings.files_retention_seconds))
         self.max_file_bytes = settings.max_file_bytes
-        self.max_files_bytes = settings.max_files_bytes
         self._state = state
         self._access = access
         self._max_lines = settings.max_batch_concurrency
@@ -49,14 +54,10 @@ class BatchService:
         self._driven: dict[str, tuple[asyncio.Task[None], BatchDriver]] = {}
         self._turns: dict[str, Turn] = {}  # of the driven that have not been asked to give way
         self._parked: dict[str, tuple[Account, float]] = {}  # owners: whose spending, until when
-        self._ended: set[str] = set()
         self._changed = asyncio.Event()
+        self._tidied_at = -math.inf
         state.metrics.batches.set_function(lambda: len(self._driven))
-
-    def prepare(self) -> None:
-        """Raises OSError."""
-        self.files.prepare()
-        self.batches.prepare()
+        state.metrics.files_limit.set(settings.max_files_bytes)
 
     def wake(self) -> None:
         """There is a new batch."""
@@ -69,6 +70,7 @@ class BatchService:
                 self._changed.clear()
                 try:
                     await self._begin_waiting()
+                    await self._tidy()
                 except OSError as error:
                     logger.error("cannot read the batches: %s", error)
                 try:
@@ -79,8 +81,18 @@ class BatchService:
         finally:
             await cancel_and_wait([task for task, _ in self._driven.values()])
 
+    def close(self) -> None:
+        """After run() has ended."""
+        self.storage.close()
+
+    async def _tidy(self) -> None:
+        self._state.metrics.files_bytes.set(await to_the_end(self.storage.used_bytes))
+        if time.monotonic() - self._tidied_at >= TIDY_SECONDS:
+            self._tidied_at = time.monotonic()
+            await to_the_end(self.storage.tidy)
+
     async def _begin_waiting(self) -> None:
-        waiting = await asyncio.to_thread(self._waiting, self._ended | self._driven.keys())
+        waiting = await to_the_end(self._waiting, frozenset(self._driven))
         waiting.sort(key=lambda folder: folder.record.created_ns)
         while waiting and len(self._driven) < 2 * MAX_DRIVEN:
             turns = list(self._turns.values())
@@ -96,15 +108,16 @@ class BatchService:
                     del self._turns[leaver.batch_id]
                 self._begin(folder, lease)
 
-    def _waiting(self, known: set[str]) -> list[BatchFolder]:
-        """Those that may be driven now."""
+    def _waiting(self, driven: frozenset[str]) -> list[BatchFolder]:
+        """Those that may be driven now: of each owner the next few, more than several gateways drive."""
         waiting = list[BatchFolder]()
-        for name in self.batches.names():
-            folder = None if name in known else self.batches.open(name)
+        for listed in self.storage.batches.open_batches(LOOKAHEAD):
+            folder = None if listed.id in driven else self.storage.batches.open(listed.id)
             if folder is None:
-                continue
-            if folder.read_progress().has_ended:
-                self._ended.add(name)
+                if time.time_ns() - listed.created_ns > UNMADE_NS and listed.id not in driven:
+                    self.storage.batches.delete(listed.id)
+            elif folder.read_progress().has_ended:  # its driver was cut off at the very end
+                self.storage.batches.end(folder)
             elif self._may_be_driven(folder):
                 waiting.append(folder)
         return waiting
@@ -117,14 +130,17 @@ class BatchService:
             parked, until = self._parked.get(owner, (account, 0.0))
             return parked is not account or until <= time.monotonic()  # with other limits a key begins anew
         if self._access.needs_key and folder.seconds_without_key() >= WITHDRAWN_SECONDS:
-            folder.cancel()
+            self.storage.batches.cancel(folder)
         return False
 
     def _begin(self, folder: BatchFolder, lease: Lease) -> None:
         record = folder.record
         answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
         account = partial(self._access.batch_account, record.owner_key_hash)
-        driver = BatchDriver(folder, lease, self.files, answers, account, self._max_lines, self._count_result)
+        read: Read = partial(self._state.pool.run, ("batches of", record.owner_key_hash), None)
+        driver = BatchDriver(
+            folder, lease, self.storage, answers, read, account, self._max_lines, self._count_result
+        )
         task = asyncio.create_task(self._drive(driver, folder, lease))
         self._driven[record.id] = task, driver
         self._turns[record.id] = Turn(record.id, record.owner_key_hash, time.monotonic())

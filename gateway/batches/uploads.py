@@ -11,8 +11,10 @@ from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, Reque
 
 CHUNK_BYTES = 2**18
 MIN_BYTES_PER_SECOND = 32 * 2**10  # slower clients hold a connection for nothing
+RESERVED_BYTES = 4 * 2**20  # room that is taken at one time for a body of unknown length
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
+MAX_FORM_BYTES = 64 * 2**10  # of what is around the file: fields, their headers, boundaries
 MULTIPART = "multipart/form-data"
 
 
@@ -24,15 +26,21 @@ class Upload:
 
 
 async def receive_upload(
-    http: web.Request, files: FileStore, *, max_bytes: int, used_bytes: int, max_used_bytes: int, timeout_seconds: float
+    http: web.Request, files: FileStore, *, owner_key_hash: str, max_bytes: int, timeout_seconds: float
 ) -> Upload:
-    """`timeout_seconds`: for a small one. Raises GatewayError."""
+    """`timeout_seconds`: for a small one. Raises GatewayError, and OSError."""
     if http.content_type != MULTIPART:
         raise UnsupportedMediaType(f"Content-Type: expected {MULTIPART}, got {http.content_type[:100]}.")
-    part = await asyncio.to_thread(files.begin)
-    receiving = _Receiving(part, max_bytes, used_bytes, max_used_bytes, timeout_seconds)
+    declared = http.content_length
+    if declared is not None and declared > max_bytes + MAX_FORM_BYTES:
+        raise _too_large(max_bytes)
+    expected = RESERVED_BYTES if declared is None else declared  # room is taken before anything is received
+    part = await asyncio.to_thread(files.begin, owner_key_hash, min(expected, max_bytes))
+    receiving = _Receiving(part, max_bytes, timeout_seconds)
     try:
         await receiving.read(http)
+        if receiving.filename is None:
+            raise MissingParameter("Missing required parameter: file.", param="file")
     except BaseException as error:
         await asyncio.to_thread(part.close)
         if isinstance(error, TimeoutError):
@@ -40,22 +48,19 @@ async def receive_upload(
         if isinstance(error, (ValueError, AssertionError, web.RequestPayloadError, HttpProcessingError)):
             raise InvalidRequest("The multipart body cannot be read.", param="file") from error
         raise
-    if receiving.filename is None:
-        await asyncio.to_thread(part.close)
-        raise MissingParameter("Missing required parameter: file.", param="file")
     return Upload(part, receiving.filename, receiving.fields)
 
 
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"file: larger than {max_bytes} bytes.", param="file")
+
+
 class _Receiving:
-    def __init__(
-        self, part: Part, max_bytes: int, used_bytes: int, max_used_bytes: int, timeout_seconds: float
-    ) -> None:
+    def __init__(self, part: Part, max_bytes: int, timeout_seconds: float) -> None:
         self.filename: str | None = None
         self.fields: dict[str, str] = {}
         self._part = part
         self._max_bytes = max_bytes
-        self._used_bytes = used_bytes
-        self._max_used_bytes = max_used_bytes
         self._timeout_seconds = timeout_seconds
 
     async def read(self, http: web.Request) -> None:
@@ -66,7 +71,8 @@ class _Receiving:
                 if not isinstance(part, BodyPartReader) or len(self.fields) >= MAX_FIELDS:
                     raise InvalidRequest("The multipart body has parts within parts, or too many.")
                 if part.name == "file" and self.filename is None:
-                    self.filename = (part.filename or "upload.jsonl")[:255]
+                    name = (part.filename or "upload.jsonl")[:255]
+                    self.filename = name.encode("utf-8", "replace").decode()  # bytes of no text come as lone surrogates
                     await self._receive(part, limit, began_at)
                 else:
                     await self._field(part)
@@ -76,16 +82,13 @@ class _Receiving:
         text = await part.read_chunk(MAX_FIELD_BYTES)
         if not part.at_eof() and await part.read_chunk(MAX_FIELD_BYTES):  # it refuses sizes below the boundary's
             raise InvalidRequest(f"{name[:100]}: longer than {MAX_FIELD_BYTES} bytes.", param=name[:100] or None)
+        if name in self.fields:
+            raise InvalidRequest(f"{name[:100]}: given more than once.", param=name[:100] or None)
         self.fields[name] = text.decode()
 
     async def _receive(self, part: BodyPartReader, limit: asyncio.Timeout, began_at: float) -> None:
         while chunk := await part.read_chunk(CHUNK_BYTES):
-            self._check_room(len(chunk))
-            await asyncio.to_thread(self._part.write, chunk)
+            if self._part.num_bytes + len(chunk) > self._max_bytes:
+                raise _too_large(self._max_bytes)
+            await asyncio.to_thread(self._part.write, chunk, more=RESERVED_BYTES)
             limit.reschedule(began_at + self._timeout_seconds + self._part.num_bytes / MIN_BYTES_PER_SECOND)
-
-    def _check_room(self, num_bytes: int) -> None:
-        if self._part.num_bytes + num_bytes > self._max_bytes:
-            raise BodyTooLarge(f"file: larger than {self._max_bytes} bytes.", param="file")
-        if self._used_bytes + self._part.num_bytes + num_bytes > self._max_used_bytes:
-            raise BodyTooLarge("file: there is no room for it; delete others.", param="file", code="files_full")

@@ -3,6 +3,7 @@
     POST  input_file_id, endpoint, completion_window: begins it
     GET   the list; /{id}: how far one is
     POST  /{id}/cancel
+    DELETE  /{id}: one that has ended; OpenAI has no such route
 """
 
 import asyncio
@@ -14,16 +15,22 @@ from aiohttp import web
 from gateway.answers.answering import ignored_header
 from gateway.auth.access import ACCOUNT
 from gateway.batches.batch_store import BatchFolder
-from gateway.batches.paging import page_of
-from gateway.batches.records import BatchBody, BatchListBody, Metadata
+from gateway.batches.disk import to_the_end
+from gateway.batches.paging import asked_page, page_of
+from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.batches.service import BATCHES
-from gateway.errors import BatchEnded, BatchNotFound, BodyTooLarge, InvalidRequest
+from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
 from gateway.http.http_body import read_body
 from gateway.keys import STATE
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
-from gateway.routes.files import PAGING_PARAMETERS, find_file
+from gateway.routes.files import PAGING_PARAMETERS, checked_expiry, find_file, full_disk_told
+
+
+class ExpiresAfter(msgspec.Struct, kw_only=True):
+    anchor: Literal["created_at"]
+    seconds: int
 
 
 class CreateBatchBody(msgspec.Struct, kw_only=True):
@@ -31,9 +38,10 @@ class CreateBatchBody(msgspec.Struct, kw_only=True):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]  # OpenAI's only one; a batch here is never given up for its age
     metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {"output_expires_after": ()}
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {}
 
 
 async def create_batch(http: web.Request) -> web.Response:
@@ -44,14 +52,17 @@ async def create_batch(http: web.Request) -> web.Response:
     record = await find_file(service, fields.input_file_id, owner)
     if record is None or record.purpose != "batch":
         raise _no_input()
-    if await asyncio.to_thread(service.files.used_bytes) >= service.max_files_bytes:
-        raise BodyTooLarge("There is no room for results; delete files.", code="files_full")
-    path = service.files.content_path(record.id)
+    expires_seconds = None
+    if (after := fields.output_expires_after) is not None:
+        param = "output_expires_after.seconds"
+        expires_seconds = checked_expiry(after.seconds, service.storage.retention_seconds, param, after.seconds)
+    path = service.storage.files.content_path(record.id)
     try:
-        folder = await asyncio.to_thread(
-            service.batches.create,
-            owner, fields.endpoint, record.id, path, fields.completion_window, fields.metadata,
-        )  # fmt: skip
+        with full_disk_told():
+            folder = await to_the_end(
+                service.storage.batches.create,
+                owner, fields.endpoint, record.id, path, fields.completion_window, fields.metadata, expires_seconds,
+            )  # fmt: skip
     except FileNotFoundError as error:
         raise _no_input() from error
     service.wake()
@@ -59,12 +70,17 @@ async def create_batch(http: web.Request) -> web.Response:
 
 
 async def list_batches(http: web.Request) -> web.Response:
-    folders = await asyncio.to_thread(http.app[BATCHES].batches.list, http[ACCOUNT].owner_key_hash)
-    page = page_of([(folder.record.id, folder) for folder in folders], http.query, default=20, most=100)
-    bodies = await asyncio.to_thread(lambda: [folder.body() for folder in page.items])
-    first_id, last_id = (bodies[0].id, bodies[-1].id) if bodies else (None, None)
-    listed = BatchListBody(data=bodies, first_id=first_id, last_id=last_id, has_more=page.has_more)
-    return web.Response(body=msgspec.json.encode(listed), content_type="application/json")
+    asked = asked_page(http.query, default=20, most=100)
+    batches, owner = http.app[BATCHES].storage.batches, http[ACCOUNT].owner_key_hash
+
+    def listed() -> bytes:
+        page = page_of(batches.page(owner, limit=asked.limit + 1, after=asked.after), asked)
+        data = [folder.body() for folder in page.items]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return msgspec.json.encode(BatchListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+
+    body = await http.app[STATE].work(http[ACCOUNT], None, listed)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def retrieve_batch(http: web.Request) -> web.Response:
@@ -77,13 +93,25 @@ async def cancel_batch(http: web.Request) -> web.Response:
     status = (await asyncio.to_thread(folder.read_progress)).status
     if status in ("failed", "completed"):
         raise BatchEnded(f"A batch that is {status} cannot be cancelled.")
-    await asyncio.to_thread(folder.cancel)
+    await to_the_end(http.app[BATCHES].storage.batches.cancel, folder)
     return await _shown(folder)
+
+
+async def delete_batch(http: web.Request) -> web.Response:
+    """Its files stay."""
+    folder = await _find(http)
+    progress = await asyncio.to_thread(folder.read_progress)
+    if not progress.has_ended:
+        raise BatchNotEnded("A batch that has not ended cannot be deleted: cancel it first.")
+    await to_the_end(http.app[BATCHES].storage.batches.delete, folder.record.id)
+    return web.Response(
+        body=msgspec.json.encode(DeletedBody(id=folder.record.id, object="batch")), content_type="application/json"
+    )
 
 
 async def _find(http: web.Request) -> BatchFolder:
     batch_id, owner = http.match_info["id"], http[ACCOUNT].owner_key_hash
-    folder = await asyncio.to_thread(http.app[BATCHES].batches.find, batch_id, owner)
+    folder = await asyncio.to_thread(http.app[BATCHES].storage.batches.find, batch_id, owner)
     if folder is None:
         raise BatchNotFound("There is no such batch of this key.", param="id")
     return folder
@@ -106,11 +134,19 @@ def routes() -> list[web.RouteDef]:
         web.get("/v1/batches", list_batches),
         web.get("/v1/batches/{id}", retrieve_batch),
         web.post("/v1/batches/{id}/cancel", cancel_batch),
+        web.delete("/v1/batches/{id}", delete_batch),
     ]
 
 
 OPERATIONS = (
-    Operation(method="POST", path="/v1/batches", summary="Begin a batch", body=CreateBatchBody, answer=BatchBody),
+    Operation(
+        method="POST",
+        path="/v1/batches",
+        summary="Begin a batch",
+        body=CreateBatchBody,
+        answer=BatchBody,
+        errors=(FilesFull, DiskFull),
+    ),
     Operation(
         method="GET",
         path="/v1/batches",
@@ -126,5 +162,12 @@ OPERATIONS = (
         summary="Cancel it",
         answer=BatchBody,
         errors=(BatchNotFound, BatchEnded),
+    ),
+    Operation(
+        method="DELETE",
+        path="/v1/batches/{id}",
+        summary="Delete one that has ended; its files stay",
+        answer=DeletedBody,
+        errors=(BatchNotFound, BatchNotEnded),
     ),
 )

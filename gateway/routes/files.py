@@ -6,27 +6,30 @@
 """
 
 import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
-from gateway.batches.paging import page_of
+from gateway.batches.disk import to_the_end
+from gateway.batches.paging import asked_page, page_of
 from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
 from gateway.batches.service import BATCHES, BatchService
-from gateway.batches.uploads import MULTIPART, Upload, receive_upload
-from gateway.errors import (
-    FileNotFound,
-    InvalidRequest,
-    MissingParameter,
-    UnsupportedParameter,
-)
+from gateway.batches.uploads import MULTIPART, receive_upload
+from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
 from gateway.keys import STATE
 from gateway.openapi import Operation, Parameter
 
 CONTENT = "application/octet-stream"
 MAX_LISTED = 10_000
+MIN_EXPIRY_SECONDS = 3600  # OpenAI's
+
+logger = logging.getLogger("gateway")
 
 
 class UploadForm(msgspec.Struct, kw_only=True):
@@ -37,35 +40,50 @@ class UploadForm(msgspec.Struct, kw_only=True):
 
 
 async def create_file(http: web.Request) -> web.Response:
+    try:
+        with full_disk_told():
+            return _json(file_body(await _received(http)))
+    except FilesFull as error:
+        error.param = "file"
+        raise
+
+
+async def _received(http: web.Request) -> FileRecord:
     service = http.app[BATCHES]
+    storage = service.storage
     upload = await receive_upload(
         http,
-        service.files,
+        storage.files,
+        owner_key_hash=http[ACCOUNT].owner_key_hash,
         max_bytes=service.max_file_bytes,
-        used_bytes=await asyncio.to_thread(service.files.used_bytes),
-        max_used_bytes=service.max_files_bytes,
         timeout_seconds=http.app[STATE].settings.body_timeout_seconds,
     )
     try:
-        _check_fields(upload)
-        owner = http[ACCOUNT].owner_key_hash
-        record = await asyncio.to_thread(service.files.keep, upload.part, owner, upload.filename, "batch")
+        expires_seconds = _checked(upload.fields, storage.retention_seconds)
+        return await to_the_end(storage.files.keep, upload.part, upload.filename, "batch", expires_seconds)
     finally:
-        await asyncio.to_thread(upload.part.close)
-    return _json(file_body(record))
+        await to_the_end(upload.part.close)
 
 
 async def list_files(http: web.Request) -> web.Response:
     purpose, order = http.query.get("purpose"), http.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order: expected asc or desc; got {order[:40]!r}.", param="order")
-    records = await asyncio.to_thread(http.app[BATCHES].files.list, http[ACCOUNT].owner_key_hash)
-    if order == "asc":
-        records.reverse()
-    items = [(record.id, file_body(record)) for record in records if purpose in (None, record.purpose)]
-    page = page_of(items, http.query, default=MAX_LISTED, most=MAX_LISTED)
-    first_id, last_id = (page.items[0].id, page.items[-1].id) if page.items else (None, None)
-    return _json(FileListBody(data=list(page.items), first_id=first_id, last_id=last_id, has_more=page.has_more))
+    asked = asked_page(http.query, default=MAX_LISTED, most=MAX_LISTED)
+    files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
+
+    def listed() -> bytes:
+        records = files.page(
+            owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc"
+        )
+        page = page_of(records, asked)
+        data = [file_body(record) for record in page.items]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return msgspec.json.encode(FileListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+
+    # A page of 10,000 takes a moment, a twentieth of which holds the interpreter.
+    body = await http.app[STATE].work(http[ACCOUNT], None, listed)
+    return web.Response(body=body, content_type="application/json")
 
 
 async def retrieve_file(http: web.Request) -> web.Response:
@@ -75,17 +93,17 @@ async def retrieve_file(http: web.Request) -> web.Response:
 async def download_file(http: web.Request) -> web.StreamResponse:
     record = await _find(http)
     headers = {"Content-Type": CONTENT, "X-Content-Type-Options": "nosniff"}
-    return web.FileResponse(http.app[BATCHES].files.content_path(record.id), headers=headers)
+    return web.FileResponse(http.app[BATCHES].storage.files.content_path(record.id), headers=headers)
 
 
 async def delete_file(http: web.Request) -> web.Response:
     record = await _find(http)
-    await asyncio.to_thread(http.app[BATCHES].files.delete, record.id)
+    await asyncio.to_thread(http.app[BATCHES].storage.files.delete, record.id)
     return _json(DeletedBody(id=record.id))
 
 
 async def find_file(service: BatchService, file_id: str, owner_key_hash: str) -> FileRecord | None:
-    return await asyncio.to_thread(service.files.find, file_id, owner_key_hash)
+    return await asyncio.to_thread(service.storage.files.find, file_id, owner_key_hash)
 
 
 async def _find(http: web.Request) -> FileRecord:
@@ -95,14 +113,43 @@ async def _find(http: web.Request) -> FileRecord:
     return record
 
 
-def _check_fields(upload: Upload) -> None:
-    fields = upload.fields
+def _checked(fields: dict[str, str], retention_seconds: int) -> int | None:
+    """After how many seconds the file expires, if that is said. Raises InvalidRequest."""
     if "purpose" not in fields:
         raise MissingParameter("Missing required parameter: purpose.", param="purpose")
     if fields["purpose"] != "batch":
         raise InvalidRequest(f"purpose: expected batch; got {fields['purpose'][:40]!r}.", param="purpose")
-    if any(name.startswith("expires_after") for name in fields):
-        raise UnsupportedParameter("expires_after: files stay until they are deleted.", param="expires_after")
+    anchor, text = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and text is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest(
+            f"expires_after[anchor]: expected created_at; got {(anchor or '')[:40]!r}.", param="expires_after[anchor]"
+        )
+    text = text or ""
+    seconds = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    return checked_expiry(seconds, retention_seconds, "expires_after[seconds]", text)
+
+
+def checked_expiry(seconds: int, retention_seconds: int, param: str, given: object) -> int:
+    """Raises InvalidRequest."""
+    if not MIN_EXPIRY_SECONDS <= seconds <= retention_seconds:
+        raise InvalidRequest(
+            f"{param}: expected {MIN_EXPIRY_SECONDS} to {retention_seconds}; got {str(given)[:40]!r}.", param=param
+        )
+    return seconds
+
+
+@contextlib.contextmanager
+def full_disk_told() -> Iterator[None]:
+    """Raises DiskFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        logger.error("the disk of --files-dir is full: %s", error)
+        raise DiskFull("The server's disk is full; its operator has to make room.") from error
 
 
 def _json(body: msgspec.Struct) -> web.Response:
@@ -132,6 +179,7 @@ OPERATIONS = (
         body=UploadForm,
         body_media=MULTIPART,
         answer=FileBody,
+        errors=(FilesFull, DiskFull),
     ),
     Operation(
         method="GET",

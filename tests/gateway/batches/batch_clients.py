@@ -5,12 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 from openai.types import Batch
 
 from gateway.auth.api_keys import digest_of
+from gateway.batches.batch_store import BatchFolder
+from gateway.batches.quota import Quota
+from gateway.batches.records import BatchRecord
+from gateway.batches.storage import Storage
 from tests.gateway.conftest import Gateway
 
+RETENTION_SECONDS = 30 * 24 * 3600
 ENDPOINT = "/v1/completions"
 KEYS = {"team-a": "a" * 20, "team-b": "b" * 20}
 
@@ -51,3 +57,13 @@ def write_keys(path: Path, *names: str, more: str = "") -> Path:
     entries = [f'[[keys]]\nname = "{name}"\nsha256 = "{digest_of(KEYS[name].encode())}"\n{more}' for name in names]
     path.write_text("\n".join(entries))
     return path
+
+
+def storage_of(kept: Path, max_bytes: int = 2**40) -> Storage:
+    """Beside the gateways that have the directory. To be closed."""
+    return Storage(kept, Quota(max_bytes), RETENTION_SECONDS)
+
+
+def folder_of(kept: Path, batch_id: str) -> BatchFolder:
+    path = kept / "batches" / batch_id
+    return BatchFolder(path, msgspec.json.decode((path / "batch.json").read_bytes(), type=BatchRecord))

@@ -15,6 +15,7 @@ from gateway.routes.batches import CreateBatchBody
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
     KEYS,
+    RETENTION_SECONDS,
     begun,
     client_of,
     ended,
@@ -124,9 +125,10 @@ async def test_files_are_listed_read_and_deleted(client: openai.AsyncOpenAI) -> 
     listed = await client.files.list()
     assert [file.filename for file in listed.data] == ["2.jsonl", "1.jsonl", "0.jsonl"]
     assert listed.data[0] == files[2] == await client.files.retrieve(files[2].id)
-    assert files[0].to_dict() | {"id": "", "created_at": 0} == {
+    assert files[0].expires_at == files[0].created_at + RETENTION_SECONDS
+    assert files[0].to_dict() | {"id": "", "created_at": 0, "expires_at": 0} == {
         "id": "", "object": "file", "bytes": len(contents[0]), "created_at": 0, "filename": "0.jsonl",
-        "purpose": "batch", "status": "processed", "expires_at": None, "status_details": None,
+        "purpose": "batch", "status": "processed", "expires_at": 0, "status_details": None,
     }  # fmt: skip
     first = await client.files.list(order="asc", limit=2)
     assert [file.id for file in first.data] == [files[0].id, files[1].id] and first.has_next_page()
@@ -280,8 +282,16 @@ async def test_what_is_no_upload(start_gateway: Callable[..., Any], tmp_path: Pa
     assert await refused(purpose="fine-tune", file=b"x") == (400, "invalid_value", "purpose")
     assert await refused(file=b"x" * 1001, purpose="batch") == (413, "body_too_large", "file")
     assert await refused(purpose="b" * 2000, file=b"x") == (400, "invalid_value", "purpose")
-    expiring = {"expires_after[anchor]": "created_at", "purpose": "batch", "file": b"x"}
-    assert await refused(**expiring) == (400, "unsupported_parameter", "expires_after")
+    for anchor, seconds, param in (
+        ("created_at", "3599", "seconds"),
+        ("created_at", "2592001", "seconds"),
+        ("created_at", "²", "seconds"),
+        ("created_at", "", "seconds"),
+        ("last_used", "3600", "anchor"),
+    ):
+        expiring = {"expires_after[anchor]": anchor, "expires_after[seconds]": seconds}
+        found = await refused(**expiring, purpose="batch", file=b"x")
+        assert found == (400, "invalid_value", f"expires_after[{param}]")
     for headers, data in (
         ({"Content-Type": "application/json"}, b"{}"),
         ({"Content-Type": "multipart/form-data"}, b"x"),
@@ -306,7 +316,8 @@ async def test_what_is_no_upload(start_gateway: Callable[..., Any], tmp_path: Pa
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "used", "seconds": 3600}}, "output_expires_after.anchor"),
     ],
 )
 async def test_what_is_no_batch(

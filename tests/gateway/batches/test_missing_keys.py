@@ -8,17 +8,25 @@ from typing import Any
 
 import openai
 
-from gateway.batches.batch_store import BatchStore
 from gateway.batches.records import BatchProgress
 from gateway.batches.service import WITHDRAWN_SECONDS
-from tests.gateway.batches.batch_clients import KEYS, begun, client_of, ended, jsonl, line, results, write_keys
+from tests.gateway.batches.batch_clients import (
+    KEYS,
+    begun,
+    client_of,
+    ended,
+    folder_of,
+    jsonl,
+    line,
+    results,
+    write_keys,
+)
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says
 
 
 async def progress_when(kept: Path, batch_id: str, holds: Callable[[BatchProgress], bool]) -> BatchProgress:
-    folder = BatchStore(kept).open(batch_id)
-    assert folder is not None
+    folder = folder_of(kept, batch_id)
     while not holds(progress := folder.read_progress()):
         await asyncio.sleep(0.02)  # polls a file of the gateway
     return progress
@@ -26,8 +34,7 @@ async def progress_when(kept: Path, batch_id: str, holds: Callable[[BatchProgres
 
 async def let_go(kept: Path, batch_id: str) -> None:
     """Until no gateway drives it."""
-    folder = BatchStore(kept).open(batch_id)
-    assert folder is not None
+    folder = folder_of(kept, batch_id)
     while (lease := folder.try_lock()) is None:
         await asyncio.sleep(0.02)
     lease.end()

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 
 from gateway.batches import driver
-from gateway.batches.batch_store import BatchFolder, BatchStore
+from gateway.batches.batch_store import BatchFolder
 from gateway.batches.driver import MAX_STRIKES, STRUCK_OUT
 from gateway.batches.records import BatchProgress
-from tests.gateway.batches.batch_clients import ENDPOINT, begun, client_of, ended, jsonl, line, results
+from tests.gateway.batches.batch_clients import (
+    ENDPOINT,
+    begun,
+    client_of,
+    ended,
+    folder_of,
+    jsonl,
+    line,
+    results,
+    storage_of,
+)
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, says
 
@@ -20,9 +30,9 @@ from tests.gateway.fake_inference import FakeInferenceClient, says
 def stored(kept: Path, tmp_path: Path, progress: BatchProgress, num_killed: int) -> BatchFolder:
     """A batch that so many gateways held when they were killed."""
     (tmp_path / "in").write_bytes(jsonl(*map(line, "ab")))
-    batches = BatchStore(kept)
-    batches.prepare()
-    folder = batches.create("", ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
+    storage = storage_of(kept)
+    folder = storage.batches.create("", ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
+    storage.close()
     folder.write_progress(progress)
     for _ in range(num_killed):
         lease = folder.try_lock()
@@ -70,8 +80,7 @@ async def test_what_ends_well_or_runs_steadily_counts_for_nothing(
         while lock.read_bytes() != b"%08d" % 0:  # steady
             await asyncio.sleep(0.02)
     gateway.state.open_requests.draining = True
-    folder = BatchStore(tmp_path).open(batch.id)
-    assert folder is not None
+    folder = folder_of(tmp_path, batch.id)
     for _ in range(MAX_STRIKES + 1):  # gateways that let go
         while (lease := folder.try_lock()) is None:
             await asyncio.sleep(0.02)

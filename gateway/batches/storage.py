@@ -1,0 +1,36 @@
+"""A directory of files and batches, with its catalog and what keeps both in order. Blocking."""
+
+from pathlib import Path
+
+from gateway.batches.batch_store import BatchStore
+from gateway.batches.catalog import Catalog
+from gateway.batches.disk import make_private
+from gateway.batches.file_store import FileStore
+from gateway.batches.quota import Quota
+
+SWEPT = 1000  # files, and batches, at one time
+
+
+class Storage:
+    def __init__(self, directory: Path, quota: Quota, retention_seconds: int) -> None:
+        """Raises OSError."""
+        make_private(directory)
+        self.retention_seconds = retention_seconds
+        self._catalog = Catalog(directory / "catalog.sqlite", quota)
+        self.files = FileStore(directory, self._catalog, retention_seconds)
+        self.batches = BatchStore(directory, self._catalog, retention_seconds)
+        self.files.prepare()
+        self.batches.prepare()
+
+    def used_bytes(self) -> int:
+        return self._catalog.used_bytes()
+
+    def tidy(self) -> None:
+        """What came and went by other hands is known, what has expired or was left behind is gone. Raises OSError."""
+        self.files.reconcile()
+        self.batches.reconcile()
+        self.files.sweep(SWEPT)
+        self.batches.sweep(SWEPT)
+
+    def close(self) -> None:
+        self._catalog.close()

@@ -1,0 +1,302 @@
+"""Bytes on the disk: taken before they are used, seen by all gateways, shared by keys, and given back."""
+
+import asyncio
+import errno
+import io
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from gateway.batches import batch_store, file_store, service
+from gateway.batches.disk import ENTRY_BYTES
+from tests.gateway.batches.batch_clients import (
+    ENDPOINT,
+    KEYS,
+    RETENTION_SECONDS,
+    begun,
+    client_of,
+    ended,
+    jsonl,
+    line,
+    results,
+    storage_of,
+    write_keys,
+)
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import FakeInferenceClient, says
+
+MIB = 2**20
+
+
+def used_on_disk(kept: Path) -> int:
+    """What there is but for the catalog, counted as `du` does."""
+    paths = [path for path in kept.rglob("*") if path.is_file() and not path.name.startswith("catalog")]
+    return sum(path.stat().st_size for path in paths)
+
+
+async def uploaded(gateway: Gateway, num_bytes: int, *, is_declared: bool = True) -> int:
+    """The status of its answer."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in (head, b"x" * num_bytes, tail):
+            yield chunk
+
+    head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    tail = b"\r\n--b--\r\n"
+    data = io.BytesIO(head + b"x" * num_bytes + tail) if is_declared else chunks()
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with gateway.session.post("/v1/files", data=data, headers=headers) as reply:
+        await reply.read()
+        return reply.status
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_uploads_at_one_time_see_each_other(
+    start_gateway: Callable[..., Any], tmp_path: Path, is_declared: bool
+) -> None:
+    """At two gateways: of 16 times 4.5 MB in 20 MiB four fit."""
+    gateways = [await start_gateway(files_dir=tmp_path, max_files_bytes=20 * MIB) for _ in range(2)]
+    uploads = [uploaded(gateways[number % 2], 4_500_000, is_declared=is_declared) for number in range(16)]
+    statuses = await asyncio.gather(*uploads)
+    assert set(statuses) == {200, 413} and statuses.count(200) <= 4
+    assert used_on_disk(tmp_path) <= 20 * MIB
+    while await uploaded(gateways[0], 4_500_000) == 200:  # what the refused had taken is free
+        statuses.append(200)
+    assert statuses.count(200) == 4
+    assert not list((tmp_path / "parts").iterdir())
+
+
+async def test_what_would_be_too_large_is_refused_before_it_is_read(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes=MIB)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000000\r\n"
+        b"Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    assert b"413" in await reader.readline()  # though nothing of it has come
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_keys_leave_room_to_each_other(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", *KEYS)
+    gateway: Gateway = await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys, max_files_bytes=12 * MIB)
+    async with client_of(gateway, KEYS["team-a"]) as greedy, client_of(gateway, KEYS["team-b"]) as other:
+        kept = []
+        with pytest.raises(openai.APIStatusError) as refused:
+            while True:
+                kept.append(await greedy.files.create(file=b"x" * MIB, purpose="batch"))
+        assert (refused.value.status_code, refused.value.code) == (413, "files_full")
+        assert len(kept) == 5  # and their entries
+        for _ in range(2):
+            await other.files.create(file=b"x" * MIB, purpose="batch")
+        await greedy.files.delete(kept[0].id)
+        await greedy.files.delete(kept[1].id)
+        await greedy.files.create(file=b"x" * MIB, purpose="batch")
+
+
+async def test_a_key_has_its_most(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes_per_key=3 * MIB)
+    statuses = [await uploaded(gateway, MIB) for _ in range(3)]
+    assert statuses == [200, 200, 413]
+
+
+async def test_a_batch_whose_results_have_no_room_ends_with_one_for_each_line(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Some answers have room beside the input, the others are told that they have none."""
+    engine = FakeInferenceClient(says([5] * 40))
+    gateway: Gateway = await start_gateway(engine, files_dir=tmp_path, max_files_bytes=115_000, max_batch_concurrency=2)
+    ids = [f"{number}-{'x' * 200}" for number in range(40)]
+    async with client_of(gateway) as client:
+        content = jsonl(*(line(custom_id, n=8, max_tokens=40) for custom_id in ids))
+        batch = await ended(client, await begun(client, content))
+        assert batch.status == "completed" and batch.request_counts is not None
+        assert batch.request_counts.completed + batch.request_counts.failed == len(ids)
+        answered = await results(client, batch.output_file_id)
+        refused = await results(client, batch.error_file_id)
+        assert {one["error"]["code"] for one in refused.values()} == {"files_full"}
+        assert set(answered) | set(refused) == set(ids)
+        assert len(engine.requests) < len(ids)  # once there is no room nothing more is computed
+        assert used_on_disk(tmp_path) <= 115_000
+
+
+async def test_a_batch_that_has_no_room_at_all_is_refused_before_anything_is_computed(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes=200_000)
+    async with client_of(gateway) as client:
+        batch = await ended(client, await begun(client, jsonl(*(line(f"{number}") for number in range(300)))))
+        assert batch.errors is not None and batch.errors.data is not None
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "files_full")
+        big = await client.files.create(file=b"x" * 100_000, purpose="batch")
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.batches.create(input_file_id=big.id, endpoint=ENDPOINT, completion_window="24h")
+        assert (refused.value.status_code, refused.value.code) == (413, "files_full")
+        assert gateway.engine.requests == []
+
+
+async def test_what_has_ended_gives_its_room_back(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        batch = await begun(client, jsonl(*map(line, "abc")))
+        with pytest.raises(openai.ConflictError) as refused:
+            await client.delete(f"/batches/{batch.id}", cast_to=object)
+            raise AssertionError("it may have ended before")
+        assert refused.value.code == "batch_not_ended"
+        batch = await ended(client, batch)
+        assert batch.output_file_id is not None
+        deleted = await client.delete(f"/batches/{batch.id}", cast_to=object)
+        assert deleted == {"id": batch.id, "object": "batch", "deleted": True}
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.retrieve(batch.id)
+        assert (await client.batches.list()).data == [] and not list((tmp_path / "batches").iterdir())
+        for file in (await client.files.list()).data:
+            await client.files.delete(file.id)
+    storage = storage_of(tmp_path)
+    assert storage.used_bytes() == 0 == used_on_disk(tmp_path)
+    storage.close()
+
+
+async def test_a_key_has_a_most_of_batches(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "MAX_BATCHES_PER_KEY", 2)
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        batches = [await ended(client, await begun(client, jsonl(line("a")))) for _ in range(2)]
+        with pytest.raises(openai.APIStatusError) as refused:
+            await begun(client, jsonl(line("a")))
+        assert (refused.value.status_code, refused.value.code) == (413, "too_many_batches")
+        assert len(list((tmp_path / "batches").iterdir())) == 2
+        await client.delete(f"/batches/{batches[0].id}", cast_to=object)
+        await begun(client, jsonl(line("a")))
+
+
+async def test_what_is_old_is_deleted(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, ended batches and what an upload to a killed gateway left; not a batch that runs."""
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        soon = await client.files.create(
+            file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert soon.expires_at == soon.created_at + 3600
+        expiring = {"anchor": "created_at", "seconds": 7200}
+        done = await ended(client, await begun(client, jsonl(line("a")), output_expires_after=expiring))
+        assert done.output_file_id is not None
+        output = await client.files.retrieve(done.output_file_id)
+        assert output.expires_at == output.created_at + 7200
+        gateway.engine.script = None
+        running = await begun(client, jsonl(line("a")))
+        await gateway.engine.next_stream()
+        left = tmp_path / "parts" / "part-left"
+        left.write_bytes(b"x")
+        os.utime(left, (0, 0))
+        storage = storage_of(tmp_path)
+        for seconds, num_files in ((3599, 4), (3602, 3), (7202, 2), (RETENTION_SECONDS + 2, 0)):
+            with monkeypatch.context() as later:
+                for module in (file_store, batch_store):
+                    later.setattr(module.time, "time", _later(soon.created_at + seconds))
+                storage.tidy()
+            assert len((await client.files.list()).data) == num_files, seconds
+        assert [batch.id for batch in (await client.batches.list()).data] == [running.id]
+        assert not left.exists()
+        storage.close()
+
+
+def _later(now: float) -> Callable[[], float]:
+    return lambda: now
+
+
+async def test_a_full_disk_is_told_and_nothing_is_left(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module, name in ((file_store.os, "write"), (file_store.os, "fsync"), (file_store, "write_whole")):
+        with monkeypatch.context() as broken:
+            broken.setattr(module, name, full)
+            assert await uploaded(gateway, 1000) == 507
+        assert used_on_disk(tmp_path) == 0, name
+    storage = storage_of(tmp_path)
+    assert storage.used_bytes() == 0
+    assert await uploaded(gateway, 1000) == 200
+    assert storage.used_bytes() == 1000 + 2 * ENTRY_BYTES
+    storage.close()
+
+
+async def test_a_lost_catalog_is_made_anew(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """And that of a release that had none."""
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path / "kept")
+    async with client_of(gateway) as client:
+        batch = await ended(client, await begun(client, jsonl(line("a"))))
+        before = [file.id for file in (await client.files.list()).data]
+    (tmp_path / "kept").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "catalog.sqlite").unlink()
+    second: Gateway = await start_gateway(files_dir=tmp_path / "moved")
+    async with client_of(second) as client:
+        assert [file.id for file in (await client.files.list()).data] == before and len(before) == 2
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+        assert second.metric("pagestream_gateway_files_limit_bytes") == 4 * 2**30
+        while not second.metric("pagestream_gateway_files_bytes"):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [("purpose", "batch"), ("purpose", "batch"), ("file", b"x")],
+        [*((f"field{number}", "x") for number in range(17)), ("file", b"x")],
+        [("n" * 9000, "x"), ("file", b"x")],
+    ],
+)
+async def test_forms_that_are_none(
+    start_gateway: Callable[..., Any], tmp_path: Path, parts: list[tuple[str, Any]]
+) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    form = aiohttp.FormData(default_to_multipart=True)
+    for name, value in parts:
+        form.add_field(name, value, filename="in" if name == "file" else None)
+    async with gateway.session.post("/v1/files", data=form) as reply:
+        assert reply.status == 400, await reply.text()
+    assert used_on_disk(tmp_path) == 0
+
+
+async def test_a_file_name_is_text_whatever_bytes_it_came_as(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="\xff\xfe.jsonl"\r\n\r\nx\r\n--b--\r\n'
+    )
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with gateway.session.post("/v1/files", data=body, headers=headers) as reply:
+        assert reply.status == 200, await reply.text()
+        assert (await reply.json())["filename"].endswith(".jsonl")
+    async with gateway.session.get("/v1/files") as reply:
+        assert len((await reply.json())["data"]) == 1
+
+
+async def test_the_service_looks_at_a_few_of_many_batches(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """Of thousands that wait for their owner, each second some are opened, not all."""
+    kept, storage = tmp_path / "kept", storage_of(tmp_path / "kept")
+    (tmp_path / "in").write_bytes(jsonl(line("a")))
+    for _ in range(3 * service.LOOKAHEAD):
+        storage.batches.create("a" * 64, ENDPOINT, "file-" + "0" * 32, tmp_path / "in", "24h", None)
+    assert len(storage.batches.open_batches(service.LOOKAHEAD)) == service.LOOKAHEAD
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=kept)
+    async with client_of(gateway) as client:
+        assert (await ended(client, await begun(client, jsonl(line("a"))))).status == "completed"
+    storage.close()
