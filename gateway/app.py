@@ -10,6 +10,7 @@ from aiohttp import web
 from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
 from gateway.charging import charge
+from gateway.http.expectations import meet_expectations
 from gateway.http.server_log import server_logger
 from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
@@ -73,6 +74,7 @@ def create_app(
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )
+    meet_expectations()
     app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
     groups = [chat, completions, messages, responses, embeddings, requests, models, tokenize, tokenizer_info]

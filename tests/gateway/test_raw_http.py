@@ -103,6 +103,8 @@ CASES: dict[str, tuple[int, bytes]] = {
     "identity": (200, post(LENGTH, b"Content-Encoding: identity")),
     "wait for a 100": (100, post(LENGTH, b"Expect: 100-continue")),
     "expect something else": (417, post(LENGTH, b"Expect: tea")),
+    "expect what is no text": (417, post(LENGTH, b"Expect: \xff\xfe")),
+    "expect it where nothing is": (417, get(b"/nothing", host=HOST + b"\r\nExpect: \xff")),
     "two types": (400, post(LENGTH, b"Content-Type: multipart/form-data; boundary=x")),
     "body of a GET": (200, get(b"/v1/models").replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\nhello")),
     # protocols and methods
