@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.answers.anthropic_response import AnthropicFormat
+from gateway.answers.compaction_format import CompactionFormat
 from gateway.answers.openai_response import ChatFormat, CompletionFormat, ResponseFormat
 from gateway.answers.responses_format import ResponsesFormat
 from gateway.requests.anthropic_schema import parse_messages
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
+from gateway.requests.responses_compaction import parse_compaction
 from gateway.requests.responses_schema import parse_response
 
 
@@ -26,4 +28,5 @@ CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat)
 COMPLETION = AnswerKind("text_completion", parse_completion, CompletionFormat)
 MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat)
 RESPONSE = AnswerKind("response", parse_response, ResponsesFormat)
-KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE, RESPONSE)}
+COMPACTION = AnswerKind("response.compaction", parse_compaction, CompactionFormat)
+KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE, RESPONSE, COMPACTION)}

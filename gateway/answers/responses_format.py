@@ -122,11 +122,11 @@ class ResponsesFormat:
         assert self._usage is not None
         if not self._is_cut:
             completed_at = max(self._usage.ended_at, self._head["created_at"])  # by the clock of another machine
-            output, usage = self._output.items, _usage(self._usage)
+            output, usage = self._output.items, usage_object(self._usage)
             return self._response("completed", completed_at=completed_at, output=output, usage=usage)
         details = {"reason": "max_output_tokens"}
         return self._response(
-            "incomplete", output=self._output.items, usage=_usage(self._usage), incomplete_details=details
+            "incomplete", output=self._output.items, usage=usage_object(self._usage), incomplete_details=details
         )
 
     def _failed(self, status: str, error: GatewayError | None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class ResponsesFormat:
         return {**self._head, "status": status, **_NOTHING_YET, **ended, **self._repeated}
 
 
-def _usage(usage: UsageCount) -> dict[str, Any]:
+def usage_object(usage: UsageCount) -> dict[str, Any]:
     """Nothing is charged for writing the prefix cache, so nobody counts that."""
     return {
         "input_tokens": usage.prompt_tokens,

@@ -15,6 +15,7 @@ from gateway.answers.kept_answers import KeptAnswer, find_answer
 from gateway.errors import GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.request_body import decode_body
 from gateway.requests.responses_body import ResponsesBody
+from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import EARLIER_ITEMS
 
 PARAM = "previous_response_id"
@@ -33,9 +34,11 @@ async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswe
     return kept
 
 
-async def with_history(asker: Asker, body: bytes) -> bytes:
+async def with_history(
+    asker: Asker, body: bytes, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
+) -> bytes:
     """The body to be read and stored. Raises InvalidRequest."""
-    fields, given = decode_body(body, ResponsesBody)
+    fields, given = decode_body(body, kind)
     if fields.previous_response_id is None:
         return body
     earlier = await _items_of(asker, fields.previous_response_id)
@@ -72,7 +75,7 @@ async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
 
 def _given_items(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`input` as a list, of a body that was checked."""
-    given: str | list[dict[str, Any]] = fields["input"]
+    given: str | list[dict[str, Any]] = fields.get("input") or []
     return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
 
 

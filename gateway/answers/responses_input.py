@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 import msgspec
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "compaction": "cmp"
+}  # fmt: skip
 
 
 class InputItemsBody(msgspec.Struct, kw_only=True):
@@ -20,7 +22,7 @@ def input_items(
     items: Sequence[dict[str, Any]], answer_id: str, *, limit: int, newest_first: bool, after: str | None
 ) -> dict[str, Any]:
     """A page of them, as InputItemsBody has it. `after`: the id of the last item of the page before."""
-    shown = [_shown(item, f"{answer_id}i{index:04x}") for index, item in enumerate(items)]
+    shown = [shown_item(item, f"{answer_id}i{index:04x}") for index, item in enumerate(items)]
     if newest_first:
         shown.reverse()
     places = [place for place, item in enumerate(shown) if item["id"] == after]
@@ -32,13 +34,13 @@ def input_items(
     }  # fmt: skip
 
 
-def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
+def shown_item(item: dict[str, Any], name: str) -> dict[str, Any]:
     """With what a client may leave out: an id, a status, a type, and parts for a text."""
     kind = item.get("type") or "message"
     known = {"id": item.get("id") or f"{_PREFIXES[kind]}_{name}", "type": kind}
     if kind == "message":
         known |= {"content": _parts(item["content"], item["role"])}
-    if kind != "reasoning":
+    if kind in ("message", "function_call", "function_call_output"):
         known |= {"status": item.get("status") or "completed"}
     return {**item, **known}
 

@@ -71,3 +71,23 @@ class DeletedResponseBody(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"]
     deleted: bool
+
+
+class InputTokensBody(msgspec.Struct, kw_only=True):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class CompactedItemBody(msgspec.Struct, kw_only=True):
+    """The rest is by type."""
+
+    id: str
+    type: Literal["message", "compaction"]
+
+
+class CompactedBody(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[CompactedItemBody]
+    usage: ResponseUsageBody

@@ -11,6 +11,7 @@ from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools
 from shared.messages import MAX_LOGPROBS
 
 _Items: TypeAlias = Annotated[list[ItemFields], Meta(min_length=1, max_length=4096)]
+Input: TypeAlias = str | _Items
 _MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 _MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
 _Metadata: TypeAlias = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
@@ -54,7 +55,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     """null is the same as absent."""
 
     model: str | None = None
-    input: str | _Items
+    input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
@@ -92,3 +93,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
     timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
     queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+
+
+class CountedBody(ResponsesBody, kw_only=True):
+    """Of a count: all that a response is asked with, and without an input what came before is counted alone."""
+
+    input: Input | None = None  # type: ignore[assignment]

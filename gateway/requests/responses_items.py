@@ -4,6 +4,7 @@
     function_call           a call of the assistant's message before it, or of one without text
     function_call_output    a tool's message
     reasoning               left out: chat templates drop the thoughts of earlier turns
+    compaction              the assistant's message: a summary; what the user said right before it is one message
 
 Does not know where items come from: those of earlier responses stand before the new ones (responses_history.py).
 """
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from gateway.requests.compaction_items import unwrapped
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
 from gateway.requests.tool_fields import CalledFunction, ToolCallFields
@@ -38,6 +40,7 @@ class ItemFields(msgspec.Struct, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[PartFields] | None = None
+    encrypted_content: str | None = None
 
 
 def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
@@ -54,12 +57,14 @@ def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
                 content = _texts(_needed(item.output, f"{path}.output"), f"{path}.output")
                 call_id = _needed(item.call_id, f"{path}.call_id")
                 messages.append(MessageFields("tool", content, tool_call_id=call_id))
+            case "compaction":
+                _add_summary(messages, item, path)
             case "reasoning":
                 pass
             case other:
                 raise UnsupportedParameter(
                     f"{path}.type: {other[:100]!r} is not supported by this server; items are message, function_call, "
-                    "function_call_output or reasoning.",
+                    "function_call_output, reasoning or compaction.",
                     param=f"{path}.type",
                 )
     return messages
@@ -79,6 +84,23 @@ def _add_call(messages: list[MessageFields], call: ToolCallFields) -> None:
     if not messages or messages[-1].role != "assistant":
         messages.append(MessageFields("assistant", None))
     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+
+
+def _add_summary(messages: list[MessageFields], item: ItemFields, path: str) -> None:
+    """Templates that want user and assistant by turns get them so: what the user said before it is one message."""
+    param = f"{path}.encrypted_content"
+    try:
+        summary = unwrapped(_needed(item.encrypted_content, param))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{param}: expected what this server's /v1/responses/compact answered; it is {error}.", param=param
+        ) from error
+    said: list[str] = []
+    while messages and messages[-1].role == "user":
+        said.insert(0, str(messages.pop().content))
+    if said:
+        messages.append(MessageFields("user", "\n\n".join(said)))
+    messages.append(MessageFields("assistant", summary))
 
 
 def _call(item: ItemFields, path: str) -> ToolCallFields:

@@ -10,7 +10,7 @@ not supported is refused, as in openai_schema.py.
 which EARLIER_ITEMS says (answers/responses_history.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,11 +59,23 @@ _WORDS = (
 def parse_response(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest."""
     fields, given = decode_body(body, ResponsesBody)
-    if fields.previous_response_id and given.get(EARLIER_ITEMS) is None:
+    check_history(fields.previous_response_id, given)
+    return response_request(
+        fields, check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
+    )
+
+
+def check_history(previous_response_id: str | None, given: Mapping[str, Any]) -> None:
+    if previous_response_id and given.get(EARLIER_ITEMS) is None:
         raise UnsupportedParameter("previous_response_id: not supported here.", param="previous_response_id")
-    ignored = check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
+
+
+def response_request(
+    fields: ResponsesBody, ignored: tuple[str, ...], more: Sequence[MessageFields] = ()
+) -> CompletionRequest:
+    """`more`: messages behind those of the input. Raises InvalidRequest."""
     _check(fields)
-    messages = _messages(fields)
+    messages = [*_messages(fields), *more]
     try:
         request = chat_request(_chat(fields, messages), ignored, include_usage=bool(fields.stream))
     except InvalidRequest as error:
@@ -86,11 +98,6 @@ def _check(fields: ResponsesBody) -> None:
     if fields.truncation == "auto":
         raise UnsupportedParameter(
             "truncation: not supported by this server; leave it out, or 'disabled'.", param="truncation"
-        )
-    if fields.reasoning is not None and fields.reasoning.summary not in (None, "auto"):
-        param = "reasoning.summary"
-        raise UnsupportedParameter(
-            f"{param}: this server tells thoughts as they are; leave it out, or 'auto'.", param=param
         )
     if fields.text is not None and fields.text.verbosity not in (None, "medium"):
         raise UnsupportedParameter(

@@ -5,24 +5,32 @@
     DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
     POST    /v1/responses/{id}/cancel        one in the background; one that has ended stays as it was
     GET     /v1/responses/{id}/input_items   what came into it, the newest first
+    POST    /v1/responses/input_tokens       how many tokens a response's prompt would have
+    POST    /v1/responses/compact            a conversation -> fewer items to go on with
 """
 
+from functools import partial
 from typing import Literal
 
 from aiohttp import web
 
 from gateway.admission import unavailable
-from gateway.answers.answer_kinds import RESPONSE
+from gateway.answers.answer_kinds import COMPACTION, RESPONSE
 from gateway.answers.answering import answer, asker_of, show_again, stream_again
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
 from gateway.answers.responses_input import InputItemsBody, input_items
-from gateway.answers.responses_shapes import DeletedResponseBody, ResponseBody
+from gateway.answers.responses_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
+from gateway.http.http_body import read_body
 from gateway.http.query_fields import query_choice, query_flag, query_number
+from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
-from gateway.requests.responses_body import ResponsesBody
+from gateway.requests.prompt_encoding import encode_prompts
+from gateway.requests.responses_body import CountedBody, ResponsesBody
+from gateway.requests.responses_compaction import CompactionBody
+from gateway.requests.responses_schema import parse_response
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
@@ -74,6 +82,26 @@ async def list_input_items(http: web.Request) -> web.Response:
     return web.json_response(page)
 
 
+async def count_input_tokens(http: web.Request) -> web.Response:
+    """As many as the same body's usage would tell."""
+    state, asker = http.app[STATE], asker_of(http)
+    given = await read_body(http, state.settings.body_timeout_seconds)
+    body = await with_history(asker, given, CountedBody)
+
+    def count() -> int:
+        counted = parse_response(body)
+        service = state.service(counted.model, asker.account)
+        model = service.require_model()
+        (token_ids,) = encode_prompts(model, service.limits(model), counted)
+        return len(token_ids)
+
+    return web.json_response({"object": "response.input_tokens", "input_tokens": await asker.work(None, count)})
+
+
+async def compact_conversation(http: web.Request) -> web.StreamResponse:
+    return await answer(http, COMPACTION, partial(with_history, kind=CompactionBody))
+
+
 async def _find(http: web.Request) -> KeptAnswer:
     return await find_response(asker_of(http), http.match_info["id"], "id")
 
@@ -95,6 +123,8 @@ def routes() -> list[web.RouteDef]:
         web.delete(_PATH, delete_response),
         web.post(_PATH + "/cancel", cancel_response),
         web.get(_PATH + "/input_items", list_input_items),
+        web.post("/v1/responses/input_tokens", count_input_tokens),
+        web.post("/v1/responses/compact", compact_conversation),
     ]
 
 
@@ -144,5 +174,22 @@ OPERATIONS = (
             Parameter(name="order", where="query", description="Newest first by default", kind=Literal["asc", "desc"]),
             Parameter(name="after", where="query", description="The last item of the page before"),
         ),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        summary="How many tokens the prompt of such a response has",
+        body=CountedBody,
+        answer=InputTokensBody,
+        errors=INFERENCE_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/compact",
+        summary="Sum a conversation up: what its user said, and one item for the rest, to be given as input again",
+        body=CompactionBody,
+        answer=CompactedBody,
+        errors=INFERENCE_ERRORS,
+        parameters=KEEPING_PARAMETERS,
     ),
 )

@@ -75,7 +75,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
      "tool_choice.tools[0].name"),
     ({"tool_choice": "required"}, VALUE, "tool_choice"),
     ({"reasoning": {"effort": "much"}}, VALUE, "reasoning.effort"),
-    ({"reasoning": {"summary": "concise"}}, UNSUPPORTED, "reasoning.summary"),
+    ({"reasoning": {"summary": "brief"}}, VALUE, "reasoning.summary"),
     ({"truncation": "auto"}, UNSUPPORTED, "truncation"),
     ({"background": True, "store": False}, VALUE, "background"),
     ({"conversation": "conv_1"}, UNSUPPORTED, "conversation"),

@@ -209,7 +209,8 @@ async def test_what_is_repeated_of_the_request(gateway: Gateway) -> None:
         "top_p": 0.25, "max_output_tokens": 9, "parallel_tool_calls": False, "tool_choice": "none",
         "truncation": "disabled", "prompt_cache_key": "k", "max_tool_calls": 2, "model": "tiny", "tools": [WEATHER],
     }  # fmt: skip
-    response = await asked(gateway.session, **asked_for, reasoning={"effort": "low", "summary": "auto"}, store=False)
+    reasoning = {"effort": "low", "summary": "detailed"}
+    response = await asked(gateway.session, **asked_for, reasoning=reasoning, store=False)
     told = response.model_dump()
     assert {name: told[name] for name in asked_for if name != "tools"} == {
         name: value for name, value in asked_for.items() if name != "tools"

@@ -1,6 +1,7 @@
 """/v1/responses on a real store, by OpenAI's client: read, continued, cancelled and deleted at any gateway."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -127,6 +128,37 @@ async def test_cancelled_at_another_gateway(world: World, clients: Any) -> None:
     assert (last.type, last.response.status) == ("response.failed", "cancelled")
     ended = await eventually(clients[0], (await make(clients[0], world, background=True)).id, "incomplete")
     assert await clients[1].responses.cancel(ended.id) == ended  # it stays as it was
+
+
+async def test_a_kept_conversation_is_counted_and_summed_up(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    model = world.keys.model_name
+    first = await make(clients[0], world)
+    counted = await clients[1].responses.input_tokens.count(previous_response_id=first.id, input="And?")
+    second = await make(clients[1], world, input="And?", previous_response_id=first.id)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    compacted = await clients[0].responses.compact(
+        model=model, previous_response_id=second.id, extra_body={"max_output_tokens": 5}
+    )
+    assert [item.type for item in compacted.output] == ["message", "message", "compaction"]
+    assert compacted.usage.output_tokens == 5 and compacted.usage.input_tokens > second.usage.input_tokens
+    # The client has the items of an answer for a type, of which those of a user are none.
+    items = [item.model_dump(exclude_unset=True, warnings=False) for item in compacted.output]
+    third = await make(clients[1], world, input=[*items, {"role": "user", "content": "So?"}])
+    assert third.status == "incomplete"
+    fourth = await make(clients[0], world, input="Again?", previous_response_id=third.id)
+    listed = [item async for item in clients[1].responses.input_items.list(fourth.id, order="asc")]
+    assert [item.type for item in listed] == ["message", "message", "compaction", "message", "message", "message"]
+
+
+async def test_a_compaction_is_repeated_by_its_name(world: World, clients: Any) -> None:
+    world.worker.gate.allow(FOREVER_STEPS)
+    named = {"extra_headers": {"Idempotency-Key": "k"}, "extra_body": {"max_output_tokens": 5}}
+    compacted = [await client.responses.compact(model=world.keys.model_name, input="Hi", **named) for client in clients]
+    assert compacted[0] == compacted[1]
+    async with world.gateways[1].session.get(f"/v1/requests/{compacted[0].id}/events") as reply:
+        (data,) = [line[6:] for line in (await reply.text()).split("\n") if line.startswith("data: ")]
+    assert json.loads(data) == compacted[1].model_dump(exclude_unset=True, warnings=False)
 
 
 async def test_a_synchronous_response_cannot_be_cancelled(world: World, clients: Any) -> None:
