@@ -28,10 +28,9 @@ class CompactionFormat:
         response_id: str,
         model: str,
         *,
-        usage_in_chunks: bool = False,
         created: int | None = None,
-        prompt_tokens: int = 0,
         repeated: Mapping[str, Any] = NOTHING,
+        **_others: Any,
     ) -> None:
         """`repeated`: the items of the conversation's user."""
         self._id = response_id
