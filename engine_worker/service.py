@@ -112,7 +112,11 @@ class WorkerService:
                         faults=self._faults,
                     ).run(),
                     KVFeed(
-                        self._connections.commands, self._keys, self._loaded_engine, lambda: self._status.worker_id
+                        self._connections.commands,
+                        self._keys,
+                        self._loaded_engine,
+                        lambda: self._status.worker_id,
+                        lambda: self._worker.tenants() if self._worker else {},
                     ).run(),
                     StepWatchdog(self._engine, self._settings.step_timeout_seconds).run(),
                 )

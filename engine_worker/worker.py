@@ -82,6 +82,10 @@ class Worker:
     def num_held(self) -> int:
         return len(self._held)
 
+    def tenants(self) -> dict[str, str]:
+        """Whose the held requests are, by id."""
+        return {request_id: held.claimed.request.tenant for request_id, held in self._held.items()}
+
     def take_turn(self, turn: Turn) -> None:
         """The engine made a step: its events go to the store next. The engine thread bounds how many can wait."""
         self._outbox.put_nowait(turn)

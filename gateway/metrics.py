@@ -88,7 +88,7 @@ class GatewayMetrics(_Metrics):
         for result in ("answered", "failed", "cancelled"):
             self.batch_lines.labels(result)  # there before the first, or its rate would not be seen
         self.redis_up = self._gauge("redis_up", "1 if the store answered at the last scrape")
-        self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory; 0 without a limit")
+        self.store_memory = self._gauge("store_memory_used_ratio", "Of the store's maxmemory, or of its machine's")
         self.redis_duration = Histogram(
             "pagestream_redis_command_duration_seconds", "Until the reply of a command of the store, scripts included",
             ("command",), buckets=REDIS_BUCKETS_SECONDS, registry=self.registry,

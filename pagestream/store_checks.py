@@ -70,7 +70,17 @@ def judge_redis(server: dict[str, object], memory: dict[str, object], persistenc
         Finding("store AOF", "ok", "on")
         if durable
         else Finding("store AOF", "warn", "off", "CONFIG SET appendonly yes: else a restart loses accepted requests"),
+        _judge_memory(memory),
     ]
+
+
+def _judge_memory(memory: dict[str, object]) -> Finding:
+    limit, system = (int(str(memory.get(name) or 0)) for name in ("maxmemory", "total_system_memory"))
+    if limit:
+        return Finding("store memory", "ok", f"at most {limit / 2**30:.1f} GiB")
+    told = f"no limit but its machine's {system / 2**30:.1f} GiB" if system else "no limit"
+    hint = "CONFIG SET maxmemory 1gb: else its machine ends it when it is full, and accepted requests with it"
+    return Finding("store memory", "warn", told, hint)
 
 
 async def read_clock(

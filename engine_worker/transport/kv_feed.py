@@ -6,7 +6,7 @@ Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the nex
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from redis.asyncio import Redis
@@ -15,6 +15,8 @@ from redis.exceptions import RedisError
 from shared.kv_snapshot import SNAPSHOT_SECONDS, KVMove, KVRequest, KVSnapshot
 from shared.messages import encode
 from shared.redis_keys import RedisKeys
+
+UNKNOWN = "?"  # whose a request is that has ended before anybody watched; no key's name holds it
 
 logger = logging.getLogger("worker")
 
@@ -29,13 +31,21 @@ class KVSource(Protocol):
 
 class KVFeed:
     def __init__(
-        self, redis: Redis, keys: RedisKeys, source: Callable[[], KVSource | None], worker_id: Callable[[], str]
+        self,
+        redis: Redis,
+        keys: RedisKeys,
+        source: Callable[[], KVSource | None],
+        worker_id: Callable[[], str],
+        tenants: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`source` gives None while there is no engine; `worker_id` that of the current incarnation."""
+        """`source` gives None while there is no engine; `worker_id` that of the current incarnation; `tenants` whose
+        the requests are that it holds, by id."""
         self._redis = redis
         self._keys = keys
         self._source = source
         self._worker_id = worker_id
+        self._tenants = tenants
+        self._known: Mapping[str, str] = {}  # with the snapshot before: moves are told after their request's end too
         self._last_event = 0
 
     async def run(self) -> None:
@@ -53,23 +63,27 @@ class KVFeed:
             return
         view, moves = await source.kv_view(), await source.kv_events(self._last_event)
         self._last_event = moves["last"]
-        snapshot = _snapshot(self._worker_id(), view, moves["events"])
+        tenants = self._tenants()
+        snapshot = _snapshot(self._worker_id(), view, moves["events"], {**self._known, **tenants})
+        self._known = tenants
         await self._redis.publish(self._keys.kv_channel, encode(snapshot))
 
 
-def _snapshot(worker_id: str, view: dict[str, Any], events: list[dict[str, Any]]) -> KVSnapshot:
+def _snapshot(
+    worker_id: str, view: dict[str, Any], events: list[dict[str, Any]], tenants: Mapping[str, str]
+) -> KVSnapshot:
     return KVSnapshot(
         worker=worker_id,
         block_size=view["block_size_tokens"],
         states=view["device"]["states"],
-        requests=[_request(sequence) for sequence in view["sequences"]],
-        events=[_move(event) for event in events],
+        requests=[_request(sequence, tenants) for sequence in view["sequences"]],
+        events=[_move(event, tenants) for event in events],
         host_states=view["host"]["states"] if view["host"] else "",
         time_seconds=time.time(),
     )
 
 
-def _request(sequence: dict[str, Any]) -> KVRequest:
+def _request(sequence: dict[str, Any], tenants: Mapping[str, str]) -> KVRequest:
     return KVRequest(
         id=f"{sequence['request_id'][:12]}#{sequence['choice']}",  # that of a request is 32 digits long
         state=sequence["status"],
@@ -77,8 +91,10 @@ def _request(sequence: dict[str, Any]) -> KVRequest:
         num_computed_tokens=sequence["num_computed_tokens"],
         blocks=sequence["block_table"],
         host_blocks=sequence["host_block_table"],
+        tenant=tenants.get(sequence["request_id"], UNKNOWN),
     )
 
 
-def _move(event: dict[str, Any]) -> KVMove:
-    return KVMove(**{name: event[name] for name in KVMove.__struct_fields__})
+def _move(event: dict[str, Any], tenants: Mapping[str, str]) -> KVMove:
+    fields = {name: event[name] for name in KVMove.__struct_fields__ if name != "tenant"}
+    return KVMove(**fields, tenant=tenants.get(event["request_id"], UNKNOWN))

@@ -1,6 +1,6 @@
 """GET /debug/kv/stream: the workers' KV memory as Server-Sent Events, one snapshot of one worker each.
 
-Of all models, or of the one that ?model= names.
+Of all models, or of the one that ?model= names. A key sees the states of all blocks, and of requests its own alone.
 """
 
 import msgspec
@@ -13,6 +13,7 @@ from gateway.http.event_stream import EventStream
 from gateway.keys import STATE
 from gateway.openapi import EVENTS, MODEL_PARAMETER, Operation
 from gateway.store.kv_watch import snapshots_of
+from shared.kv_snapshot import of_tenant
 
 _encode = msgspec.json.encode
 
@@ -20,12 +21,13 @@ _encode = msgspec.json.encode
 async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     services = state.asked_services(request.query.get("model"), request[ACCOUNT])
+    tenant = request[ACCOUNT].tenant
     stream = EventStream(request, {}, state.watch)
     await stream.open()
     try:
         async with snapshots_of([service.client.kv for service in services]) as snapshots:
             async for snapshot in snapshots:
-                await stream.write(sse.event(_encode(snapshot)))
+                await stream.write(sse.event(_encode(of_tenant(snapshot, tenant))))
     finally:
         stream.close()
     return stream.response

@@ -18,6 +18,7 @@ PREFIX = "PAGESTREAM_"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_TEXT)["services"]
+STATEFUL_SET = ROOT / "deploy" / "kustomize" / "base" / "redis.yaml"
 SETTINGS = {"gateway": GatewaySettings, "engine_worker": WorkerSettings}
 
 
@@ -135,6 +136,16 @@ def test_the_store_never_forgets() -> None:
     command = SERVICES["redis"]["command"]
     assert command[command.index("--maxmemory-policy") + 1] == "noeviction"
     assert command[command.index("--appendonly") + 1] == "yes"
+
+
+def test_the_store_has_a_most_below_that_of_its_container_as_in_kubernetes() -> None:
+    """Without one, admission never closes before the machine ends the store."""
+    (redis,) = [item for item in yaml.safe_load_all(STATEFUL_SET.read_text()) if item["kind"] == "StatefulSet"]
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    command, args = SERVICES["redis"]["command"], container["args"]
+    assert command[command.index("--maxmemory") + 1] == args[args.index("--maxmemory") + 1] == "1gb"
+    assert SERVICES["redis"]["mem_limit"] == "1536m"
+    assert container["resources"]["limits"]["memory"] == "1536Mi"
 
 
 def test_the_containers_outlive_the_drain() -> None:

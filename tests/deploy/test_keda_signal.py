@@ -77,7 +77,7 @@ class History:
         worker = self.random.choice(WORKERS)
         entries = await self.scripts.take(worker, self.random.randint(1, 6))
         self.held[worker] |= {entry.request_id: entry for entry in entries}
-        await self.scripts.claim(worker, [entry.request_id for entry in entries])
+        await self.scripts.claim(worker, entries)
 
     async def finish(self) -> None:
         """Any of them, not the oldest; and what was cancelled, which a worker lets go of in its next step."""

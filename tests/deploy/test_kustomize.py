@@ -110,6 +110,26 @@ def test_nobody_is_root_and_nobody_has_a_token_of_the_cluster() -> None:
                 assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
+def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: str) -> None:
+    """Of the store and of the workers; a policy that selects a pod refuses whatever none of them allows."""
+    objects = list(yaml.safe_load_all(built))
+    guarded: dict[str, list[Any]] = {}
+    for item in objects:
+        if item["kind"] == "NetworkPolicy":
+            assert item["spec"].get("policyTypes", ["Ingress"]) == ["Ingress"]
+            name = item["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
+            guarded.setdefault(name, []).extend(item["spec"].get("ingress") or [])
+    pods = {item["metadata"]["name"] for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
+    assert guarded.keys() == pods - {"pagestream-gateway"}  # which has keys
+    for rules in guarded.values():
+        for rule in rules:
+            assert rule["ports"] and rule["from"]
+            assert all(peer.get("podSelector") or peer.get("namespaceSelector") for peer in rule["from"])
+    of_worker = guarded["pagestream-engine-worker"]
+    scrapers = [item for item in objects if item["kind"] == "PodMonitor"]
+    assert [rule["ports"] for rule in of_worker] == ([[{"port": "metrics"}]] if scrapers else [])
+
+
 def test_a_drain_fits_into_the_grace_time() -> None:
     for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
         (drain,) = [field.default for field in dataclasses.fields(settings) if field.name == "drain_seconds"]

@@ -18,7 +18,8 @@ from pagestream.store_checks import (
 )
 
 GOOD_SERVER = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
-GOOD_MEMORY, GOOD_PERSISTENCE = {"maxmemory_policy": "noeviction"}, {"aof_enabled": 1}
+GOOD_MEMORY = {"maxmemory_policy": "noeviction", "maxmemory": 2**30, "total_system_memory": 2**34}
+GOOD_PERSISTENCE = {"aof_enabled": 1}
 
 
 def statuses(findings: list[Finding]) -> dict[str, str]:
@@ -27,7 +28,7 @@ def statuses(findings: list[Finding]) -> dict[str, str]:
 
 def test_a_good_store() -> None:
     assert statuses(judge_redis(GOOD_SERVER, GOOD_MEMORY, GOOD_PERSISTENCE)) == {
-        "store": "ok", "store eviction": "ok", "store AOF": "ok",
+        "store": "ok", "store eviction": "ok", "store AOF": "ok", "store memory": "ok",
     }  # fmt: skip
 
 
@@ -36,6 +37,8 @@ def test_a_good_store() -> None:
     [
         ({"redis_version": "6.2.14"}, GOOD_MEMORY, GOOD_PERSISTENCE, "store", "fail"),
         (GOOD_SERVER, {"maxmemory_policy": "allkeys-lru"}, GOOD_PERSISTENCE, "store eviction", "fail"),
+        (GOOD_SERVER, {**GOOD_MEMORY, "maxmemory": 0}, GOOD_PERSISTENCE, "store memory", "warn"),
+        (GOOD_SERVER, {"maxmemory_policy": "noeviction"}, GOOD_PERSISTENCE, "store memory", "warn"),
         (GOOD_SERVER, GOOD_MEMORY, {"aof_enabled": 0}, "store AOF", "warn"),
     ],
 )
@@ -46,7 +49,7 @@ def test_a_bad_store(server: dict, memory: dict, persistence: dict, check: str, 
 @pytest.mark.redis
 async def test_a_real_store_is_asked(valkey) -> None:
     assert statuses(await check_redis(valkey.url)) == {
-        "store": "ok", "store eviction": "ok", "store AOF": "warn", "clock": "ok",
+        "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "clock": "ok",
     }  # fmt: skip
 
 

@@ -55,6 +55,44 @@ async def test_snapshots_are_made_only_while_watched(connections: RedisConnectio
     assert (snapshot.worker, snapshot.block_size, len(snapshot.states)) == ("w.0", 4, 9)
 
 
+async def test_it_says_whose_each_request_is(connections: RedisConnections, keys: RedisKeys) -> None:
+    source = Source()
+    await connections.commands.set(keys.kv_watch, 1)
+    feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0", lambda: {"a": "team-a"})
+    for request_id in "ab":  # more than eight blocks hold together
+        source.engine.add_request(make_request(8, request_id, max_tokens=20, ignore_eos=True))
+    shown, moved = set(), set()
+    async with connections.subscriber.pubsub() as heard:
+        await heard.subscribe(keys.kv_channel)
+        while source.engine.has_work:
+            source.engine.step()
+            await feed.publish_if_watched()
+            snapshot = await next_snapshot(heard)
+            shown |= {(request.id, request.tenant) for request in snapshot.requests}
+            moved |= {(move.request_id, move.tenant) for move in snapshot.events if move.request_id}
+    assert shown == {("a#0", "team-a"), ("b#0", "?")}  # the other is nobody's that this worker knows
+    assert moved and moved <= {("a", "team-a"), ("b", "?")}
+
+
+async def test_a_move_is_told_whose_it_was_after_its_requests_end(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    source, held = Source(), {"a": "team-a", "b": "team-a"}
+    await connections.commands.set(keys.kv_watch, 1)
+    feed = KVFeed(connections.commands, keys, lambda: source, lambda: "w.0", lambda: dict(held))
+    await feed.publish_if_watched()
+    for request_id in "ab":
+        source.engine.add_request(make_request(8, request_id, max_tokens=20, ignore_eos=True))
+    while source.engine.has_work:
+        source.engine.step()
+    held.clear()
+    async with connections.subscriber.pubsub() as heard:
+        await heard.subscribe(keys.kv_channel)
+        await feed.publish_if_watched()
+        moves = (await next_snapshot(heard)).events
+    assert {move.tenant for move in moves if move.request_id} == {"team-a"}
+
+
 async def test_each_move_is_told_once(connections: RedisConnections, keys: RedisKeys) -> None:
     source = Source()
     await connections.commands.set(keys.kv_watch, 1)

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.auth.api_keys import digest_of
 from gateway.store.inference_client import StoreUnavailable
+from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from shared.messages import WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says
@@ -179,6 +180,41 @@ async def test_a_key_of_one_model_sees_no_other(guarded: Gateway, engines: list[
     assert "large" not in json.dumps((await ask(guarded, "/readyz"))[1])
     assert (await ask(guarded, "/v1/completions", {"prompt": "a"}, ONLY_SMALL))[0] == 200  # its only one
     assert [len(engine.requests) for engine in engines] == [0, 1]
+
+
+async def test_a_key_sees_the_blocks_of_its_own_requests_alone(
+    guarded: Gateway, engines: list[FakeInferenceClient]
+) -> None:
+    def request(number: int, tenant: str) -> KVRequest:
+        return KVRequest(
+            id=f"id{number}#0", state="running", num_tokens=1000 + number, num_computed_tokens=2000 + number,
+            blocks=[3000 + number], host_blocks=[4000 + number], tenant=tenant,
+        )  # fmt: skip
+
+    def move(number: int, request_id: str, tenant: str) -> KVMove:
+        return KVMove(
+            number=number, kind="grow", request_id=request_id, reason="", num_blocks=5000 + number,
+            num_bytes=6000 + number, num_tokens=7000 + number, tenant=tenant,
+        )  # fmt: skip
+
+    owners = ["all", "one", "", "?"]  # of no key: before keys were set; of one that is not known
+    requests = [request(number, tenant) for number, tenant in enumerate(owners)]
+    moves = [move(number, f"id{number}", tenant) for number, tenant in enumerate(owners)] + [move(9, "", "?")]
+    snapshot = KVSnapshot(worker="w", block_size=16, states="pasf", requests=requests, events=moves)
+    for key, own in ((KEY, 0), (ONLY_SMALL, 1)):
+        headers = {"Authorization": f"Bearer {key}"}
+        async with asyncio.timeout(10):
+            while engines[1].kv.num_watchers:  # the one before
+                await asyncio.sleep(0.01)
+        engines[1].kv.snapshots.put_nowait(snapshot)
+        async with guarded.session.get("/debug/kv/stream?model=org/small", headers=headers) as response:
+            line = (await response.content.readline()).removeprefix(b"data: ")
+        shown = json.loads(line)
+        assert (shown["states"], [found["num_tokens"] for found in shown["requests"]]) == ("pasf", [1000 + own])
+        assert [found["request_id"] for found in shown["events"]] == [f"id{own}", ""]
+        for other in {0, 1, 2, 3} - {own}:
+            traces = [f"id{other}", *(str(1000 * kind + other) for kind in range(1, 8))]
+            assert not [trace for trace in traces if trace.encode() in line]
 
 
 @pytest.mark.parametrize(("query", "watched"), [("", [1, 1]), ("?model=gpt-4o", [1, 0]), ("?model=org/small", [0, 1])])

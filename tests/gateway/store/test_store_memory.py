@@ -19,10 +19,31 @@ def test_the_door_does_not_flap() -> None:
     assert seen == [True, True, False, False, False, True, True, False]
 
 
-def test_a_store_without_a_limit_is_never_full() -> None:
+def test_a_store_without_a_limit_has_that_of_its_machine(caplog: pytest.LogCaptureFixture) -> None:
+    memory = StoreMemory()
+    for used, has_room in ((74, True), (75, False), (70, False), (69, True)):
+        memory.update(used * 2**30, 0, 100 * 2**30)
+        assert (memory.has_room, memory.used_ratio) == (has_room, used / 100)
+    (warning,) = caplog.records  # once
+    assert "no maxmemory: admission closes at 75% of its machine's 100.0 GiB" in warning.getMessage()
+    memory.update(76, 100, 10**12)
+    assert not memory.has_room
+
+
+def test_a_store_that_tells_neither_is_never_full_and_that_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     memory = StoreMemory()
     memory.update(10**12, 0)
     assert (memory.has_room, memory.used_ratio) == (True, 0.0)
+    assert "admission never closes" in caplog.text
+
+
+@pytest.mark.redis
+async def test_a_real_store_tells_its_machines_memory(connections: RedisConnections) -> None:
+    memory = StoreMemory()
+    watch = asyncio.create_task(memory.watch(connections.commands))
+    await until(lambda: memory.used_ratio > 0)
+    assert 0 < memory.used_ratio < 0.5
+    await cancel_and_wait([watch])
 
 
 @pytest.fixture
