@@ -22,28 +22,27 @@ _decoder = msgspec.json.Decoder(FileRecord)
 
 
 class Part:
-    """An upload on its way. Close it, kept or not."""
+    """An upload on its way. Close it, opened or not, kept or not."""
 
-    def __init__(self, catalog: Catalog, path: Path, owner_key_hash: str, num_bytes: int) -> None:
-        """`num_bytes`: for which there must be room. Raises FilesFull, and OSError."""
-        descriptor = try_lock(path)
-        assert descriptor is not None, "the name is random"
+    def __init__(self, catalog: Catalog, path: Path, owner_key_hash: str) -> None:
         self.path = path
         self.owner_key_hash = owner_key_hash
         self.num_bytes = 0
         self._catalog = catalog
+        self._num_reserved = 0
+        self._descriptor: int | None = None
+
+    def open(self, num_bytes: int) -> None:
+        """`num_bytes`: expected, for which there must be room. Raises FilesFull, and OSError."""
+        self._descriptor = try_lock(self.path)
+        assert self._descriptor is not None, "the name is random"
+        self._catalog.begin(
+            Entry(
+                id=self.path.name, kind="part", owner=self.owner_key_hash, created_ns=time.time_ns(),
+                num_bytes=num_bytes + 2 * ENTRY_BYTES,
+            )
+        )  # fmt: skip
         self._num_reserved = num_bytes
-        self._descriptor: int | None = descriptor
-        try:
-            catalog.begin(
-                Entry(
-                    id=path.name, kind="part", owner=owner_key_hash, created_ns=time.time_ns(),
-                    num_bytes=num_bytes + 2 * ENTRY_BYTES,
-                )
-            )  # fmt: skip
-        except BaseException:
-            self._unlink()
-            raise
 
     def write(self, data: bytes, *, more: int) -> None:
         """`more`: for so many bytes room is taken when there is none left. Raises FilesFull, and OSError."""
@@ -63,14 +62,10 @@ class Part:
 
     def close(self) -> None:
         if self._descriptor is not None:
-            self._unlink()
+            descriptor, self._descriptor = self._descriptor, None
+            self.path.unlink(missing_ok=True)
+            os.close(descriptor)
             self._catalog.delete(self.path.name)
-
-    def _unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
 
 
 class FileStore:
@@ -84,9 +79,9 @@ class FileStore:
         for folder in (self._files, self._parts):
             make_private(folder)
 
-    def begin(self, owner_key_hash: str, num_bytes: int) -> Part:
-        """`num_bytes`: expected. Raises FilesFull, and OSError."""
-        return Part(self._catalog, self._parts / f"part-{secrets.token_hex(16)}", owner_key_hash, num_bytes)
+    def new_part(self, owner_key_hash: str) -> Part:
+        """To be opened."""
+        return Part(self._catalog, self._parts / f"part-{secrets.token_hex(16)}", owner_key_hash)
 
     def keep(self, part: Part, filename: str, purpose: Purpose, expires_seconds: int | None = None) -> FileRecord:
         """An upload that has come whole becomes a file. `expires_seconds`: instead of the usual."""

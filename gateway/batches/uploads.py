@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from gateway.batches.disk import to_the_end
 from gateway.batches.file_store import FileStore, Part
 from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, RequestTimeout, UnsupportedMediaType
 
@@ -35,14 +36,15 @@ async def receive_upload(
     if declared is not None and declared > max_bytes + MAX_FORM_BYTES:
         raise _too_large(max_bytes)
     expected = RESERVED_BYTES if declared is None else declared  # room is taken before anything is received
-    part = await asyncio.to_thread(files.begin, owner_key_hash, min(expected, max_bytes))
+    part = files.new_part(owner_key_hash)
     receiving = _Receiving(part, max_bytes, timeout_seconds)
     try:
+        await to_the_end(part.open, min(expected, max_bytes))
         await receiving.read(http)
         if receiving.filename is None:
             raise MissingParameter("Missing required parameter: file.", param="file")
     except BaseException as error:
-        await asyncio.to_thread(part.close)
+        await to_the_end(part.close)
         if isinstance(error, TimeoutError):
             raise RequestTimeout("The upload came too slowly.") from error
         if isinstance(error, (ValueError, AssertionError, web.RequestPayloadError, HttpProcessingError)):
@@ -90,5 +92,5 @@ class _Receiving:
         while chunk := await part.read_chunk(CHUNK_BYTES):
             if self._part.num_bytes + len(chunk) > self._max_bytes:
                 raise _too_large(self._max_bytes)
-            await asyncio.to_thread(self._part.write, chunk, more=RESERVED_BYTES)
+            await to_the_end(self._part.write, chunk, more=RESERVED_BYTES)
             limit.reschedule(began_at + self._timeout_seconds + self._part.num_bytes / MIN_BYTES_PER_SECOND)

@@ -86,6 +86,30 @@ async def test_what_would_be_too_large_is_refused_before_it_is_read(
     await writer.wait_closed()
 
 
+async def test_an_upload_whose_client_goes_leaves_nothing(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    """At whatever moment: before its room is taken, while it is, while bytes are written."""
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    num_open = len(os.listdir("/proc/self/fd"))
+    storage = storage_of(tmp_path)
+    head = (
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000000\r\n"
+        b"Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    )
+    for number in range(40):
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head + b"x" * 25_000 * number)
+        await writer.drain()
+        for _ in range(number):
+            await asyncio.sleep(0)
+        writer.transport.abort()
+    while storage.used_bytes() or list((tmp_path / "parts").iterdir()):
+        await asyncio.sleep(0.02)
+    assert await uploaded(gateway, 10) == 200
+    storage.close()
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 4  # SQLite's and sockets', not one an upload
+
+
 async def test_keys_leave_room_to_each_other(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", *KEYS)
     gateway: Gateway = await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys, max_files_bytes=12 * MIB)
