@@ -1,0 +1,76 @@
+"""/v1/batches while the gateway is killed, restarted without its file of keys, and then with it: nothing is lost."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from gateway.auth.api_keys import digest_of
+from tests.conftest import Valkey
+from tests.e2e.batch_load import WORKER, begun, check_results
+from tests.e2e.fleet import Fleet, running_fleet
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(180)]
+NUM_LINES = 300
+KEY = "k" * 20
+
+
+@pytest.fixture
+def fleet(valkey: Valkey, tmp_path: Path) -> Iterator[Fleet]:
+    model = write_tiny_model(tmp_path / "tiny")
+    (tmp_path / "keys").write_text(f'[[keys]]\nname = "team"\nsha256 = "{digest_of(KEY.encode())}"\n')
+    with running_fleet(tmp_path / "logs") as fleet:
+        common = ["--model", str(model), "--served-model-name", "tiny", "--redis-url", valkey.url]
+        slow = ["--script-step-seconds", "0.02", "--metrics-port", "0"]
+        fleet.start("w0", WORKER, *common, "--worker-id", "w0", *slow, PYTHONPATH=".")
+        yield fleet
+
+
+async def restart(fleet: Fleet, valkey: Valkey, tmp_path: Path, *flags: str) -> None:
+    if "gateway" in fleet.processes:
+        fleet.processes["gateway"].kill()
+        fleet.processes["gateway"].wait()
+    fleet.start(
+        "gateway", "-m", "gateway", "--model", str(tmp_path / "tiny"), "--served-model-name", "tiny",
+        "--redis-url", valkey.url, "--files-dir", str(tmp_path / "files"), "--port", str(fleet.port), *flags,
+    )  # fmt: skip
+    async with client(fleet) as anybody:
+        while True:
+            assert not fleet.has_lost_one(), fleet.all_logs()
+            try:
+                await anybody.models.list()
+                return
+            except openai.APIError:
+                await asyncio.sleep(0.05)  # polls a process that starts
+
+
+def client(fleet: Fleet) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{fleet.port}/v1", api_key=KEY)
+
+
+async def test_a_restart_without_keys_loses_no_line(fleet: Fleet, valkey: Valkey, tmp_path: Path) -> None:
+    keys = ["--api-keys-file", str(tmp_path / "keys")]
+    await restart(fleet, valkey, tmp_path, *keys)
+    async with client(fleet) as owner:
+        batch = await begun(owner, NUM_LINES)
+    written = tmp_path / "files" / "batches" / batch.id / "output.jsonl"
+    while not written.exists() or written.read_bytes().count(b"\n") < 20:
+        await asyncio.sleep(0.01)  # polls a file of another process
+    await restart(fleet, valkey, tmp_path)
+    async with client(fleet) as anybody:  # a batch of its own ends: this gateway has looked at all there are
+        own = await begun(anybody, 5)
+        while own.status != "completed":
+            own = await anybody.batches.retrieve(own.id)
+            await asyncio.sleep(0.05)
+    await restart(fleet, valkey, tmp_path, *keys)
+    async with client(fleet) as owner:
+        batch = await owner.batches.retrieve(batch.id)
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress", "finalizing"), fleet.all_logs()
+            await asyncio.sleep(0.05)  # as its users do
+            batch = await owner.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None and batch.error_file_id is None
+        check_results((await owner.files.content(batch.output_file_id)).text, NUM_LINES)
