@@ -1,10 +1,11 @@
 """`continuous_usage_stats`: what has been used so far, in every chunk of a stream. Pure.
 
 As vLLM has it, each chunk of a choice counts more tokens than the one before it: tokens that came together are counted
-one by one, and an end without a token of its own is told in the chunk of the last token, where both are there.
+one by one, and an end without a token of its own is told in the chunk of the last token. That one waits for its end
+where it can be nothing but the last; elsewhere both are in one chunk if they are there together.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,6 +22,8 @@ class Counted(Protocol):
 
     @property
     def usage(self) -> UsageCount: ...
+
+    def has_all_tokens(self, index: int) -> bool: ...
 
 
 class ContinuousUsage:
@@ -52,7 +55,7 @@ class ContinuousUsage:
         except GatewayError:
             yield from self._rest()
             raise
-        yield from self._rest()
+        yield from self._rest(self._counted.has_all_tokens)
 
     def _after(self, update: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
         before = self._last.pop(update.index, None)
@@ -64,8 +67,9 @@ class ContinuousUsage:
         else:
             yield update if before is None else _joined(before, update)
 
-    def _rest(self) -> Iterator[Sequence[ChoiceUpdate]]:
-        rest, self._last = list(self._last.values()), {}
+    def _rest(self, waits: Callable[[int], bool] = lambda index: False) -> Iterator[Sequence[ChoiceUpdate]]:
+        rest = [update for index, update in self._last.items() if not waits(index)]
+        self._last = {index: update for index, update in self._last.items() if waits(index)}
         if rest:
             yield rest
 

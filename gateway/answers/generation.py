@@ -75,6 +75,7 @@ class Generation:
             )
             for plan in planned
         ]
+        self._num_choices = request.n
         self._num_open = len(self._requests)  # kept, since it is asked once a token
         self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
         prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
@@ -91,6 +92,11 @@ class Generation:
             reasoning_tokens=self._num_reasoning_tokens,
             ended_at=self._ended_at or max(request.ended_at for request in self._requests),
         )
+
+    def has_all_tokens(self, index: int) -> bool:
+        """Whether a choice has as many tokens as it may have, so that its end is on its way. Not of ranked samples."""
+        number, choice = divmod(index, self._num_choices)
+        return self._requests[number].has_all_tokens(choice)
 
     @property
     def _num_reasoning_tokens(self) -> int | None:
@@ -253,6 +259,9 @@ class _RequestProgress:
     @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
+
+    def has_all_tokens(self, choice: int) -> bool:
+        return self._choices[choice].num_tokens >= self.request.sampling.max_tokens
 
     def read(self) -> list[ChoiceUpdate] | None:
         """Of the stream's next event; None: there is none now, or nothing more is wanted."""

@@ -62,13 +62,34 @@ async def test_chunks_of_several_choices_and_of_a_stop_string_have_usage(gateway
     assert "".join(text_of(choice) for chunk in chunks for choice in chunk["choices"]) == "ab"
 
 
+@pytest.mark.parametrize("asked", [CHAT, COMPLETION])
+async def test_the_last_token_that_there_can_be_waits_for_its_end(gateway: Gateway, asked: Any) -> None:
+    """No other does, however late the next one comes."""
+    url, body = asked
+    asked_for = {"stream": True, "stream_options": CONTINUOUS, "max_tokens": 2}
+    async with gateway.session.post(url, json={**body, **asked_for}) as response:
+        stream = await gateway.engine.next_stream()
+        stream.send(TokenEvent(stream.request.request_id, 0, [70]))
+        events = b""
+        while b'"d"' not in events:
+            events += await response.content.readuntil(b"\n\n")
+        stream.send(TokenEvent(stream.request.request_id, 1, [71]))
+        stream.send(finish(stream.request, 2, FinishReason.LENGTH))
+        events += await response.content.read()
+    chunks = [json.loads(event[6:]) for event in events.decode().split("\n\n") if event.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [*([0] if asked is CHAT else []), 1, 2, 2]
+    choice = chunks[-2]["choices"][0]
+    assert (text_of(choice), choice["finish_reason"]) == ("e", "length")
+
+
 async def test_what_came_before_a_failure_is_told(gateway: Gateway) -> None:
     def script(request: GenerationRequest) -> Any:
         yield TokenEvent(request.request_id, 0, [70, 71])
         yield finish(request, 2, FinishReason.CANCELLED)
 
     gateway.engine.script = script
-    chunks = await chunks_of(gateway, COMPLETION, stream_options=CONTINUOUS)
+    chunks = await chunks_of(gateway, COMPLETION, stream_options=CONTINUOUS, max_tokens=2)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]] == [1, 2]
     assert chunks[-1]["error"]["code"] == "request_cancelled"
 
