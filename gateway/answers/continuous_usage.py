@@ -5,7 +5,7 @@ one by one, and an end without a token of its own is told in the chunk of the la
 where it can be nothing but the last; elsewhere both are in one chunk if they are there together.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -33,6 +33,7 @@ class ContinuousUsage:
         self._counts_told = not request.choices.is_best_of
         self._counted = counted
         self._num_told = 0
+        self._failure: GatewayError | None = None
         self._last: dict[int, ChoiceUpdate] = {}  # of each choice, until it is known whether its end came with it
 
     @property
@@ -49,13 +50,14 @@ class ContinuousUsage:
         """Each choice's last update joined with its end. What `ready` raises is raised behind what it gave; who stops
         reading here goes on with the next `ready`."""
         try:
-            for updates in ready:
+            for updates in ready if self._failure is None else ():
                 if told := [known for update in updates for known in self._after(update)]:
                     yield told
-        except GatewayError:
-            yield from self._rest()
-            raise
-        yield from self._rest(self._counted.has_all_tokens)
+        except GatewayError as error:
+            self._failure = error  # kept: who stops reading before it is raised has not heard of it
+        yield from self._rest()
+        if self._failure is not None:
+            raise self._failure
 
     def _after(self, update: ChoiceUpdate) -> Iterator[ChoiceUpdate]:
         before = self._last.pop(update.index, None)
@@ -67,9 +69,11 @@ class ContinuousUsage:
         else:
             yield update if before is None else _joined(before, update)
 
-    def _rest(self, waits: Callable[[int], bool] = lambda index: False) -> Iterator[Sequence[ChoiceUpdate]]:
-        rest = [update for index, update in self._last.items() if not waits(index)]
-        self._last = {index: update for index, update in self._last.items() if waits(index)}
+    def _rest(self) -> Iterator[Sequence[ChoiceUpdate]]:
+        """But those that wait for their end, unless there will be none."""
+        waits = {index for index in self._last if self._failure is None and self._counted.has_all_tokens(index)}
+        rest = [update for index, update in self._last.items() if index not in waits]
+        self._last = {index: self._last[index] for index in waits}
         if rest:
             yield rest
 
