@@ -22,6 +22,7 @@ from msgspec import structs
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.block_hashes import cache_root
+from engine_worker.scheduling.intake import Intake
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
@@ -113,14 +114,14 @@ class Engine:
         return frozenset(self._request_ids)
 
     @property
-    def num_open_seats(self) -> int:
-        """How many requests more could start in the next step: what a worker should claim, to keep its queue short."""
-        return self._scheduler.num_open_seats
+    def intake(self) -> Intake:
+        """What a worker should claim of requests that are not of the class `batch`."""
+        return self._scheduler.intake
 
     @property
-    def num_open_batch_seats(self) -> int:
-        """The same for requests of the class `batch`, which leave room for others."""
-        return self._scheduler.num_open_batch_seats
+    def batch_intake(self) -> Intake:
+        """The same for those of the class `batch`, which leave room for others."""
+        return self._scheduler.batch_intake
 
     @property
     def last_step(self) -> StepStats:
@@ -215,6 +216,12 @@ class Engine:
     def kv_events(self, since: int) -> dict[str, Any]:
         """Why blocks moved, after the event number `since`: JSON values."""
         return self._scheduler.kv_events(since)
+
+    def withdraw_waiting(self, most: int) -> list[str]:
+        """Drop requests of which nothing has been computed yet, the newest first; none of the class `batch`."""
+        withdrawn = self._scheduler.withdraw_waiting(most)
+        self._request_ids.difference_update(withdrawn)
+        return withdrawn
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the KV cache's books balance and every request has its place. Between steps."""

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 from engine_worker.engine import Engine
 from engine_worker.grammar_gate import Compile, GrammarGate
+from engine_worker.scheduling.intake import NOTHING, Intake
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from shared.messages import GenerationRequest, StoredChoice, StreamEvent
+from shared.redis_scripts import Wish
 
 MAX_STEPS_AHEAD = 2  # one on its way to the store, one waiting behind it: hides a round trip as long as a step
 
@@ -33,9 +35,9 @@ class Turn:
 
     step: StepStats | None
     events: Sequence[StreamEvent]
-    num_open_seats: int
-    num_open_batch_seats: int
-    num_added: int  # requests that were added, ever: says which of them num_open_seats has seen
+    intake: Intake
+    batch_intake: Intake
+    added_ids: Sequence[str] = ()  # requests that the engine was given since the turn before: `intake` knows of them
 
 
 class EngineThread:
@@ -48,13 +50,13 @@ class EngineThread:
         self._engine: Engine | None = None
         self._deliver: Callable[[Turn], None] = lambda turn: None
         self._gate = GrammarGate(lambda grammar: None, self._pass_on)  # until start() brings a real one
-        self._num_requested = 0
-        self._latest_turn = Turn(None, (), 0, 0, 0)
+        self._on_way: dict[str, int] = {}  # requests that no turn knows of yet: how many tokens their prompts have
+        self._latest_turn = Turn(None, (), NOTHING, NOTHING)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # The thread's own:
         self._steps_ahead = 0
-        self._num_added = 0
+        self._added_ids: list[str] = []
         self._stopping = False
         # A daemon, so that a hung step cannot keep a process alive that is told to end.
         threading.Thread(target=self._run, name="engine", daemon=True).start()
@@ -77,7 +79,7 @@ class EngineThread:
 
     def add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice]) -> None:
         """Takes part in the next step, or when its grammar is compiled."""
-        self._num_requested += 1
+        self._on_way[request.request_id] = len(request.prompt_token_ids)
         self._gate.add(request, stored)
 
     def abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
@@ -86,7 +88,7 @@ class EngineThread:
         `aborted` is called when every turn that may have events of it has been delivered.
         """
         if self._gate.drop(request_id):
-            self._num_requested -= 1
+            del self._on_way[request_id]
             aborted(request_id)
         else:
             self._calls.put(partial(self._abort_request, request_id, aborted))
@@ -97,7 +99,8 @@ class EngineThread:
 
     async def drop_requests(self) -> None:
         """Abort all requests; when this returns, every turn before it has been delivered and no step has work."""
-        self._num_requested -= self._gate.drop_all()
+        for request_id in self._gate.drop_all():
+            del self._on_way[request_id]
         await self.call(self._drop_requests)
 
     async def stats(self) -> EngineStats:
@@ -109,17 +112,27 @@ class EngineThread:
     async def kv_events(self, since: int) -> dict[str, Any]:
         return await self.call(lambda: self._running_engine().kv_events(since))
 
-    async def wait_for_seats(self) -> int:
-        """How many more requests could start in the next step, those just added counted; waits for at least one."""
-        while (num_seats := self._num_open_seats()) <= 0:
+    async def wait_for_wish(self) -> Wish:
+        """What to claim so that the next two steps find work, those just added counted; waits for at least one."""
+        while (wish := self.wish).requests <= 0:
             self._turned.clear()
             await self._turned.wait()
-        return num_seats
+        return wish
 
     @property
-    def num_batch_seats(self) -> int:
-        """How many requests of the class `batch` could; not for more than there are seats at all."""
-        return self._latest_turn.num_open_batch_seats - (self._num_requested - self._latest_turn.num_added)
+    def wish(self) -> Wish:
+        num, num_tokens = len(self._on_way), sum(self._on_way.values())
+        intake, batch_intake = self._latest_turn.intake, self._latest_turn.batch_intake
+        return Wish(
+            requests=intake.num_wanted(num, num_tokens),
+            batch_requests=batch_intake.num_wanted(num, num_tokens),
+            room=max(0, intake.room - num),
+            batch_room=max(0, batch_intake.room - num),
+        )
+
+    async def withdraw_waiting(self, most: int) -> list[str]:
+        """Take back requests of which nothing was computed; their ids. No event of them comes."""
+        return await self.call(lambda: self._running_engine().withdraw_waiting(most))
 
     async def wait_ended(self) -> None:
         """Return after stop(); raise what a step raised."""
@@ -132,11 +145,10 @@ class EngineThread:
     def _pass_on(self, request: GenerationRequest, stored: Sequence[StoredChoice], problem: str) -> None:
         self._calls.put(partial(self._add_request, request, stored, problem))
 
-    def _num_open_seats(self) -> int:
-        return self._latest_turn.num_open_seats - (self._num_requested - self._latest_turn.num_added)
-
     def _take_turn(self, turn: Turn) -> None:
         self._latest_turn = turn
+        for request_id in turn.added_ids:
+            self._on_way.pop(request_id, None)
         self._turned.set()
         if turn.step is not None:
             self._deliver(turn)
@@ -172,7 +184,8 @@ class EngineThread:
             self.in_step = False
             self.num_steps += 1
             self._steps_ahead += 1
-        turn = Turn(step, events, engine.num_open_seats, engine.num_open_batch_seats, self._num_added)
+        added_ids, self._added_ids = self._added_ids, []
+        turn = Turn(step, events, engine.intake, engine.batch_intake, added_ids)
         self._in_loop(partial(self._take_turn, turn))
 
     def _in_loop(self, function: Callable[[], None]) -> None:
@@ -185,7 +198,7 @@ class EngineThread:
 
     def _add_request(self, request: GenerationRequest, stored: Sequence[StoredChoice], problem: str) -> None:
         self._running_engine().add_request(request, stored, problem)
-        self._num_added += 1
+        self._added_ids.append(request.request_id)
 
     def _abort_request(self, request_id: str, aborted: Callable[[str], None]) -> None:
         self._running_engine().abort_request(request_id)

@@ -44,9 +44,9 @@ class GrammarGate:
             task.cancel()
         return task is not None
 
-    def drop_all(self) -> int:
-        """How many were waiting here."""
-        return sum(self.drop(request_id) for request_id in list(self._waiting))
+    def drop_all(self) -> list[str]:
+        """Those that were waiting here."""
+        return [request_id for request_id in list(self._waiting) if self.drop(request_id)]
 
     async def _compile_and_pass_on(
         self, request: GenerationRequest, stored: Sequence[StoredChoice], grammar: Grammar

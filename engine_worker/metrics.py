@@ -106,6 +106,10 @@ class WorkerMetrics:
             "pagestream_queue_reclaims_total", "Requests taken over from a worker that died", names,
             registry=self.registry,
         ).labels(*self._labels)  # fmt: skip
+        self._given_back = Counter(
+            "pagestream_queue_given_back_total", "Requests given back before they began, for a worker that holds less",
+            names, registry=self.registry,
+        ).labels(*self._labels)  # fmt: skip
         self._incarnations = Counter(
             "pagestream_worker_incarnations_total", "Lives of this worker in the store: more than one, it was fenced",
             names, registry=self.registry,
@@ -122,6 +126,9 @@ class WorkerMetrics:
     def ended(self, times: RequestTimes, ended: float, reason: str) -> None:
         if times.first_token is not None:
             self._request_seconds["decode"].observe(ended - times.first_token)
+
+    def gave_back(self, num_requests: int) -> None:
+        self._given_back.inc(num_requests)
 
     def incarnation_began(self) -> None:
         self._incarnations.inc()

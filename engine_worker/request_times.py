@@ -65,6 +65,10 @@ class RequestClock:
         for sink in self._sinks:
             sink.ended(times, now, reason)
 
+    def forget(self, request_id: str) -> None:
+        """It was given back."""
+        self._times.pop(request_id, None)
+
     def forget_everything(self) -> None:
         """Others have the requests now, and tell of them."""
         self._times.clear()

@@ -29,6 +29,8 @@ from shared.messages import ErrorEvent, FinishEvent, FinishReason, TokenEvent, U
 from shared.redis_scripts import Fenced
 from shared.tasks import run_until_first_ends
 
+SHARE_SECONDS = 0.5  # between two looks at what peers hold
+
 logger = logging.getLogger("worker")
 
 Register = Callable[[Incarnation | None], Awaitable[Incarnation]]  # the life before -> the next; waits for the store
@@ -110,6 +112,7 @@ class Worker:
                 self._emit_turns(incarnation.tokens),
                 self._hear_cancels(incarnation, self._on_cancel_hint),
                 self._claim_until_drained(incarnation.requests),
+                self._share_what_waits(incarnation.requests),
                 self._run_out_of_time(),
             )
         except Fenced as reason:
@@ -119,11 +122,29 @@ class Worker:
 
     async def _claim_until_drained(self, requests: RequestStream) -> None:
         while not self._draining.is_set():
-            num_seats = await self._engine.wait_for_seats()
+            wish = await self._engine.wait_for_wish()
             if not self._draining.is_set():
-                for claimed in await requests.claim(num_seats, self._engine.num_batch_seats, block=True):
+                for claimed in await requests.claim(wish, block=True):
                     self._take(claimed)
         await self._is_idle.wait()
+
+    async def _share_what_waits(self, requests: RequestStream) -> None:
+        """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting."""
+        while True:
+            await asyncio.sleep(SHARE_SECONDS)
+            level = None if self._draining.is_set() else await requests.peers_level(self._engine.wish.room or 0)
+            surplus = 0 if level is None else (requests.num_held - level) // 2
+            if surplus > 0:
+                await self._give_back(requests, await self._engine.withdraw_waiting(surplus))
+
+    async def _give_back(self, requests: RequestStream, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+            self._clock.forget(request_id)
+        await requests.unclaim(request_ids)
+        self._metrics.gave_back(len(request_ids))
+        if not self._held:
+            self._is_idle.set()
 
     async def _run_out_of_time(self) -> None:
         await self._draining.wait()

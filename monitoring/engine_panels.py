@@ -78,10 +78,11 @@ def engine_panels() -> list[Panel]:
         ),
         lines(
             "Takeovers",
-            "Requests taken from workers that died, and lives of workers in the store",
+            "Requests taken from dead workers, lives of workers in the store, requests given back before they began",
             "ops",
             {
                 "requests": total_rate("pagestream_queue_reclaims_total", SELECTED),
+                "given back": total_rate("pagestream_queue_given_back_total", SELECTED),
                 "lives": total_rate("pagestream_worker_incarnations_total", SELECTED),
             },
         ),

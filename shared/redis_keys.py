@@ -45,6 +45,11 @@ class RedisKeys:
         return self._name(f"w:{worker_id}")
 
     @property
+    def held(self) -> tuple[str, str]:
+        """What workers hold that have room for requests, and what those hold that have room for the last class."""
+        return self._name("held:any"), self._name(f"held:{PRIORITY_CLASSES[-1]}")
+
+    @property
     def dead_letters(self) -> str:
         return self._name("dlq")
 

@@ -3,7 +3,8 @@
     accept   gateway   store requests and queue them           cancel   gateway   end one, or let go of it
     attach   gateway   hold a kept request too                 prolong  gateway   keep what a kept answer is made of
     register worker    make an incarnation known               take     worker    read entries, highest class first
-    claim    worker    bodies and journals of read entries
+    claim    worker    bodies and journals of read entries     level    worker    what it holds, and its peers
+    unclaim  worker    give back what it has not started
     emit     worker    one step's tokens: journal, publish     finish   worker    the end of requests
     tick     anyone    the fleet's clock
     reap     anyone    end an incarnation, requeue its requests
@@ -27,7 +28,9 @@ from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
 PUBLISHING = ("emit", "finish")  # scripts that begin with publish.lua
-SCRIPT_NAMES = ("accept", "attach", "prolong", "register", "take", "claim", "emit", "finish", "cancel", "reap", "tick")
+SCRIPT_NAMES = tuple(
+    "accept attach prolong register take level claim unclaim emit finish cancel reap tick".split()
+)
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
 GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
@@ -102,6 +105,32 @@ class QueueEntry:
     entry_id: bytes
     request_id: str  # empty if somebody deleted the entry while it was pending
     solo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a worker wants of the queues, in requests."""
+
+    requests: int
+    batch_requests: int | None = None  # of them, the most of the last class; None: as many
+    room: int | None = None  # that it could hold more, now or soon; None: just these
+    batch_room: int | None = None
+
+    @property
+    def of_last(self) -> int:
+        return self.requests if self.batch_requests is None else max(0, min(self.requests, self.batch_requests))
+
+    def counts(self) -> list[int]:
+        room = self.requests if self.room is None else self.room
+        return [self.requests, room, self.of_last, self.of_last if self.batch_room is None else self.batch_room]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    entries: list[QueueEntry]
+    allowance: int  # entries that it could still have had: 0 = peers that hold less go first
+    batch_allowance: int
+    others_wait: bool  # that it may not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +274,35 @@ class RedisScripts:
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
 
-    async def take(self, worker_id: str, max_entries: int, max_of_last: int | None = None) -> list[QueueEntry]:
-        """Read new entries without waiting, at most `max_of_last` out of the last queue.
+    async def take(self, worker_id: str, wish: Wish, *, num_held: int = 0, is_impatient: bool = False) -> Taken:
+        """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has.
 
         Not to be repeated: read the own pending entries instead.
         """
-        most = max_entries if max_of_last is None else max_of_last
-        reply = await self._fenced_call("take", worker_id, self.keys.queues, [worker_id, GROUP, max_entries, most])
-        return [
+        arguments = [worker_id, GROUP, num_held, int(is_impatient), *wish.counts()]
+        reply = await self._fenced_call("take", worker_id, [*self.keys.held, *self.keys.queues], arguments)
+        entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
             for queue, entries in reply[1]
             for entry_id, fields in entries
         ]
+        return Taken(entries, reply[2], reply[3], bool(reply[4]))
+
+    async def level(self, worker_id: str, num_held: int, room: int) -> int | None:
+        """What the peer that holds least of those with room for more holds; None if there is none, or if something
+        waits that it can take."""
+        keys = [self.keys.held[0], *self.keys.queues[:-1]]
+        reply = await self._fenced_call("level", worker_id, keys, [worker_id, num_held, room])
+        return None if reply[1] < 0 else int(reply[1])
+
+    async def unclaim(self, worker_id: str, entries: Sequence[QueueEntry]) -> int:
+        """Oldest first. Returns how many requests are queued again now (a repeat finds none)."""
+        keys: list[str] = [self.keys.queue(RESUMED)]
+        arguments: list[Any] = [worker_id, GROUP]
+        for entry in entries:
+            keys += [entry.queue, self.keys.request(entry.request_id)]
+            arguments += [entry.entry_id, entry.request_id]
+        return int((await self._fenced_call("unclaim", worker_id, keys, arguments))[1])
 
     async def claim(self, worker_id: str, entries: Sequence[QueueEntry]) -> list[ClaimReply | None]:
         """In the order of `entries`; None = cancelled, already over, or accepted anew since with another entry."""
@@ -302,7 +348,7 @@ class RedisScripts:
         return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
-        keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue]
+        keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue, *self.keys.held]
         keys += self._pairs([entry.request_id for entry in entries])
         arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
         arguments.append(self.keys.gateway_channel_prefix)

@@ -102,12 +102,15 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, required=True)
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--tell-time", action="store_true")
+    parser.add_argument("--load-until", type=Path, help="it is loaded when this file exists")
     parser.add_argument("--log-aborts", type=Path, help="a line for each: request id, seconds of the monotonic clock")
     script, worker_flags = parser.parse_known_args()
     settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="pagestream worker").settings
     configure_logging(settings.log_format)
 
     def load(report: Report) -> LoadedEngine:
+        while script.load_until and not script.load_until.exists():
+            time.sleep(0.01)  # loading takes as long as the benchmark says
         report("load", 1.0, "scripted")
         max_model_len = settings.max_model_len or MAX_MODEL_LEN_TOKENS
         config = SchedulerConfig(

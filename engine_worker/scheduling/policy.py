@@ -7,7 +7,7 @@ until it got a token further, so that it is not preempted again and again.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, takewhile
 
 from engine_worker.scheduling.sequence_group import SequenceGroup
@@ -24,6 +24,10 @@ class FirstComeFirstServed:
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         return chain(self._interactive.values(), self._batch.values())
+
+    @property
+    def interactive(self) -> Iterable[SequenceGroup]:
+        return self._interactive.values()
 
     @property
     def num_interactive(self) -> int:

@@ -34,6 +34,7 @@ from typing import Any
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.batch_share import BatchShare
 from engine_worker.scheduling.beam_search import BeamSearch
+from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
@@ -63,6 +64,7 @@ class Scheduler:
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self._batch_share = BatchShare(config, kv_cache.num_usable_blocks)
+        self._forecast = IntakeForecast(config, kv_cache.block_size)
         self._waits_for = ""  # what the first of the queue lacked in the last step
         # The longest a lone sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
         self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
@@ -95,18 +97,21 @@ class Scheduler:
         return any(group.active[0].needs_last_token_on_host for group in self._running.values())
 
     @property
-    def num_open_seats(self) -> int:
-        """Requests that could likely start in the next step: none while others wait, or blocks are short."""
-        return 0 if self._policy.num_interactive else max(0, min(self._num_free_seats(), self._num_spare_blocks()))
+    def intake(self) -> Intake:
+        """What to claim of interactive requests."""
+        budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
+        seats, blocks = self._num_free_seats(), self._num_spare_blocks()
+        return self._forecast.intake(self._policy.interactive, seats, blocks, budget_tokens)
 
     @property
-    def num_open_batch_seats(self) -> int:
-        """The same for requests of the class `batch`."""
-        if self.num_waiting:
-            return 0
+    def batch_intake(self) -> Intake:
+        """What to claim of requests of the class `batch`; nothing while others wait."""
+        if self._policy.num_interactive:
+            return NOTHING
         free_seats = min(self._num_free_seats(), self._batch_share.seats - self._num_batch_seats())
-        reserved_blocks = self._batch_share.reserved_blocks if self._running else 0
-        return max(0, min(free_seats, self._num_spare_blocks() - reserved_blocks))
+        spare_blocks = self._num_spare_blocks() - (self._batch_share.reserved_blocks if self._running else 0)
+        budget_tokens = self._batch_share.prefill_budget(self.num_running)
+        return self._forecast.intake(self._policy, free_seats, spare_blocks, budget_tokens, is_batch=True)
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """The longest that each sequence of a group gets, so that all of it fits when it is alone.
@@ -130,6 +135,7 @@ class Scheduler:
         if group.sampling.use_beam_search:
             max_output_tokens = min(group.sampling.max_tokens, group.max_num_tokens - group.num_prompt_tokens)
             group.beam_search = BeamSearch(group.sampling, first.stop_token_ids, max_output_tokens)
+        self._forecast.added(group)
         self._policy.add(group)
 
     def abort(self, request_id: str) -> None:
@@ -137,6 +143,14 @@ class Scheduler:
         group = self._group(request_id)
         if group is not None:
             self._end(group)
+
+    def withdraw_waiting(self, most: int) -> list[str]:
+        """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
+        fresh = [group for group in self._policy if not group.is_batch and group.is_fresh]
+        newest = fresh[max(0, len(fresh) - most) :]
+        for group in newest:
+            self._end(group)
+        return [group.request_id for group in newest]
 
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
@@ -148,6 +162,7 @@ class Scheduler:
             batch.drop(preempted)
         self._waits_for = "blocks" if preempted else "its share of a step"
         plan = StepPlan(self._kv_cache)
+        self._forecast.scheduling((of for _, of in wanted.behind), (of for _, of in batch.behind))
         plan.add_decodes(wanted.decodes)
         prefills = self._prefills(wanted.behind, may_admit=not preempted)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
@@ -271,6 +286,7 @@ class Scheduler:
         while may_admit and (group := self._admit(is_batch)) is not None:
             first, *others = group.active
             if not others and not self._kv_cache.is_arriving(first) and group.num_prefill_tokens(first):
+                self._forecast.begun(first, is_batch=is_batch)
                 yield group, first
 
     def _admit(self, is_batch: bool) -> SequenceGroup | None:
@@ -308,6 +324,7 @@ class Scheduler:
             return False
         if group.num_preemptions == 0:
             group.num_cached_tokens = first.num_cached_tokens
+            self._forecast.admitted(group)
         group.active = [first]
         return True
 
@@ -335,8 +352,10 @@ class Scheduler:
         assert group is not None
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
         sequence.output_token_ids.append(token_id)
+        self._forecast.advanced(sequence)
         reason = finish_reason(sequence, group.max_num_tokens)
         if reason is not None:
+            self._forecast.ended([sequence])
             self._kv_cache.free(sequence)
             group.end_sequence(sequence)
             if not group.sequences:
@@ -369,6 +388,7 @@ class Scheduler:
         """Of a group that runs, or that was preempted while the step that ends it was running, or that never began."""
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group.request_id)
+        self._forecast.ended(group.sequences)
         for sequence in group.active:
             self._kv_cache.free(sequence)
         group.end()

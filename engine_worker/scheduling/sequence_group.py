@@ -46,6 +46,11 @@ class SequenceGroup:
         return len(self.active) == len(self.sequences)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing of it was ever computed here."""
+        return self.num_preemptions == 0 and not self.active
+
+    @property
     def is_swapped(self) -> bool:
         return bool(self.active) and self.active[0].status is SequenceStatus.SWAPPED
 

@@ -11,8 +11,8 @@ Knows nothing of KV memory: the caller says how many requests it can take.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from engine_worker.transport.claims import ClaimedRequest, Claims
 from engine_worker.transport.fault_counts import FaultCounts
+from engine_worker.transport.patience import Patience
 from shared.fleet_clock import FleetClock
 from shared.messages import (
     ErrorCode,
@@ -39,6 +40,7 @@ from shared.redis_scripts import (
     QueueEntry,
     ReapMode,
     RedisScripts,
+    Wish,
     gateway_message,
     queue_entry,
 )
@@ -86,28 +88,55 @@ class RequestStream:
         self._clock = clock
         self._fleet_clock = fleet_clock
         self._backlog: list[QueueEntry] = []  # read, not claimed
+        self._patience = Patience(clock)
         self._reread_at = clock() + REREAD_SECONDS
         self.faults = faults or FaultCounts()
 
-    async def claim(
-        self, max_requests: int, max_batch_requests: int | None = None, *, block: bool = False
-    ) -> list[ClaimedRequest]:
-        """At most `max_requests` new requests, highest class first, and at most `max_batch_requests` of the last class;
-        with `block`, waits up to 1 s for the first one.
+    async def claim(self, wish: Wish, *, block: bool = False) -> list[ClaimedRequest]:
+        """New requests, highest class first, as many as the wish and the peers' share allow; with `block`, waits up to
+        1 s for the first one.
 
         One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
         Cancelled and unreadable entries are finished here.
         """
-        if max_requests <= 0 or self._claims.runs_solo:
+        if wish.requests <= 0 or self._claims.runs_solo:
             return await self._nothing_to_claim(block)
         try:
-            max_batch = max_requests if max_batch_requests is None else max(0, min(max_requests, max_batch_requests))
-            await self._fill_backlog(max_requests, max_batch, block)
-            entries = self._next_entries(max_requests)
+            await self._fill_backlog(wish, block)
+            entries = self._next_entries(wish.requests)
             return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._must_wait)
         except (RedisError, OSError) as error:
             await self._endure(error, block)
             return []
+
+    async def peers_level(self, room: int) -> int | None:
+        """What the peer holds that holds least of those with room for more, when nothing waits for it in the queue.
+
+        None: something does, there is no such peer, or nobody knows.
+        """
+        try:
+            return await self._scripts.level(self._worker_id, self.num_held, room)
+        except (RedisError, OSError) as error:
+            await self._endure(error, block=False)
+            return None
+
+    async def unclaim(self, request_ids: Iterable[str]) -> None:
+        """Give back what was claimed and not begun. Repeated until the store answers; raises Fenced."""
+        claims = [claim for id_ in request_ids if (claim := self._claims.get(id_))]
+        claims.sort(key=lambda claim: [int(part) for part in claim.entry_id.split(b"-")])
+        entries = [QueueEntry(claim.queue, claim.entry_id, claim.request.request_id, claim.solo) for claim in claims]
+        while entries:
+            try:
+                await self._scripts.unclaim(self._worker_id, entries)
+                break
+            except (RedisError, OSError) as error:
+                await self._endure(error, block=True)
+        for entry in entries:
+            self._claims.remove(entry.request_id)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._claims) + len(self._backlog)
 
     async def hand_back(self) -> ReapSummary:
         """Give up this incarnation: every unfinished request goes back to the queue without counting an attempt."""
@@ -129,17 +158,29 @@ class RequestStream:
         if block:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _fill_backlog(self, max_requests: int, max_batch: int, block: bool) -> None:
+    async def _fill_backlog(self, wish: Wish, block: bool) -> None:
         if self._clock() >= self._reread_at:
             await self._reread_own_pending()
-        wanted = max_requests - len(self._claimable)
+        wanted = wish.requests - len(self._claimable)
         if wanted <= 0 or self._solo_waits:
             return
-        self._backlog += await self._scripts.take(self._worker_id, wanted, max_batch)
-        if block and not self._backlog:
-            # One entry a queue: the rest of a burst is taken by the next call, in strict order again.
-            queues = self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1]
-            self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS if max_batch else SEAT_MILLISECONDS, queues)
+        wish = replace(wish, requests=wanted)
+        taken = await self._scripts.take(
+            self._worker_id, wish, num_held=self.num_held, is_impatient=self._patience.is_over
+        )
+        self._backlog += taken.entries
+        self._patience.observe(taken)
+        if not block or self._backlog:
+            return
+        if taken.allowance:
+            await self._wait_for_entries(taken.batch_allowance)
+        else:
+            await asyncio.sleep(self._patience.pause_seconds)
+
+    async def _wait_for_entries(self, max_batch: int) -> None:
+        """One entry a queue: the rest of a burst is taken by the next call, in strict order again."""
+        queues = self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1]
+        self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS if max_batch else SEAT_MILLISECONDS, queues)
 
     async def _reread_own_pending(self) -> None:
         known = {(claim.queue, claim.entry_id) for claim in self._claims}

@@ -2,7 +2,7 @@
 -- EMIT and FINISH are refused. Entries that are no longer pending for it are left alone, so a repeat does nothing.
 -- A strike is a crash without a new journal token, by a worker that had really started the request (`worker` names it).
 -- After `max strikes` the request runs alone; a strike while alone, or too many attempts, makes it a dead letter.
--- KEYS  w, dlq, resumed queue, q, (r, j)...
+-- KEYS  w, dlq, resumed queue, q, held, held of the last class, (r, j)...
 -- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j of a dead letter, prefix of
 --       the gateway channels, then (entry id, request id, error event, blob of it) for each (r, j)
 -- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
@@ -11,9 +11,11 @@ local worker, group, mode, max_strikes, max_attempts, keep_seconds, prefix = unp
 local requeued, dead, dropped = 0, 0, 0
 
 redis.call('DEL', fence)
+redis.call('ZREM', KEYS[5], worker)
+redis.call('ZREM', KEYS[6], worker)
 
-for i = 1, (#KEYS - 4) / 2 do
-  local r, j = KEYS[3 + 2 * i], KEYS[4 + 2 * i]
+for i = 1, (#KEYS - 6) / 2 do
+  local r, j = KEYS[5 + 2 * i], KEYS[6 + 2 * i]
   local entry, id, event, blob = unpack(ARGV, 4 + 4 * i, 7 + 4 * i)
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)

@@ -41,16 +41,16 @@ async def test_steps_run_ahead_of_the_store_by_two_at_most(thread: EngineThread,
 
 async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThread, gate: Gate) -> None:
     thread.start(make_engine(FakeModelRunner(before_step=gate), max_num_seqs=4), lambda turn: thread.acknowledge())
-    assert await thread.wait_for_seats() == 4
+    assert (await thread.wait_for_wish()).requests == 4
     for _ in range(3):
         thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
-    assert await thread.wait_for_seats() == 1  # before the engine has seen any of them
+    assert (await thread.wait_for_wish()).requests == 1  # before the engine has seen any of them
     thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
-    waiting = asyncio.create_task(thread.wait_for_seats())
+    waiting = asyncio.create_task(thread.wait_for_wish())
     await thread.stats()
     assert not waiting.done()
     await thread.drop_requests()
-    assert await asyncio.wait_for(waiting, 10) == 4
+    assert (await asyncio.wait_for(waiting, 10)).requests == 4
 
 
 async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineThread, gate: Gate) -> None:

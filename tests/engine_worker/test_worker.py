@@ -8,6 +8,7 @@ from engine_worker.engine_thread import MAX_STEPS_AHEAD
 from shared.messages import ErrorEvent, FinishReason, JournalFrame, Usage, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import Wish
 from tests.builders import expected_output, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eventually
 
@@ -67,6 +68,35 @@ async def test_it_claims_what_fits_and_leaves_the_rest_to_others(
         for request in requests:
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
         assert max(len(batch) for batch in harness.gate.batches) == 2
+
+
+async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_nothing(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    """A step that never ends: what was claimed for the ones behind it waits here, until another worker is there."""
+    running = make_request(4, max_tokens=50, ignore_eos=True)
+    waiting = [make_request(3, f"waiting-{number}", max_tokens=5, ignore_eos=True) for number in range(6)]
+    async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
+        await harness.submit(running)
+        await eventually(lambda: len(harness.gate.batches) == 3)
+        for request in waiting:
+            await harness.submit(request)
+        await eventually(lambda: harness.worker.num_held == 7)
+        calls = harness.thread._calls
+        await eventually(lambda: calls.qsize() == 7)  # six requests, and that the second step is stored
+        joiner, wish = "joiner.1", Wish(8, room=8)
+        await harness.scripts.register(joiner)
+        assert (await harness.scripts.take(joiner, wish)).entries == []
+        await eventually(lambda: calls.qsize() == 8)  # the worker has seen it
+        harness.gate.allow(1)
+        await eventually(lambda: harness.worker.num_held == 4)
+        taken: list[str] = []
+        while len(taken) < 3:
+            taken += [entry.request_id for entry in (await harness.scripts.take(joiner, wish)).entries]
+        assert taken == ["waiting-3", "waiting-4", "waiting-5"]
+        harness.gate.allow(FOREVER_STEPS)
+        for request in (running, *waiting[:3]):
+            assert (await harness.finish(request.request_id))[0] == expected_output(request)
 
 
 async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_before(

@@ -22,7 +22,7 @@ EVERY_FAMILY = """
     kv_host_blocks prefix_cache_queried_tokens prefix_cache_hit_tokens recomputed_tokens preemptions requests
     step_duration_seconds step_batch_tokens step_batch_requests prompt_tokens generation_tokens requests_finished
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
-    queue_reclaims worker_incarnations
+    queue_reclaims queue_given_back worker_incarnations
     workers_reaped orphaned_requests bad_heartbeats heartbeat_failures queue_read_failures store_retries
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
 """

@@ -38,7 +38,7 @@ from shared.messages import (
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
-from shared.redis_scripts import Fenced, GatewayMessage, QueueEntry, RedisScripts
+from shared.redis_scripts import Fenced, GatewayMessage, QueueEntry, RedisScripts, Wish
 from shared.subscription import Message, Subscription
 from shared.tasks import cancel_and_wait
 
@@ -46,6 +46,7 @@ LOST_REPLY_RATIO = 0.10
 LOST_MESSAGE_RATIO = 0.15
 SPEED = 20  # the product's time-outs of seconds pass in a twentieth
 CAPACITY = 4  # sequences of one worker
+GIVEN_BACK_RATIO = 0.1
 CUT_OFF = b"cut off: "  # on a gateway's channel, with the id of its request that was ended meanwhile
 POISON_AT_ONCE, POISON_LATER, POISON_LATER_INDEX = 666, 667, 3
 
@@ -66,7 +67,9 @@ class Faults:
     publishes_before_journal: bool = False
     ignores_gaps: bool = False
     never_rereads: bool = False
-    cuts_off: bool = True  # not where a mutant takes away what keeps the attempt before out: zombies alone must show it
+    # From one cut-off gateway to the next, at most; 0 = none: its return would hide that a mutant has lost its request,
+    # and zombies alone must show that one lets them in.
+    cut_off_seconds: float = 0.04
     claims_what_runs: bool = False  # second entries too, whose claims the worker then ignores
 
 
@@ -85,6 +88,7 @@ class Tally:
     fenced: int = 0
     cancels: int = 0
     cut_offs: int = 0
+    given_back: int = 0
     lost_replies: int = 0
     lost_messages: int = 0
     journal_reads: int = 0
@@ -213,8 +217,13 @@ class SimulatedWorker:
         running: dict[str, tuple[GenerationRequest, list[int]]] = {}
         while True:
             await self.awake.wait()
-            for claim in await requests.claim(CAPACITY - len(running), block=not running):
-                running[claim.request.request_id] = (claim.request, list(claim.stored[0].token_ids))
+            claimed = await requests.claim(world.draw_wish(CAPACITY - len(running)), block=not running)
+            given_back = {claim.request.request_id for claim in claimed if world.random.random() < GIVEN_BACK_RATIO}
+            for claim in claimed:
+                if claim.request.request_id not in given_back:
+                    running[claim.request.request_id] = (claim.request, list(claim.stored[0].token_ids))
+            if given_back:
+                await world.give_back(requests, given_back)
             events = [event for request, output in running.values() for event in self._sample(request, output)]
             await asyncio.sleep(world.random.random() * 0.003)
             await self.awake.wait()  # a zombie wakes up here, with a step in its hands
@@ -274,6 +283,17 @@ class World:
             except ConnectionError:
                 await asyncio.sleep(0)
 
+    # -- sharing
+
+    def draw_wish(self, num_free: int) -> Wish:
+        """What a worker says of itself is sometimes absurd."""
+        room = self.random.choice([num_free, num_free, num_free, 0, 10**9]) if num_free else 0
+        return Wish(num_free, room=room)
+
+    async def give_back(self, requests: RequestStream, request_ids: set[str]) -> None:
+        self.tally.given_back += len(request_ids)
+        await requests.unclaim(request_ids)
+
     # -- disasters
 
     async def keep_worker(self, slot: int) -> None:
@@ -311,7 +331,7 @@ class World:
     async def cut_off_gateways(self) -> None:
         """Ends requests of gateways that only seemed to be gone, and that come back at once."""
         while True:
-            await asyncio.sleep(self.random.random() * 0.04)
+            await asyncio.sleep(self.random.random() * self.faults.cut_off_seconds)
             client = self.random.choice(self.gateways)
             accepted = [stream for stream in client._streams if stream.is_accepted]
             if not accepted:
@@ -488,7 +508,7 @@ async def run_world(
         *(asyncio.create_task(world.keep_worker(slot)) for slot in range(len(world.workers))),
     ]
     disasters = asyncio.create_task(_after_start(world))
-    if faults.cuts_off:
+    if faults.cut_off_seconds:
         background.append(asyncio.create_task(world.cut_off_gateways()))
     clients = asyncio.gather(*(world.be_client(requests_per_client) for _ in range(num_clients)))
     try:

@@ -46,13 +46,13 @@ MUTANTS = {
     ),
     "no fence check": (
         Faults(
-            cuts_off=False,
+            cut_off_seconds=0,
             lua=patched(OWNERSHIP, NO_FENCE_IN_EMIT, *((name, *NO_FENCE) for name in ("take", "claim", "finish"))),
         ),
         "journal|unreadable|given up|another end|not done|stalled",
     ),
     "REAP leaves the fence": (
-        Faults(cuts_off=False, lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
+        Faults(cut_off_seconds=0, lua=patched(OWNERSHIP, ("reap", "redis.call('DEL', fence)", ""))),
         "journal|unreadable|given up|another end|not done|stalled|left in the store",
     ),
     "publish without journal": (
@@ -62,6 +62,7 @@ MUTANTS = {
     "publish before journal": (Faults(publishes_before_journal=True), "journal|got index"),
     "acknowledged when read": (
         Faults(
+            cut_off_seconds=0,
             lua=patched(
                 (
                     "take",
@@ -69,20 +70,37 @@ MUTANTS = {
                     "if reply then\n for _, e in ipairs(reply[1][2]) do redis.call('XACK', KEYS[i], ARGV[2], e[1])"
                     " end\n",
                 )
-            )
+            ),
         ),
         "stalled",
     ),
     "no gap replay": (Faults(ignores_gaps=True), "not the journal"),
     "tokens of the attempt before pass for those of a second claim": (
-        Faults(claims_what_runs=True, lua=patched(("emit", " and owner[2] == entry", ""))),
+        Faults(claims_what_runs=True, cut_off_seconds=0.01, lua=patched(("emit", " and owner[2] == entry", ""))),
         "journal|unreadable|got index",
     ),
     "what is not the worker's is published": (
-        Faults(lua=patched(("emit", "publish(3 + 2 * count, lost)", "publish(3 + 2 * count, {})"))),
+        Faults(
+            cut_off_seconds=0.01, lua=patched(("emit", "publish(3 + 2 * count, lost)", "publish(3 + 2 * count, {})"))
+        ),
         "not the journal|not in the journal|got index",
     ),
-    "own pending entries are not read again": (Faults(never_rereads=True), "stalled"),
+    "UNCLAIM leaves the entry": (
+        Faults(cut_off_seconds=0, lua=patched(("unclaim", "redis.call('XACK', q, group, entry)", ""))),
+        "left in the store|stalled",
+    ),
+    "UNCLAIM loses what it gives back": (
+        Faults(cut_off_seconds=0, lua=patched(("unclaim", "'XADD', KEYS[2],", "'XADD', KEYS[2] .. '.lost',"))),
+        "stalled",
+    ),
+    "UNCLAIM counts an attempt": (
+        Faults(
+            cut_off_seconds=0,
+            lua=patched(("unclaim", "'state', 'queued',", "'state', 'queued', 'attempt', (request[3] or 1) + 3,")),
+        ),
+        "given up too early|stalled|innocent",
+    ),
+    "own pending entries are not read again": (Faults(never_rereads=True, cut_off_seconds=0), "stalled"),
 }
 
 
@@ -117,12 +135,13 @@ async def test_every_client_gets_exactly_the_journal(valkey, keys, seed):
     tally = await world(valkey, keys, seed, Faults(), STALL_SECONDS)
     # The faults did happen, or the test has shown nothing.
     assert min(tally.kills, tally.crashes, tally.fenced, tally.cancels, tally.cut_offs, tally.dead_letters) > 0
+    assert tally.given_back > 10
     assert min(tally.lost_replies, tally.lost_messages, tally.journal_reads, tally.repeated_tokens) > 50
     assert tally.innocent_dead_letters < tally.requests / 50
 
 
 async def test_the_fence_alone_keeps_zombies_out(valkey, keys):
-    await world(valkey, keys, 11, Faults(cuts_off=False, lua=patched(OWNERSHIP)), STALL_SECONDS)
+    await world(valkey, keys, 11, Faults(cut_off_seconds=0, lua=patched(OWNERSHIP)), STALL_SECONDS)
 
 
 async def test_the_claim_alone_keeps_the_attempt_before_out(valkey, keys):

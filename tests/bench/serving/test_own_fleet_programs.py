@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.serving import disconnects, gateway_load, overload
+from bench.serving import claim_balance, disconnects, gateway_load, overload
 
 pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.model]
 
@@ -41,3 +41,18 @@ def test_who_leaves_frees_everything(measured: Callable[..., dict[str, Any]], tm
     result = measured(disconnects, "--disconnects", "60", "--concurrency", "20", *log)
     assert result["found_in_the_log"] == result["of_requests_that_had_begun"] > 20
     assert (result["left_running"], result["left_waiting"], result["blocks_not_free"]) == (0, 0, 0)
+
+
+def test_a_burst_is_shared_evenly_and_a_take_is_cheap(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert claim_balance.main(["--workers", "2", "--burst", "60", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert sum(result["requests_by_worker"].values()) == 60 and result["most_over_mean"] <= 1.10
+    costs = result["take_microseconds"]
+    assert costs["256 peers, 0 entries"] < 20 * costs["0 peers, 0 entries"]  # not by the number of workers
+
+
+def test_a_late_joiner_gets_its_part_of_what_waits(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert claim_balance.main(["--late-joiner", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["joiners_share"] >= 0.40

@@ -39,10 +39,10 @@ class Watched:
 
 def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
     watched = Watched()
-    assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (32, 24)
+    assert (watched.engine.intake.room, watched.engine.batch_intake.room) == (32, 24)
     watched.add(*(f"b{number}" for number in range(26)), prompt=4)
     assert len(watched.step()) == 24
-    assert (watched.engine.num_open_seats, watched.engine.num_open_batch_seats) == (8, 0)
+    assert (watched.engine.intake.room, watched.engine.batch_intake.room) == (8, 0)
 
 
 def test_a_prompt_that_waits_has_a_step_without_the_batch() -> None:

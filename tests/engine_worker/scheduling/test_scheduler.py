@@ -255,18 +255,6 @@ def test_a_resumed_sequence_computes_prompt_and_journal_then_goes_on() -> None:
     assert sequence.output_token_ids == [50, 51, 52, TOKEN_ID, TOKEN_ID]
 
 
-def test_open_seats() -> None:
-    scheduler = make_scheduler(num_blocks=9, block_size=4, max_num_seqs=4)
-    assert scheduler.num_open_seats == 4
-    add(scheduler, "a", 16)
-    assert scheduler.num_open_seats == 0  # it has not started: what follows would wait behind it
-    step(scheduler)
-    assert scheduler.num_open_seats == 2  # 4 blocks are free, 2 are headroom
-    add(scheduler, "b", 1)
-    step(scheduler)
-    assert scheduler.num_open_seats == 0
-
-
 @pytest.mark.parametrize(("mode", "num_running"), [(None, 2), (PreemptionMode.RECOMPUTE, 2), (PreemptionMode.SWAP, 3)])
 def test_an_admission_leaves_a_block_for_each_sequence_or_half_a_one_where_they_are_swapped(
     mode: PreemptionMode | None, num_running: int

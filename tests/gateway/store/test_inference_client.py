@@ -27,7 +27,7 @@ from shared.messages import (
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RESUMED, RedisKeys
-from shared.redis_scripts import Ending, GatewayMessage, Keep, ReapMode, RedisScripts, StepFrame, gateway_message
+from shared.redis_scripts import Ending, GatewayMessage, Keep, ReapMode, RedisScripts, StepFrame, Wish, gateway_message
 from tests.engine_worker.transport.rig import FlakyScripts
 
 pytestmark = pytest.mark.redis
@@ -50,7 +50,7 @@ class HandPlayedWorker:
 
     async def claim(self) -> list[str]:
         await self.scripts.register(WORKER)
-        entries = await self.scripts.take(WORKER, 100)
+        entries = (await self.scripts.take(WORKER, Wish(100))).entries
         replies = await self.scripts.claim(WORKER, entries)
         for entry, reply in zip(entries, replies, strict=True):
             self.claimed[entry.request_id] = entry

@@ -1,0 +1,39 @@
+"""What a TAKE costs the store, by its own count: beside how many peers, and for how many entries."""
+
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts, Wish
+
+WORKER = "w0.0"
+CALLS, ROUNDS = 300, 5
+
+
+async def take_costs(redis: Redis, keys: RedisKeys) -> dict[str, float]:
+    """Microseconds of server time of one call, of the best round: other programs on the machine only add to it."""
+    return {
+        f"{num_peers} peers, {num_entries} entries": await _best_of(redis, keys, num_peers, num_entries)
+        for num_peers in (0, 4, 64, 256)
+        for num_entries in (0, 1, 8)
+    }
+
+
+async def _best_of(redis: Redis, keys: RedisKeys, num_peers: int, num_entries: int) -> float:
+    scripts = RedisScripts(redis, keys)
+    costs = []
+    for _ in range(ROUNDS):
+        await redis.flushall()
+        await scripts.register(WORKER)
+        for held in keys.held if num_peers else ():
+            await redis.zadd(held, {f"w{number}.x": 1_000_000 + number for number in range(1, 1 + num_peers)})
+        for number in range(CALLS * num_entries):
+            await redis.xadd(keys.queue("interactive"), {"r": f"{number:032x}", "a": "1", "s": "0"})
+        await scripts.take(WORKER, Wish(0))  # the script is known from here on
+        await redis.config_resetstat()
+        for _ in range(CALLS):
+            await scripts.take(WORKER, Wish(max(1, num_entries), room=64))
+        stats: Any = await redis.info("commandstats")
+        costs.append(stats["cmdstat_evalsha"]["usec_per_call"])
+    return min(costs)

@@ -1,0 +1,104 @@
+"""How many requests more a worker should claim: what the next two steps can start, and a few for the next free seats.
+
+All others wait in the queue, where every worker, a cancel and a time-out find them. The first of the two steps is being
+computed while the claim is under way, so with less the second could find nothing. What a prompt costs is not known
+before it is claimed: it is guessed from those before, and counted as soon as it is here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from engine_worker.scheduling.scheduler_config import SchedulerConfig
+from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.sequence_group import SequenceGroup
+
+STEPS_AHEAD = 2
+SEATS_PER_SPARE = 32  # for each of so many seats a request waits here, as nobody foresees an end by a stop token
+WEIGHT = 1 / 8  # of the newest prompt in the averages
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Of one class of requests, at one moment between two steps."""
+
+    room: int  # requests for which there are seats and blocks beside those that wait; below 0: not for all of those
+    tokens: float  # of prompts, that the next steps can compute beside what waits
+    spare: int  # requests more that may wait, for seats that are about to be free
+    request_tokens: float  # that the prompt of a request is likely to compute
+    computed_ratio: float  # of its tokens
+
+    def num_wanted(self, num_added: int, num_added_prompt_tokens: int) -> int:
+        """Requests to claim when so many are on their way to the engine already."""
+        tokens = self.tokens - num_added_prompt_tokens * self.computed_ratio
+        num_startable = ceil(tokens / self.request_tokens) if tokens > 0 else 0
+        return max(0, min(self.room + self.spare - num_added, num_startable))
+
+
+NOTHING = Intake(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio=1.0)
+
+
+class IntakeForecast:
+    """Knows the prompts of late: their mean length, and what share of it the prefix cache did not have."""
+
+    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+        self._begun: dict[bool, list[Sequence]] = {False: [], True: []}  # prompts in chunks, by whether of `batch`
+        self._block_size = block_size
+        self._num_spare_requests = config.max_num_seqs // SEATS_PER_SPARE
+        self._ending: set[Sequence] = set()  # have so few tokens left that the next steps end them
+        self._prompt_tokens = config.max_num_batched_tokens / 4  # until there is one
+        self._has_seen_one = False
+        self._computed_ratio = 1.0
+
+    def scheduling(self, interactive: Iterable[Sequence], batch: Iterable[Sequence]) -> None:
+        """A step is being scheduled in which these have more of their prompts to compute."""
+        self._begun = {False: list(interactive), True: list(batch)}
+
+    def begun(self, sequence: Sequence, *, is_batch: bool) -> None:
+        """In the step that is being scheduled."""
+        self._begun[is_batch].append(sequence)
+
+    def advanced(self, sequence: Sequence) -> None:
+        """By a token."""
+        if len(sequence.output_token_ids) + STEPS_AHEAD >= sequence.sampling.max_tokens:
+            self._ending.add(sequence)
+
+    def ended(self, sequences: Iterable[Sequence]) -> None:
+        self._ending.difference_update(sequences)
+
+    def added(self, group: SequenceGroup) -> None:
+        weight = WEIGHT if self._has_seen_one else 1.0
+        self._prompt_tokens += (group.num_prompt_tokens - self._prompt_tokens) * weight
+        self._has_seen_one = True
+
+    def admitted(self, group: SequenceGroup) -> None:
+        """For the first time."""
+        computed_ratio = 1 - group.num_cached_tokens / group.num_prompt_tokens
+        self._computed_ratio += (computed_ratio - self._computed_ratio) * WEIGHT
+
+    def intake(
+        self,
+        waiting: Iterable[SequenceGroup],
+        free_seats: int,
+        spare_blocks: int,
+        budget_tokens: int,
+        *,
+        is_batch: bool = False,
+    ) -> Intake:
+        """`waiting`: those before a new one of the class; `budget_tokens`: of prompts, in a step."""
+        ratio = self._computed_ratio
+        request_tokens = max(1.0, self._prompt_tokens * ratio)
+        needs = [(group.num_seats, group.sequences[0].num_uncomputed_tokens * ratio) for group in waiting]
+        waiting_tokens = sum(num_tokens for _, num_tokens in needs)
+        begun = [*self._begun[False], *(self._begun[True] if is_batch else ())]
+        begun_tokens = sum(max(0, sequence.num_uncomputed_tokens - 1) for sequence in begun)
+        blocks = spare_blocks - len(needs) - waiting_tokens / self._block_size
+        blocks_each = 1 + request_tokens / self._block_size
+        room = min(free_seats - sum(seats for seats, _ in needs), ceil(blocks / blocks_each))
+        return Intake(
+            room=room,
+            tokens=STEPS_AHEAD * budget_tokens - begun_tokens - waiting_tokens,
+            spare=0 if is_batch else self._num_spare_requests + len(self._ending),
+            request_tokens=request_tokens,
+            computed_ratio=ratio,
+        )

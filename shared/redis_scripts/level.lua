@@ -1,0 +1,25 @@
+-- LEVEL: what a worker holds, said anew without taking anything; a blind repeat changes nothing.
+-- KEYS  w, held, q... of what it could give back
+-- ARGV  worker id, number of requests that it holds, requests that it has room for
+-- reply {FENCED} | {OK, what the one of its peers that holds least of those that have room holds; -1 if there is none, or
+--       if something waits that they can take}
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return {'FENCED'}
+end
+local worker = ARGV[1]
+local held = math.max(0, math.min(math.floor(tonumber(ARGV[2]) or 0), 1048576)) -- as TAKE reads it
+if (tonumber(ARGV[3]) or 0) > 0 then
+  redis.call('ZADD', KEYS[2], 'XX', held, worker) -- only TAKE says that it is asking
+else
+  redis.call('ZREM', KEYS[2], worker)
+end
+for i = 3, #KEYS do
+  local info = redis.pcall('XINFO', 'GROUPS', KEYS[i])
+  for field = 1, info[1] and #info[1] or 0, 2 do
+    if info[1][field] == 'pending' and redis.call('XLEN', KEYS[i]) > info[1][field + 1] then
+      return {'OK', -1}
+    end
+  end
+end
+local lowest = redis.call('ZRANGE', KEYS[2], 0, 1, 'WITHSCORES')
+return {'OK', tonumber(lowest[1] == worker and lowest[4] or lowest[1] ~= worker and lowest[2]) or -1}
