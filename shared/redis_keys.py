@@ -47,7 +47,8 @@ class RedisKeys:
     @property
     def held(self) -> tuple[str, str]:
         """What workers hold that have room for requests, and what those hold that have room for the last class."""
-        return self._name("held:any"), self._name(f"held:{PRIORITY_CLASSES[-1]}")
+        names = [self._name(f"held:{of}") for of in ("any", PRIORITY_CLASSES[-1])]
+        return names[0], names[1]
 
     @property
     def dead_letters(self) -> str:

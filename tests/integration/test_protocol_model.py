@@ -85,20 +85,13 @@ MUTANTS = {
         ),
         "not the journal|not in the journal|got index",
     ),
-    "UNCLAIM leaves the entry": (
-        Faults(cut_off_seconds=0, lua=patched(("unclaim", "redis.call('XACK', q, group, entry)", ""))),
-        "left in the store|stalled",
-    ),
     "UNCLAIM loses what it gives back": (
         Faults(cut_off_seconds=0, lua=patched(("unclaim", "'XADD', KEYS[2],", "'XADD', KEYS[2] .. '.lost',"))),
         "stalled",
     ),
-    "UNCLAIM counts an attempt": (
-        Faults(
-            cut_off_seconds=0,
-            lua=patched(("unclaim", "'state', 'queued',", "'state', 'queued', 'attempt', (request[3] or 1) + 3,")),
-        ),
-        "given up too early|stalled|innocent",
+    "UNCLAIM leaves the request with its old entry": (
+        Faults(cut_off_seconds=0, lua=patched(("unclaim", "'state', 'queued', 'entry', again", "'state', 'queued'"))),
+        "stalled",
     ),
     "own pending entries are not read again": (Faults(never_rereads=True, cut_off_seconds=0), "stalled"),
 }
