@@ -28,8 +28,9 @@ from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
 PUBLISHING = ("emit", "finish")  # scripts that begin with publish.lua
-SCRIPT_NAMES = tuple(
-    "accept attach prolong register take level claim unclaim emit finish cancel reap tick".split()
+SCRIPT_NAMES = (
+    *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
+    *("cancel", "reap", "tick"),
 )
 KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
