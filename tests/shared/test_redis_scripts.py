@@ -601,7 +601,7 @@ class TestOrphanedAndHeldAgain:
         stored = await state(redis, keys)
         assert (stored["state"], stored["h:h"], stored["gateway"], stored["jl"]) == ("queued", "g", "g", "2")
         assert not {"terminal", "worker", "orphaned"} & stored.keys()
-        (entry,) = await scripts.take(WORKER, 9)
+        (entry,) = (await scripts.take(WORKER, Wish(9))).entries
         (reply,) = await scripts.claim(WORKER, [entry])
         assert reply.journal == b"xx"
 

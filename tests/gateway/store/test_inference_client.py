@@ -344,7 +344,7 @@ class TestQueueTimeout:
         assert flaky.calls.count("cancel") == num_lost + 1
         assert client.num_restored_requests == 0
         await scripts.register(WORKER)
-        assert await scripts.take(WORKER, 9) == []
+        assert (await scripts.take(WORKER, Wish(9))).entries == []
 
     async def test_the_same_when_the_store_has_lost_it(self, client, connections):
         stream = await client.submit(make_request(queue_deadline=await client.fleet_seconds() + 0.3))
