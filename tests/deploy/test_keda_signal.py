@@ -19,7 +19,7 @@ from gateway.store.queue_stats import read_queue_stats
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
-from shared.redis_scripts import Ending, Keep, QueueEntry, ReapMode, RedisScripts
+from shared.redis_scripts import Ending, Keep, QueueEntry, ReapMode, RedisScripts, Wish
 
 pytestmark = pytest.mark.redis
 
@@ -63,8 +63,8 @@ class History:
     num_accepted: int = 0
 
     async def act(self) -> None:
-        actions = (self.accept, self.take, self.finish, self.cancel, self.lose_worker)
-        await self.random.choices(actions, weights=(8, 4, 5, 3, 1))[0]()
+        actions = (self.accept, self.take, self.finish, self.cancel, self.give_back, self.lose_worker)
+        await self.random.choices(actions, weights=(8, 4, 5, 3, 2, 1))[0]()
 
     async def accept(self) -> None:
         priority_class = self.random.choice(PRIORITY_CLASSES)
@@ -75,7 +75,7 @@ class History:
 
     async def take(self) -> None:
         worker = self.random.choice(WORKERS)
-        entries = await self.scripts.take(worker, self.random.randint(1, 6))
+        entries = (await self.scripts.take(worker, Wish(self.random.randint(1, 6)))).entries
         self.held[worker] |= {entry.request_id: entry for entry in entries}
         await self.scripts.claim(worker, entries)
 
@@ -100,6 +100,19 @@ class History:
             self.cancelled.add(request_id)
         else:
             del self.queue_of[request_id]
+
+    async def give_back(self) -> None:
+        """What it has not begun: it is queued again before all others, if nobody has cancelled it."""
+        worker = self.random.choice(WORKERS)
+        held = self.held[worker]
+        entries = [held.pop(id_) for id_ in self.random.sample(sorted(held), min(len(held), self.random.randint(1, 2)))]
+        await self.scripts.unclaim(worker, entries)
+        for entry in entries:
+            if entry.request_id in self.cancelled:
+                self.cancelled.discard(entry.request_id)
+                del self.queue_of[entry.request_id]
+            else:
+                self.queue_of[entry.request_id] = RESUMED
 
     async def lose_worker(self) -> None:
         """It dies or drains; its requests are queued again, before all others, or become dead letters."""
