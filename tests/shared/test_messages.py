@@ -129,6 +129,12 @@ def test_a_request_for_more_log_probabilities_than_are_told_is_refused(logprobs)
         decode_request(encode(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)))
 
 
+def test_an_end_without_its_time_is_read_and_one_with_it_is_read_by_who_knows_none():
+    fields = msgpack.unpackb(encode(FINISH))
+    assert decode_terminal_event(msgpack.packb(fields[:-1])) == FINISH
+    assert decode_terminal_event(msgpack.packb([*fields, "of a later release"])) == FINISH
+
+
 def test_events_and_frames_of_before_there_were_choices_are_read():
     old = msgpack.packb([PROTOCOL_VERSION, "w", 1, [["t", "a", 3, [7]]]])
     assert decode_event_batch(old).events == [TokenEvent("a", 3, [7])]
