@@ -37,7 +37,7 @@ from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, StoreCalls, StoreUnavailable
 from gateway.store.store_memory import StoreMemory
-from gateway.store.stored_request import STORED_END, is_missing, stored_answer
+from gateway.store.stored_request import STORED_END, is_missing
 from gateway.store.stream_table import StreamTable
 from gateway.store.withdrawals import Withdrawals
 from shared.fleet_clock import FleetClock
@@ -58,17 +58,9 @@ from shared.redis_scripts import AcceptStatus, AttachStatus, Keep, NameTaken, Re
 from shared.subscription import GAP, Message, Subscription
 
 __all__ = [
-    "InferenceClient",
-    "InferenceError",
-    "Keep",
-    "NameTaken",
-    "QueueFull",
-    "QueueStats",
-    "RequestGone",
-    "ResponseStream",
-    "StoreUnavailable",
-    "WorkerStatus",
-]
+    "InferenceClient", "InferenceError", "Keep", "NameTaken", "QueueFull", "QueueStats", "RequestGone",
+    "ResponseStream", "StoreUnavailable", "WorkerStatus",
+]  # fmt: skip
 
 QUIET_SECONDS = 2.0
 RECOVERY_TICK_SECONDS = 0.5
@@ -140,6 +132,7 @@ class InferenceClient:
         await self._calls.aclose()
         await self.kv.aclose()
         await self._subscription.aclose()
+        self.archive.close()
 
     async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> ResponseStream:
         """submit_all() of one."""
@@ -268,7 +261,7 @@ class InferenceClient:
             ((stored, journal),) = await self.archive.read([stream.request_id], STORED_END)
             if is_missing(stored):
                 raise RequestGone(stream.request_id)
-            self._replay(stream, stored, journal)
+            await self._replay(stream, stored, journal)
 
     async def _attach(self, stream: ResponseStream, *, again: bool = False) -> bool:
         assert stream.keep is not None
@@ -374,11 +367,15 @@ class InferenceClient:
             if is_missing(stored):
                 await self._restore(stream)
             else:
-                self._replay(stream, stored, journal)
+                stream.is_behind = False
+                self._calls.own(self._replay(stream, stored, journal))  # nobody waits for another's long journal
 
-    def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
+    async def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
         try:
-            stream.offer_journal(*stored_answer(stream.request, stored, journal))
+            answer = await self.archive.decoded(stream.request, stored, journal)
+            is_behind = stream.is_behind  # by what was heard meanwhile
+            stream.offer_journal(*answer)
+            stream.is_behind |= is_behind
         except FormatError as error:
             logger.error("request %s cannot be read back: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))

@@ -1,14 +1,20 @@
 """What the store has of requests, running or ended, read by id or by their clients' own names."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from gateway.fair_pool import FairPool
 from gateway.store.store_calls import StoreCalls, StoreUnavailable
-from gateway.store.stored_request import FIELDS, StoredRequest, stored_request
+from gateway.store.stored_request import FIELDS, StoredRequest, stored_answer, stored_request
+from shared.messages import GenerationRequest, StoredChoice, TerminalEvent
 from shared.redis_keys import RedisKeys
+
+DECODING_THREADS = 3
+_Decoded = TypeVar("_Decoded")
 
 
 class RequestArchive:
@@ -16,11 +22,24 @@ class RequestArchive:
         self._redis = redis
         self._keys = keys
         self._calls = calls
+        self._pool = FairPool(DECODING_THREADS)
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
         """What there is of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
         replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
-        return [stored_request(fields, journal) for fields, journal in replies]
+        return [
+            await self._decode(_owner_of(fields), journal, partial(stored_request, fields, journal))
+            for fields, journal in replies
+        ]
+
+    async def decoded(
+        self, request: GenerationRequest, stored: Any, journal: Any
+    ) -> tuple[list[StoredChoice], TerminalEvent | None]:
+        """As stored_answer(), long ones beside the event loop. Raises FormatError."""
+        return await self._decode(request.tenant, journal, partial(stored_answer, request, stored, journal))
+
+    def close(self) -> None:
+        self._pool.close()
 
     async def erase(self, request_ids: Iterable[str]) -> None:
         """What was asked and answered, of requests that have ended. That they have is told a while longer, to gateways
@@ -60,3 +79,12 @@ class RequestArchive:
     async def _read_name(self, digest: str) -> tuple[str, str] | None:
         named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
         return (named[0].decode(), named[1].decode()) if all(named) else None
+
+    async def _decode(self, key: object, journal: Any, decode: Callable[[], _Decoded]) -> _Decoded:
+        """20 us a token with its log-probabilities: those of one key wait for each other, and for nobody else's."""
+        num_bytes = len(journal) if isinstance(journal, bytes) else 0
+        return await self._pool.run(key, num_bytes, decode, may_refuse=False)
+
+
+def _owner_of(fields: Any) -> bytes:
+    return b"" if isinstance(fields, Exception) else fields[FIELDS.index("owner")] or b""

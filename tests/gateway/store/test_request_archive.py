@@ -1,0 +1,45 @@
+"""Long journals are decoded beside the event loop, those of one key one after the other."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from gateway.fair_pool import INLINE_BYTES
+from gateway.store.request_archive import RequestArchive
+from shared.messages import GenerationRequest, JournalFrame, SamplingParams, encode
+
+
+def request_of(tenant: str) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=9, seed=0)
+    return GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling, tenant=tenant)
+
+
+def journal_of(num_tokens: int) -> bytes:
+    return b"".join(encode(JournalFrame(index, [5])) for index in range(num_tokens))
+
+
+async def test_long_journals_are_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    unused: Any = None
+    archive = RequestArchive(unused, unused, unused)
+    threads: dict[str, int] = {}
+    may_end = threading.Event()
+
+    def decode(request: GenerationRequest, stored: Any, journal: bytes) -> str:
+        threads[f"{request.tenant}{len(journal) > INLINE_BYTES}"] = threading.get_ident()
+        if request.tenant == "slow":
+            may_end.wait()
+        return request.tenant
+
+    monkeypatch.setattr("gateway.store.request_archive.stored_answer", decode)
+    long, short = journal_of(INLINE_BYTES), journal_of(9)
+    slow = [asyncio.create_task(archive.decoded(request_of("slow"), [], long)) for _ in range(9)]
+    await asyncio.sleep(0)
+    assert await archive.decoded(request_of("other"), [], long) == "other"  # nine of another are waited for by nobody
+    assert await archive.decoded(request_of("other"), [], short) == "other"
+    assert not any(task.done() for task in slow)
+    may_end.set()
+    assert await asyncio.gather(*slow) == ["slow"] * 9
+    assert threads["otherFalse"] == threading.get_ident() != threads["otherTrue"]
+    archive.close()
