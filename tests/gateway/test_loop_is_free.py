@@ -1,0 +1,95 @@
+"""While bodies of 2 MiB of every hostile shape are read, as requests and as lines of batches, others are answered."""
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from gateway.requests.request_body import MAX_BODY_BYTES
+from tests.gateway.batches.batch_clients import ENDPOINT, client_of, ended
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import FakeInferenceClient, finish
+from tests.gateway.requests.test_json_structure import SHAPES
+
+# 0.1 s on idle cores, half of it this process's own client; at 2 MiB a pattern that goes back takes hours.
+STILL_SECONDS = 4.0
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize")
+
+
+@asynccontextmanager
+async def others_are_answered(gateway: Gateway) -> AsyncIterator[None]:
+    """By a probe as a kubelet's, again and again."""
+    waits: list[float] = []
+
+    async def probe() -> None:
+        due = time.monotonic()
+        while True:
+            async with gateway.session.get("/livez") as answer:
+                assert answer.status == 200
+            now = time.monotonic()
+            waits.append(now - due)
+            due = now + 0.01  # counts from here: the loop that stands still is this test's as well
+            await asyncio.sleep(0.01)
+
+    probing = asyncio.create_task(probe())
+    yield
+    await asyncio.sleep(0.02)
+    assert not probing.done() or probing.result() is None
+    probing.cancel()
+    assert waits and max(waits) < STILL_SECONDS
+
+
+async def start(start_gateway: Callable[..., Any], directory: Path) -> Gateway:
+    engine = FakeInferenceClient()
+    engine.script = lambda request: [finish(request, 0)]
+    gateway: Gateway = await start_gateway(engine, files_dir=directory)
+    return gateway
+
+
+async def test_beside_requests(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway = await start(start_gateway, tmp_path)
+    headers = {"Content-Type": "application/json"}
+    async with others_are_answered(gateway):
+        for number, shape in enumerate(SHAPES.values()):
+            body = await asyncio.to_thread(shape, MAX_BODY_BYTES)
+            url = URLS[number % len(URLS)]
+            async with gateway.session.post(url, data=io.BytesIO(body), headers=headers) as answer:
+                assert answer.status < 500, await answer.text()
+
+
+async def test_beside_lines_of_a_batch_and_when_they_are_found_again(
+    start_gateway: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A gateway that a stored line stops would stop its successor as well."""
+    head = b'{"custom_id":"%d","method":"POST","url":"' + ENDPOINT.encode() + b'","body":'
+    shapes = [shape(MAX_BODY_BYTES - 100) for name, shape in SHAPES.items() if name != "UTF-16"]
+    lines = [head % number + body + b"}" for number, body in enumerate(shapes)]
+    first = await start(start_gateway, tmp_path)
+    async with client_of(first) as client, others_are_answered(first):
+        uploads = [await client.files.create(file=(f"{number}.jsonl", line), purpose="batch") for number, line in
+                   enumerate([*lines, b"\n".join(lines)])]  # fmt: skip
+        first.state.open_requests.draining = True  # what is created now is left to the next gateway
+        created = [
+            await client.batches.create(input_file_id=upload.id, endpoint=ENDPOINT, completion_window="24h")  # type: ignore[arg-type]
+            for upload in uploads
+        ]
+    second = await start(start_gateway, tmp_path)
+    async with client_of(second) as client, others_are_answered(second):
+        for batch in created:
+            assert (await ended(client, batch)).status in ("failed", "completed")
+
+
+async def test_a_probe_that_waits_is_seen(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway = await start(start_gateway, tmp_path)
+    failed = False
+    try:
+        async with others_are_answered(gateway):
+            await asyncio.sleep(0.1)
+            time.sleep(STILL_SECONDS + 0.2)  # noqa: ASYNC251  a loop that stands still
+            await asyncio.sleep(0.1)
+    except AssertionError:
+        failed = True
+    assert failed
