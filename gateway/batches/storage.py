@@ -21,16 +21,20 @@ class Storage:
         self.batches = BatchStore(directory, self._catalog, retention_seconds)
         self.files.prepare()
         self.batches.prepare()
+        self._reconcile()
 
     def used_bytes(self) -> int:
         return self._catalog.used_bytes()
 
     def tidy(self) -> None:
         """What came and went by other hands is known, what has expired or was left behind is gone. Raises OSError."""
-        self.files.reconcile()
-        self.batches.reconcile()
+        self._reconcile()
         self.files.sweep(SWEPT)
         self.batches.sweep(SWEPT)
 
     def close(self) -> None:
         self._catalog.close()
+
+    def _reconcile(self) -> None:
+        self.files.reconcile()
+        self.batches.reconcile()
