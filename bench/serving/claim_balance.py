@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ MODEL = "m"
 STORE_BYTES = 2**30
 START_SECONDS, CLAIM_SECONDS = 60.0, 60.0
 SEATS = 1024
-STEP_SECONDS, TOKEN_SECONDS = 0.01, 2e-5  # 20 prompts of 400 tokens fill a step of 0.17 s
+STEP_SECONDS, TOKEN_SECONDS = 0.01, 4e-5  # 20 prompts of 400 tokens fill a step of 0.34 s
 PROMPT_TOKENS, OUTPUT_TOKENS = 400, 2_000
-HEAD_START_SECONDS, JOINED_SECONDS = 0.5, 2.0
+HEAD_START_REQUESTS, JOINED_SECONDS = 20, 2.0
 MOST_OVER_MEAN, LEAST_SHARE = 1.10, 0.40
 
 
@@ -65,13 +66,16 @@ class Site:
     async def accept(self, num_requests: int) -> list[str]:
         source = random.Random(1)
         request_ids = [f"{source.getrandbits(128):032x}" for _ in range(num_requests)]
-        for request_id in request_ids:
-            request = GenerationRequest(
+        bodies = [
+            GenerationRequest(
                 request_id=request_id,
                 prompt_token_ids=source.choices(range(100, 40_000), k=PROMPT_TOKENS),
                 sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, seed=1, ignore_eos=True),
             )
-            await self.scripts.accept(request_id, encode(request), gateway_id="bench", priority_class="interactive")
+            for request_id in request_ids
+        ]
+        accept = partial(self.scripts.accept, gateway_id="bench", priority_class="interactive")
+        await asyncio.gather(*(accept(body.request_id, encode(body)) for body in bodies))
         return request_ids
 
     async def owners(self, request_ids: list[str]) -> dict[str, str]:
@@ -118,8 +122,13 @@ async def _late_joiner(site: Site, burst: int) -> dict[str, Any]:
     may_join = site.directory / "may-join"
     with _running(site, {"first": [], "joiner": ["--load-until", str(may_join)]}):
         await site.wait_for_workers(1)
+        async with asyncio.timeout(START_SECONDS):
+            while not may_join.with_suffix(".loading").exists():
+                await asyncio.sleep(0.02)
         request_ids = await site.accept(burst)
-        await asyncio.sleep(HEAD_START_SECONDS)
+        async with asyncio.timeout(CLAIM_SECONDS):
+            while len(await site.unbegun(request_ids)) > burst - HEAD_START_REQUESTS:
+                await asyncio.sleep(0.02)
         may_join.touch()
         await site.wait_for_workers(2)
         waiting = await site.unbegun(request_ids)
@@ -130,7 +139,7 @@ async def _late_joiner(site: Site, burst: int) -> dict[str, Any]:
         "waiting_when_it_joined": len(waiting),
         "of_them_the_joiner_has": joined,
         "of_them_nobody_has": len(waiting) - len(owners),
-        "joiners_share": joined / len(waiting),
+        "joiners_share": joined / len(waiting) if waiting else 0.0,
     }
 
 
