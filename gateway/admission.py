@@ -6,7 +6,7 @@ ACCEPT knows the queue's true length, and it refuses with BUSY.
 
 from dataclasses import dataclass
 
-from gateway.errors import Unavailable
+from gateway.errors import RateLimited, Unavailable
 
 RETRY_AFTER_SECONDS = {
     "draining": 1,  # another gateway, or this one restarted, answers at once
@@ -19,6 +19,7 @@ RETRY_AFTER_SECONDS = {
     "name_contended": 1,
     "store_full": 5,  # room comes as requests end, and ended ones leave after ten minutes
 }
+SHARE_RETRY_AFTER_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,12 @@ def admit(load: Load, limits: Limits) -> Admitted | Rejected:
 
 def unavailable(reason: str, message: str) -> Unavailable:
     return Unavailable(message, code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])
+
+
+def share_full(max_bytes: int) -> RateLimited:
+    return RateLimited(
+        f"What this key's requests hold in the store would be more than its share, {max_bytes} bytes; they leave it "
+        "ten minutes after their end.",
+        code="store_share_exceeded",
+        retry_after_seconds=SHARE_RETRY_AFTER_SECONDS,
+    )

@@ -50,6 +50,7 @@ class GatewayState:
                     self.open_requests,
                     self.background,
                     worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
+                    num_models=len(clients),
                 )
                 for options, client in clients.items()
             ]

@@ -1,7 +1,7 @@
 """Every stream, group, channel and key name in Redis.
 
 All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal
-in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a channel prefix.
+in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a prefix.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,10 @@ class RedisKeys:
     def client_name(self, digest: str) -> str:
         """A client's own name for a request; `digest` covers whose it is."""
         return self._name(f"i:{digest}")
+
+    def account(self, owner_key_hash: str) -> str:
+        """What the requests of one API key hold. Beside the names, which the store's users of before may write too."""
+        return self._name(f"i:bytes:{owner_key_hash}")
 
     def fence(self, worker_id: str) -> str:
         return self._name(f"w:{worker_id}")

@@ -27,7 +27,7 @@ from redis.asyncio import Redis
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
-PUBLISHING = ("emit", "finish")  # scripts that begin with publish.lua
+BEGINNINGS = {"emit": "publish", "finish": "publish", "accept": "account"}  # what is put before a script
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
     *("cancel", "reap", "tick"),
@@ -36,6 +36,8 @@ KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
 GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
 PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
+ACCOUNT_SECONDS = 7_200  # what a key's requests hold, counted since its last one; a few live longer, uncounted then
+BARE_REQUEST_BYTES = 1_024  # of the store beside body, record and journal: fields, names, entries of queue and account
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
@@ -57,6 +59,7 @@ class AcceptStatus(StrEnum):
     OK = "OK"
     DUP = "DUP"  # stored already: a repeat
     BUSY = "BUSY"  # the queue is at its cap; nothing was stored
+    FULL = "FULL"  # so is what their key may hold; nothing was stored
 
 
 class AttachStatus(IntEnum):
@@ -98,6 +101,15 @@ class NewRequest:
     body: bytes
     journal: bytes = b""  # of tokens that its client already has
     keep: Keep | None = None
+    reserved_bytes: int = 0  # that it may write into its journal
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the requests of one key may hold in the store, all together."""
+
+    owner_key_hash: str
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +222,8 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
 
 def load_sources() -> dict[str, str]:
     folder = files("shared") / "redis_scripts"
-    publishing = (folder / "publish.lua").read_text()
-    texts = {name: (folder / f"{name}.lua").read_text() for name in SCRIPT_NAMES}
-    return {name: publishing + text if name in PUBLISHING else text for name, text in texts.items()}
+    parts = {name: (BEGINNINGS[name], name) if name in BEGINNINGS else (name,) for name in SCRIPT_NAMES}
+    return {name: "".join((folder / f"{part}.lua").read_text() for part in parts[name]) for name in parts}
 
 
 class RedisScripts:
@@ -240,18 +251,28 @@ class RedisScripts:
         )
 
     async def accept_all(
-        self, requests: Sequence[NewRequest], *, gateway_id: str, priority_class: str, max_queued: int = -1
+        self,
+        requests: Sequence[NewRequest],
+        *,
+        gateway_id: str,
+        priority_class: str,
+        max_queued: int = -1,
+        share: Share | None = None,
     ) -> AcceptStatus:
-        """All or none, in one queue. The first one's keep has the name of all. Raises NameTaken."""
+        """All or none, in one queue. The first one's keep has the name of all. Without a share they are not counted.
+        Raises NameTaken."""
         first_id, first = requests[0].request_id, requests[0].keep or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
-        keys = [self.keys.queue(priority_class), name, *self._pairs([request.request_id for request in requests])]
+        account = self.keys.account(share.owner_key_hash) if share else self.keys.request(first_id)
+        pairs = self._pairs([request.request_id for request in requests])
+        keys = [self.keys.queue(priority_class), name, account, *pairs]
         arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
         arguments += [first.fingerprint, first.stale_id, first.name_seconds]
+        arguments += [share.max_bytes if share else "", ACCOUNT_SECONDS, BARE_REQUEST_BYTES, *self._pair("")]
         for request in requests:
             keep = request.keep or _NOT_KEPT
             arguments += [request.request_id, request.body, request.journal]
-            arguments += [keep.record, keep.holder, keep.grace_seconds]
+            arguments += [keep.record, keep.holder, keep.grace_seconds, request.reserved_bytes]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"the store answered for another request than {first_id}")

@@ -11,10 +11,11 @@ from gateway.answers.anthropic_response import AnthropicFormat
 from gateway.answers.compaction_format import CompactionFormat
 from gateway.answers.openai_response import ChatFormat, CompletionFormat, ResponseFormat
 from gateway.answers.responses_format import ResponsesFormat
-from gateway.requests.anthropic_schema import parse_messages
-from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
-from gateway.requests.responses_compaction import parse_compaction
-from gateway.requests.responses_schema import parse_response
+from gateway.requests.anthropic_schema import MessagesBody, parse_messages
+from gateway.requests.openai_schema import ChatBody, CompletionBody, CompletionRequest, parse_chat, parse_completion
+from gateway.requests.responses_body import ResponsesBody
+from gateway.requests.responses_compaction import CompactionBody, parse_compaction
+from gateway.requests.responses_schema import EARLIER_ITEMS, parse_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,21 @@ class AnswerKind:
     name: str  # stored: it outlives a release
     parse: Callable[[bytes], CompletionRequest]
     make_format: Callable[..., ResponseFormat]
+    fields: frozenset[str]  # that a body of it can have, but for those without effect
 
 
-CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat)
-COMPLETION = AnswerKind("text_completion", parse_completion, CompletionFormat)
-MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat)
-RESPONSE = AnswerKind("response", parse_response, ResponsesFormat)
-COMPACTION = AnswerKind("response.compaction", parse_compaction, CompactionFormat)
+CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat, frozenset(ChatBody.__struct_fields__))
+COMPLETION = AnswerKind(
+    "text_completion", parse_completion, CompletionFormat, frozenset(CompletionBody.__struct_fields__)
+)
+MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat, frozenset(MessagesBody.__struct_fields__))
+RESPONSE = AnswerKind(
+    "response", parse_response, ResponsesFormat, frozenset((*ResponsesBody.__struct_fields__, EARLIER_ITEMS))
+)
+COMPACTION = AnswerKind(
+    "response.compaction",
+    parse_compaction,
+    CompactionFormat,
+    frozenset((*CompactionBody.__struct_fields__, EARLIER_ITEMS)),
+)
 KINDS = {kind.name: kind for kind in (CHAT, COMPLETION, MESSAGE, RESPONSE, COMPACTION)}

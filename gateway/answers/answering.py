@@ -19,6 +19,7 @@ from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.keeping import Wish, new_keeps, wish_of
 from gateway.answers.kept_answers import AnswerChanged, KeptAnswer, find_named
+from gateway.answers.kept_body import told_names
 from gateway.answers.message_parsing import with_calls
 from gateway.auth.charges import CHARGE
 from gateway.errors import GatewayError, RateLimited, Unavailable
@@ -121,13 +122,17 @@ async def _new_reply(
     if timeouts:
         planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
     created, answer_id = int(time.time()), planned[0].request.request_id
-    keeps = new_keeps(wish, planned, kind.name, body, created) if wish else []
+    keeps = (
+        await asker.work(len(body), partial(new_keeps, wish, planned, kind, body, completion.ignored, created))
+        if wish
+        else []
+    )
     detach_seconds = wish.detach_seconds if wish else None
     metrics = service.metrics if asker.is_recorded else service.unrecorded
     generation = Generation(service, model, completion, planned, arrived_at, metrics)
     token_ids = [plan.request.prompt_token_ids for plan in planned]
     reply = _reply(asker, kind, completion, generation, token_ids, answer_id, created, detach_seconds)
-    return reply, partial(generation.submit, keeps)
+    return reply, partial(generation.submit, keeps, service.share_of(account))
 
 
 async def _fleet_seconds(service: ModelService) -> float:
@@ -287,6 +292,6 @@ async def _given(
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Of unknown fields. Names come from the client: only plain ones may enter a header, and not without end."""
-    plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= 64]
-    return {"x-pagestream-ignored": ", ".join(plain[:16])} if plain else {}
+    """Of unknown fields."""
+    told = told_names(names)
+    return {"x-pagestream-ignored": ", ".join(told)} if told else {}

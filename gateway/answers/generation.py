@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-from gateway.admission import unavailable
+from gateway.admission import share_full, unavailable
 from gateway.answers.best_of import BestOf
 from gateway.answers.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.answers.message_parsing import message_parsers, parsed, reads_special_mark
@@ -25,7 +25,15 @@ from gateway.models.model_service import ModelService
 from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
-from gateway.store.inference_client import InferenceClient, Keep, QueueFull, ResponseStream, StoreUnavailable
+from gateway.store.inference_client import (
+    InferenceClient,
+    Keep,
+    QueueFull,
+    ResponseStream,
+    Share,
+    ShareFull,
+    StoreUnavailable,
+)
 from gateway.store.response_stream import news_of
 from gateway.text.logprobs import ScoredTokens
 from gateway.text.output_text import OutputText, StopStrings
@@ -119,11 +127,14 @@ class Generation:
         """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
         return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
 
-    async def submit(self, keeps: Sequence[Keep] = ()) -> None:
-        """`keeps`: one a prompt, of an answer that is kept. Raises Unavailable or NameTaken; then nothing was stored,
-        or what was is withdrawn."""
+    async def submit(self, keeps: Sequence[Keep] = (), share: Share | None = None) -> None:
+        """`keeps`: one a prompt, of an answer that is kept; `share`: what its key may hold in the store. Raises
+        Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
         try:
-            streams = await self._client.submit_all([request.request for request in self._requests], keeps)
+            streams = await self._client.submit_all([request.request for request in self._requests], keeps, share)
+        except ShareFull as error:
+            self.service.metrics.rejected.labels("store_share").inc()
+            raise share_full(error.max_bytes) from error
         except QueueFull as error:
             self.service.metrics.rejected.labels("queue_full").inc()
             raise unavailable("queue_full", "The queue is full; try again later.") from error

@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec import structs
 
+from gateway.answers.answer_kinds import AnswerKind
+from gateway.answers.kept_body import MIN_PACKED_BYTES, kept_body, packed, unpacked
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
@@ -32,10 +35,12 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What any gateway needs to give the answer again, beside the first prompt's request."""
 
     kind: str
-    body: bytes
     created: int
     detach_seconds: float
-    others: list[GenerationRequest] = []  # those of the second prompt and on
+    body: bytes = b""  # as kept_body() has it, or packed; without either, nobody can read the record
+    packed: bytes = b""
+    other_ids: list[str] = []  # of the second prompt's request and on
+    others: list[GenerationRequest] = []  # those requests, in records of releases that stored them
     name: str = ""  # its client's, as Wish has it: whoever holds the answer prolongs the name too
 
 
@@ -78,11 +83,22 @@ def name_digest(owner_key_hash: str, name: str) -> str:
     return _digest(owner_key_hash.encode(), name.encode())
 
 
-def new_keeps(wish: Wish, planned: Sequence[PlannedRequest], kind: str, body: bytes, created: int) -> list[Keep]:
-    """One a planned request, for its ACCEPT."""
-    others = [plan.request for plan in planned[1:]]
+def new_keeps(
+    wish: Wish, planned: Sequence[PlannedRequest], kind: AnswerKind, body: bytes, ignored: Sequence[str], created: int
+) -> list[Keep]:
+    """One a planned request, for its ACCEPT. `ignored`: names of fields of `body` that nobody knows."""
+    other_ids = [plan.request.request_id for plan in planned[1:]]
+    kept = kept_body(kind, body, ignored)
+    # Of several requests always: releases that look for `others` are to find nothing rather than a part.
+    is_packed = bool(other_ids) or len(kept) >= MIN_PACKED_BYTES
     record = AnswerRecord(
-        kind=kind, body=body, created=created, detach_seconds=wish.detach_seconds, others=others, name=wish.name
+        kind=kind.name,
+        created=created,
+        detach_seconds=wish.detach_seconds,
+        body=b"" if is_packed else kept,
+        packed=packed(kept) if is_packed else b"",
+        other_ids=other_ids,
+        name=wish.name,
     )
     first, *parts = attached_keeps(
         msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned), wish.name
@@ -99,12 +115,14 @@ def attached_keeps(
 
 
 def decode_record(data: bytes) -> AnswerRecord | None:
-    """None for a request that is not the first of a kept answer, or was kept by a later release."""
+    """With its body unpacked. None for a request that is not the first of a kept answer, or was kept by a later
+    release."""
     if not data or data == PART:
         return None
     try:
-        return _decoder.decode(data)
-    except msgspec.DecodeError:  # ValidationError is one
+        record = _decoder.decode(data)
+        return structs.replace(record, body=unpacked(record.packed)) if record.packed else record
+    except ValueError:  # DecodeError and ValidationError are such
         return None
 
 

@@ -125,7 +125,8 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
     if record is None or record.kind not in KINDS:
         raise _not_found()
     parts = [first]
-    for other in await _stored(service, [other.request_id for other in record.others]) if record.others else []:
+    other_ids = record.other_ids or [other.request_id for other in record.others]
+    for other in await _stored(service, other_ids) if other_ids else []:
         if other is None:  # they are accepted together, and kept until the last has ended: the store lost it
             raise _not_found()
         parts.append(other)

@@ -12,8 +12,8 @@ from gateway.answers.answer_kinds import RESPONSE
 from gateway.answers.answering import collect_again
 from gateway.answers.asker import Asker
 from gateway.answers.kept_answers import KeptAnswer, find_answer
-from gateway.errors import GatewayError, InvalidRequest, RequestNotFound, Unavailable
-from gateway.requests.request_body import decode_body
+from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
+from gateway.requests.request_body import MAX_BODY_BYTES, decode_body
 from gateway.requests.responses_body import ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import EARLIER_ITEMS
@@ -37,13 +37,19 @@ async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswe
 async def with_history(
     asker: Asker, body: bytes, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
 ) -> bytes:
-    """The body to be read and stored. Raises InvalidRequest."""
+    """The body to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
+    any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
     fields, given = decode_body(body, kind)
     if fields.previous_response_id is None:
         return body
     earlier = await _items_of(asker, fields.previous_response_id)
     merged = {**given, "input": earlier + _given_items(given), EARLIER_ITEMS: len(earlier)}
-    return json.dumps(merged, ensure_ascii=False).encode()
+    whole = json.dumps(merged, ensure_ascii=False).encode()
+    if len(whole) > MAX_BODY_BYTES:
+        raise BodyTooLarge(
+            f"{PARAM}: with its items the request has {len(whole)} bytes; at most {MAX_BODY_BYTES}.", param=PARAM
+        )
+    return whole
 
 
 def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:

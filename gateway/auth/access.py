@@ -73,6 +73,7 @@ class Access:
         account = self._accounts.get(key.sha256)
         if account is None or account.key != key:  # a key whose limits have changed begins anew
             account = self._accounts[key.sha256] = Account(key, self._clock)
+        account.store_ratio = self._ring.store_ratio(key)
         return account
 
     def batch_account(self, owner_key_hash: str) -> Account | None:
@@ -86,6 +87,8 @@ class Access:
         account = self._batch_accounts.get(owner_key_hash)
         if account is None or account.key != key:
             account = self._batch_accounts[owner_key_hash] = Account(key, self._clock)
+        if key is not None:
+            account.store_ratio = self._ring.store_ratio(key)
         return account
 
     async def watch(self) -> None:

@@ -3,9 +3,10 @@
     [[keys]]                      # the file of --api-keys-file
     name = "team-a"               # in logs, and the tenant within which prompts share cached KV
     sha256 = "<64 hex digits>"    # of the key, which is itself nowhere
-    requests_per_minute = 600     # these five are optional
+    requests_per_minute = 600     # these six are optional
     tokens_per_minute = 200000
     max_concurrent = 32
+    store_ratio = 0.5             # of the store's memory, that its requests may hold; default: a third, alone all of it
     models = ["qwen"]             # those that it may use, by any of their names; default: all
     highest_priority_class = "batch"  # its requests wait behind those of `interactive` ones, whatever they ask for
 
@@ -25,6 +26,8 @@ import msgspec
 MAX_KEY_BYTES = 256
 MIN_KEY_BYTES = 16  # shorter ones can be guessed; `openssl rand -hex 16` gives 32
 SAMPLE_KEYS = frozenset((b"default", b"changeme", b"your-api-key-here", b"sk-no-key-required", b"token-abc123"))
+# Admission ends for all where the store is three quarters full: two keys that take all of theirs leave it open.
+DEFAULT_STORE_RATIO = 1 / 3
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -40,6 +43,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
     max_concurrent: _Positive | None = None
+    store_ratio: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     models: tuple[str, ...] | None = None
     highest_priority_class: Literal["interactive", "batch"] = "interactive"
 
@@ -62,6 +66,10 @@ class KeyRing:
         for what, values in (("name", [key.name for key in self.keys]), ("sha256", [key.sha256 for key in self.keys])):
             if len(set(values)) != len(values):
                 raise ApiKeysError(f"two keys have the same {what}")
+
+    def store_ratio(self, key: ApiKey) -> float:
+        """The part of the store that its requests may hold: all of it if nobody else has a key."""
+        return key.store_ratio or (DEFAULT_STORE_RATIO if len(self.keys) > 1 else 1.0)
 
     def find(self, presented: bytes) -> ApiKey | None:
         """Compares with every key, whichever fits: the time tells nothing of how near a guess came."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from gateway.admission import Limits, Load, Rejected, admit, unavailable
+from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.models.model_options import ModelOptions
@@ -18,7 +19,8 @@ from gateway.open_requests import OpenRequests
 from gateway.readiness import Readiness, assess, ready_workers
 from gateway.requests.deadlines import Timeouts, without_worker
 from gateway.requests.planning import ModelLimits
-from gateway.store.inference_client import InferenceClient
+from gateway.store.inference_client import InferenceClient, Share
+from gateway.store.store_share import share_of
 from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
 
 logger = logging.getLogger("gateway")
@@ -36,8 +38,10 @@ class ModelService:
         background: BackgroundWork,
         *,
         worker_wait_seconds: float,
+        num_models: int = 1,
     ) -> None:
-        """`worker_wait_seconds`: for how long after the last ready worker the next one is waited for; 0: not at all."""
+        """`num_models`: of this gateway, all together; `worker_wait_seconds`: for how long after the last ready worker
+        the next one is waited for; 0: not at all."""
         self.options = options
         self.client = client
         self.metrics = metrics
@@ -47,6 +51,7 @@ class ModelService:
         self.model: ServedModel | None = None
         self._open_requests = open_requests
         self._worker_wait_seconds = worker_wait_seconds
+        self._num_models = num_models
         self._started_at = time.monotonic()
         metrics.registry.register(DeliveryCollector(client))
 
@@ -106,6 +111,11 @@ class ModelService:
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
         """Those of a request that is admitted now: nobody waits for ever for a worker that is to come."""
         return timeouts if ready_workers(self.client.fleet) else without_worker(timeouts)
+
+    def share_of(self, account: Account) -> Share | None:
+        """What the account's requests may hold in the store; None: as much as there is."""
+        max_bytes = self.client.store_memory.max_bytes
+        return share_of(account.owner_key_hash, account.store_ratio, max_bytes, self._num_models)
 
     def limits(self, model: ServedModel) -> ModelLimits:
         """The smallest context of all: any worker may be the one that takes the request. While none is ready, the next

@@ -1,4 +1,7 @@
-"""ACCEPT as one gateway calls it: the requests of an answer all or none, and what the store has lost once more."""
+"""ACCEPT as one gateway calls it: the requests of an answer all or none, and what the store has lost once more.
+
+Who is refused for the length of the queue, or for what the key holds, has left nothing in the store.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,24 +10,46 @@ from dataclasses import replace
 from redis.exceptions import RedisError
 
 from gateway.store.response_stream import ResponseStream
-from gateway.store.store_calls import StoreUnavailable
-from shared.messages import encode
+from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
+from gateway.store.store_share import reserved_bytes
+from shared.messages import GenerationRequest, encode
 from shared.redis_client import got_no_reply
-from shared.redis_scripts import AcceptStatus, NewRequest, RedisScripts
+from shared.redis_scripts import AcceptStatus, NewRequest, RedisScripts, Share
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
 
 
 class Acceptance:
-    def __init__(self, gateway_id: str, max_queued_requests: int) -> None:
+    def __init__(self, gateway_id: str, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self._gateway_id = gateway_id
         self._max_queued_requests = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
 
-    async def accept(self, scripts: RedisScripts, streams: Sequence[ResponseStream]) -> AcceptStatus:
-        """The new requests of one answer. Raises StoreUnavailable or NameTaken."""
+    def check_room(self, num_waiting_tokens: int, requests: Sequence[GenerationRequest]) -> None:
+        """Raises QueueFull."""
+        if self._max_queued_tokens is None:
+            return
+        num_new = sum(len(request.prompt_token_ids) for request in requests)
+        if num_waiting_tokens and num_waiting_tokens + num_new > self._max_queued_tokens:
+            raise QueueFull(f"prompts of {num_waiting_tokens} tokens wait")
+
+    async def accept(self, scripts: RedisScripts, streams: Sequence[ResponseStream], share: Share | None) -> None:
+        """The new requests of one answer. Raises Refused, StoreUnavailable or NameTaken."""
+        status = await self._repeated(scripts, streams, share)
+        if status is AcceptStatus.BUSY:
+            priority_class = streams[0].request.priority_class
+            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are queued")
+        if status is AcceptStatus.FULL:
+            assert share is not None
+            raise ShareFull(share.max_bytes)
+
+    async def _repeated(
+        self, scripts: RedisScripts, streams: Sequence[ResponseStream], share: Share | None
+    ) -> AcceptStatus:
         requests = [
-            NewRequest(stream.request_id, encode(stream.request), keep=stream.keep) for stream in streams
+            NewRequest(stream.request_id, encode(stream.request), b"", stream.keep, reserved_bytes(stream.request))
+            for stream in streams
         ]
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
@@ -33,6 +58,7 @@ class Acceptance:
                     gateway_id=self._gateway_id,
                     priority_class=streams[0].request.priority_class,
                     max_queued=self._max_queued_requests,
+                    share=share,
                 )
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):

@@ -35,7 +35,15 @@ from gateway.store.overdue import OverdueRequests
 from gateway.store.queue_stats import QueueStats, read_queue_stats, timed_write
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
-from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, StoreCalls, StoreUnavailable
+from gateway.store.store_calls import (
+    InferenceError,
+    QueueFull,
+    Refused,
+    RequestGone,
+    ShareFull,
+    StoreCalls,
+    StoreUnavailable,
+)
 from gateway.store.store_memory import StoreMemory
 from gateway.store.stored_request import STORED_END, is_missing
 from gateway.store.stream_table import StreamTable
@@ -54,12 +62,12 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import AcceptStatus, AttachStatus, Keep, NameTaken, RedisScripts
+from shared.redis_scripts import AttachStatus, Keep, NameTaken, RedisScripts, Share
 from shared.subscription import GAP, Message, Subscription
 
 __all__ = [
     "InferenceClient", "InferenceError", "Keep", "NameTaken", "QueueFull", "QueueStats", "RequestGone",
-    "ResponseStream", "StoreUnavailable", "WorkerStatus",
+    "ResponseStream", "Share", "ShareFull", "StoreUnavailable", "WorkerStatus",
 ]  # fmt: skip
 
 QUIET_SECONDS = 2.0
@@ -93,15 +101,13 @@ class InferenceClient:
         self._scripts = RedisScripts(connections.commands, keys)
         self._keys = keys
         self._gateway_id = gateway_id
-        self._max_queued_requests = max_queued_requests
-        self._max_queued_tokens = max_queued_tokens
         self._quiet_seconds = quiet_seconds
         self._clock = clock
         self._fleet = Fleet(clock)
         self.store_memory = StoreMemory()
         self.kv = KVWatch(connections, keys)
         self._streams = StreamTable()
-        self._acceptance = Acceptance(gateway_id, max_queued_requests)
+        self._acceptance = Acceptance(gateway_id, max_queued_requests, max_queued_tokens)
         self._held = HeldAnswers()
         self._withdrawals = Withdrawals(self._scripts)
         self._fleet_clock = FleetClock(self._scripts, clock)
@@ -140,17 +146,14 @@ class InferenceClient:
         return stream
 
     async def submit_all(
-        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = ()
+        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = (), share: Share | None = None
     ) -> list[ResponseStream]:
-        """Store the requests of one answer, all or none; `keeps`: one each, if it is kept. Raises QueueFull,
-        StoreUnavailable or NameTaken; safe to cancel (they are withdrawn then)."""
-        self._check_room(requests)
+        """Store the requests of one answer, all or none; `keeps`: one each, if it is kept; `share`: what their key may
+        hold. Raises QueueFull, ShareFull, StoreUnavailable or NameTaken; safe to cancel (they are withdrawn then)."""
+        self._acceptance.check_room(self._streams.num_waiting_tokens, requests)
         # Before ACCEPT: a worker may be faster than our reply.
         streams = [self._open(request, keep) for request, keep in zip_longest(requests, keeps)]
-        status = await self._opened(streams, self._acceptance.accept(self._scripts, streams))
-        if status is AcceptStatus.BUSY:
-            self._streams.discard(*streams)
-            raise QueueFull(f"{self._max_queued_requests} requests of class {requests[0].priority_class} are queued")
+        await self._opened(streams, self._acceptance.accept(self._scripts, streams, share))
         for stream in streams:
             stream.is_accepted = True
         self._held.add(streams)
@@ -215,13 +218,6 @@ class InferenceClient:
         """Seconds that one write took; raises StoreUnavailable. A PING would still answer when writes are refused."""
         return await self._calls.ask(timed_write(self._redis, self._keys, self._clock))
 
-    def _check_room(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._max_queued_tokens is None:
-            return
-        waiting, new = self._streams.num_waiting_tokens, sum(len(request.prompt_token_ids) for request in requests)
-        if waiting and waiting + new > self._max_queued_tokens:
-            raise QueueFull(f"prompts of {waiting} tokens wait")
-
     def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
         stream = ResponseStream(request, keep)
         stream.last_heard = self._clock()
@@ -234,7 +230,7 @@ class InferenceClient:
         task = self._calls.own(call)
         try:
             return await asyncio.shield(task)
-        except NameTaken:
+        except (NameTaken, Refused):
             self._streams.discard(*streams)
             raise
         except (asyncio.CancelledError, RedisError, OSError, InferenceError) as error:

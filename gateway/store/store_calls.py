@@ -22,8 +22,20 @@ class InferenceError(Exception):
     """A request that was not accepted, or a store that does not answer."""
 
 
-class QueueFull(InferenceError):
+class Refused(InferenceError):
+    """The store has nothing of it."""
+
+
+class QueueFull(Refused):
     """The queue of its class is at its cap (answer 503 with Retry-After)."""
+
+
+class ShareFull(Refused):
+    """What its key may hold in the store is used up (answer 429 with Retry-After)."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"{max_bytes} bytes")
+        self.max_bytes = max_bytes
 
 
 class RequestGone(InferenceError):

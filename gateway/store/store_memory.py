@@ -23,6 +23,7 @@ logger = logging.getLogger("gateway")
 class StoreMemory:
     def __init__(self) -> None:
         self.used_ratio = 0.0  # of its maxmemory, or of its machine's, as last read; 0 before
+        self.max_bytes = 0  # that those are; 0 before, or while nobody says
         self.has_room = True
         self._is_warned = False
 
@@ -31,6 +32,7 @@ class StoreMemory:
         if not max_bytes:
             self._warn_once(system_bytes)
         limit_bytes = max_bytes or system_bytes
+        self.max_bytes = limit_bytes
         self.used_ratio = used_bytes / limit_bytes if limit_bytes > 0 else 0.0
         self.has_room = self.used_ratio < (CLOSE_AT_RATIO if self.has_room else REOPEN_AT_RATIO)
 

@@ -3,15 +3,19 @@
 -- A request with a record is kept: it has holders, and its state outlives its end (cancel.lua). `i` is its client's name for
 -- the answer, which is that of the first request: SAME if it already names another than `stale`, which the caller knows to be
 -- over for good. The name lives as long as the answer can be given: prolong.lua sees to that.
--- KEYS  q, i (or the first r again), (r, j)...
--- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i, then
---       (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace seconds) for each (r, j)
--- reply {OK|DUP|BUSY, first request id} | {SAME, first request id, the other's id, its fingerprint}
+-- With a limit, `a` is the account of their key (account.lua): FULL if it would hold more than that.
+-- KEYS  q, i (or the first r again), a (or the first r), (r, j)...
+-- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
+--       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, then
+--       (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace seconds, bytes that
+--       it may write) for each (r, j)
+-- reply {OK|DUP|BUSY|FULL, first request id} | {SAME, first request id, the other's id, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
-local first, count = ARGV[8], (#KEYS - 2) / 2
+local limit, account_seconds, bare_bytes, r_prefix, j_prefix = unpack(ARGV, 8, 12)
+local first, count = ARGV[13], (#KEYS - 3) / 2
 
-if redis.call('EXISTS', KEYS[3]) == 1 then
+if redis.call('EXISTS', KEYS[4]) == 1 then
   return {'DUP', first}
 end
 if fingerprint ~= '' then
@@ -27,9 +31,28 @@ if tonumber(cap) >= 0 then
     return {'BUSY', first}
   end
 end
+local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumber(bare_bytes))
+if account then
+  local entries, new = {}, 0
+  for n = 1, count do
+    local id, body, journal, record, _, _, reserved = unpack(ARGV, 6 + 7 * n, 12 + 7 * n)
+    local own = #body + #record + bare_bytes
+    local counted = own + math.max(tonumber(reserved), #journal)
+    entries[n] = {id, own, reserved, counted}
+    new = new + counted
+  end
+  local has_room = account.has_room(new, tonumber(limit))
+  for n = 1, has_room and count or 0 do
+    account.add(unpack(entries[n]))
+  end
+  account.save(account_seconds)
+  if not has_room then
+    return {'FULL', first}
+  end
+end
 for n = 1, count do
-  local r, j = KEYS[1 + 2 * n], KEYS[2 + 2 * n]
-  local id, body, journal, record, holder, grace = unpack(ARGV, 2 + 6 * n, 7 + 6 * n)
+  local r, j = KEYS[2 + 2 * n], KEYS[3 + 2 * n]
+  local id, body, journal, record, holder, grace = unpack(ARGV, 6 + 7 * n, 11 + 7 * n)
   local entry = redis.call('XADD', q, '*', 'r', id, 'a', '1', 's', '0')
   if journal == '' then
     redis.call('DEL', j)

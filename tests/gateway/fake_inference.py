@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from gateway.store.inference_client import Keep, QueueStats, WorkerStatus
+from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
 from gateway.store.queue_stats import QueueLoad
 from gateway.store.store_memory import StoreMemory
 from shared.kv_snapshot import KVSnapshot
@@ -130,7 +130,7 @@ class FakeInferenceClient:
         return stream
 
     async def submit_all(
-        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = ()
+        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = (), share: Share | None = None
     ) -> list[FakeStream]:
         return [await self.submit(request) for request in requests]
 

@@ -106,11 +106,11 @@ class TestAfterARefusal:
 
     async def test_of_a_gateway_that_lets_nobody_in(self, world: World) -> None:
         world.worker.gate.allow(FOREVER_STEPS)
-        memory = world.gateways[0].client.store_memory
-        memory.update(80, 100)
+        open_requests = world.gateways[0].state.open_requests
+        open_requests.draining = True
         status, error = await world.gateways[0].post(COMPLETIONS, SHORT, Idempotency_Key="k")
-        assert (status, error["error"]["code"]) == (503, "store_full")
-        memory.update(1, 100)
+        assert (status, error["error"]["code"]) == (503, "draining")
+        open_requests.draining = False
         assert (await world.gateways[0].post(COMPLETIONS, SHORT, Idempotency_Key="k"))[0] == 200
 
 

@@ -172,6 +172,16 @@ class TestReload:
         with pytest.raises(Unauthenticated):
             access.account(bearer(KEY))
 
+    def test_keys_share_the_store_and_one_alone_has_it_all(self, keys_file: Path) -> None:
+        access = Access(keys_file=keys_file)
+        assert access.account(bearer(KEY)).store_ratio == 1
+        keys_file.write_text(entry("team-a", KEY) + entry("team-b", OTHER) + "store_ratio = 0.5\n")
+        access.reload_if_changed()
+        accounts = [access.account(bearer(key)) for key in (KEY, OTHER)]
+        assert [account.store_ratio for account in accounts] == [1 / 3, 0.5]
+        batches = access.batch_account(digest_of(KEY.encode()))
+        assert batches is not None and batches.store_ratio == 1 / 3
+
     def test_an_absent_file_stops_the_start_only(self, keys_file: Path) -> None:
         access = Access(keys_file=keys_file)
         os.unlink(keys_file)

@@ -1,0 +1,149 @@
+"""What is stored of a kept answer's body: enough to write the answer again, and no more."""
+
+import json
+import random
+import string
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.answers.answer_kinds import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
+from gateway.answers.keeping import AnswerRecord, Wish, decode_record, new_keeps
+from gateway.answers.kept_body import MAX_UNPACKED_BYTES, kept_body, packed, unpacked
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import PlannedRequest
+from shared.messages import GenerationRequest, SamplingParams
+
+MEGABYTES = "A" * 2_000_000
+NOISE = "".join(random.Random(1).choices(string.printable, k=100_000))  # which no packing makes short
+TOOL = {"name": "f", "description": NOISE[:100], "parameters": {"type": "object"}}
+HI = [{"role": "user", "content": NOISE}]
+BODIES: list[tuple[AnswerKind, dict[str, Any]]] = [
+    (CHAT, {"messages": HI, "n": 2, "stop": ["x"], "stream": True, "stream_options": {"include_usage": True}}),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": TOOL}], "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}, "return_token_ids": True}),
+    (
+        CHAT,
+        {
+            "messages": [*HI, {"role": "assistant", "content": "<"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+    ),
+    (COMPLETION, {"prompt": NOISE, "max_tokens": 5, "best_of": 3, "n": 2, "bad_words": ["x"] * 500}),
+    (COMPLETION, {"prompt": [NOISE, NOISE], "logprobs": 2, "logit_bias": {"1": 5}}),
+    (COMPLETION, {"prompt": list(range(9999)), "allowed_token_ids": list(range(9999)), "cache_salt": "s"}),
+    (COMPLETION, {"prompt": [[1, 2], [3]], "detach_seconds": 5}),
+    (MESSAGE, {"model": "m", "messages": HI, "system": NOISE, "max_tokens": 5, "thinking": {"type": "adaptive"}}),
+    (
+        MESSAGE,
+        {
+            "model": "m",
+            "messages": [*HI, {"role": "assistant", "content": "{"}],
+            "max_tokens": 5,
+            "stop_sequences": ["}"],
+        },
+    ),
+    (RESPONSE, {"input": NOISE, "store": False, "detach_seconds": 1}),
+]
+EXTRAS = {"user": MEGABYTES, "metadata": {"a": "b"}, "x_new": MEGABYTES, "no name": 1, **{f"f{i}": i for i in range(9)}}
+
+
+def kept(kind: AnswerKind, body: dict[str, Any]) -> tuple[CompletionRequest, bytes]:
+    encoded = json.dumps(body).encode()
+    request = kind.parse(encoded)
+    return request, kept_body(kind, encoded, request.ignored)
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES)
+def test_an_answer_is_written_by_it_as_by_the_whole_body(kind: AnswerKind, body: dict[str, Any]) -> None:
+    whole, short = kept(kind, body)
+    again = kind.parse(short)
+    for name in (
+        "choices", "n", "max_tokens", "stops", "stream", "include_usage", "continuous_usage", "echo", "is_chat",
+        "must_think", "background", "repeated", "num_logprobs", "num_prompt_logprobs", "tools",
+    ):  # fmt: skip
+        assert getattr(again, name) == getattr(whole, name), name
+    assert len(again.prompts) == len(whole.prompts)
+    assert (again.grammar is None) == (whole.grammar is None)
+    for name in ("return_token_ids", "skip_special_tokens", "include_stop_str_in_output", "detach_seconds"):
+        assert getattr(again.fields, name) == getattr(whole.fields, name), name
+    assert len(short) < 600
+
+
+@pytest.mark.parametrize("kind", [CHAT, COMPLETION])
+def test_of_fields_without_effect_nothing_is_kept_and_of_unknown_ones_their_names(kind: AnswerKind) -> None:
+    body = next(body for of_kind, body in BODIES if of_kind is kind)
+    whole, short = kept(kind, {**body, **EXTRAS})
+    names = ["x_new", *(f"f{i}" for i in range(9))]
+    assert list(kind.parse(short).ignored) == names and [name for name in whole.ignored if name != "no name"] == names
+    assert len(short) < 600
+
+
+def test_a_response_keeps_what_is_read_again() -> None:
+    items = [{"type": "message", "role": "user", "content": "Hi", "id": "mine"}]
+    body = {"input": items, "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "u", "earlier_items": 1}
+    _, short = kept(RESPONSE, {**body, "x_new": MEGABYTES, "temperature": None})
+    assert json.loads(short) == {**body, "x_new": None}
+
+
+def test_with_echo_a_completion_keeps_its_prompts() -> None:
+    whole, short = kept(COMPLETION, {"prompt": ["a b", "c"], "echo": True})
+    assert COMPLETION.parse(short).prompts == whole.prompts == ("a b", "c")
+
+
+class TestRecords:
+    def test_one_that_is_long_is_packed(self) -> None:
+        body = {"input": [{"role": "user", "content": "I said that already. " * 2000}]}
+        record, encoded = record_of(RESPONSE, body, num_prompts=1)
+        assert len(encoded) < len(json.dumps(body)) / 20
+        assert json.loads(record.body) == body
+
+    def test_one_of_the_previous_release_is_read(self) -> None:
+        others = [generation("b")]
+        old = {"kind": "text_completion", "body": b'{"prompt":["a","b"]}', "created": 1, "detach_seconds": 2.0}
+        record = decode_record(msgspec.msgpack.encode({**old, "others": others}))
+        assert record == AnswerRecord(
+            kind="text_completion", body=old["body"], created=1, detach_seconds=2.0, others=others
+        )
+
+    def test_the_previous_release_reads_one_or_finds_none(self) -> None:
+        """While a fleet is upgraded: never a part of an answer."""
+
+        class Previous(msgspec.Struct):
+            kind: str
+            body: bytes
+            created: int
+            detach_seconds: float
+            others: list[GenerationRequest] = []
+
+        _, encoded = record_of(CHAT, {"messages": HI}, num_prompts=1)
+        assert CHAT.parse(msgspec.msgpack.decode(encoded, type=Previous).body).n == 1
+        for kind, body, num_prompts in ((COMPLETION, {"prompt": ["a", "b"]}, 2), (RESPONSE, {"input": NOISE}, 1)):
+            _, encoded = record_of(kind, body, num_prompts)
+            with pytest.raises(msgspec.ValidationError, match="body"):
+                msgspec.msgpack.decode(encoded, type=Previous)
+
+    @pytest.mark.parametrize(
+        "data", [b"", b"x", packed(b"{}")[:-1], zlib.compress(bytes(MAX_UNPACKED_BYTES + 1))], ids=range(4)
+    )
+    def test_damaged_and_endless_ones_are_none(self, data: bytes) -> None:
+        with pytest.raises(ValueError, match=r"cut short|incorrect header"):
+            unpacked(data)
+        if data:
+            record = AnswerRecord(kind="response", created=1, detach_seconds=1, packed=data)
+            assert decode_record(msgspec.msgpack.encode(record)) is None
+
+
+def record_of(kind: AnswerKind, body: dict[str, Any], num_prompts: int) -> tuple[AnswerRecord, bytes]:
+    planned = [PlannedRequest(index, index, generation(f"{index}")) for index in range(num_prompts)]
+    first, *_ = new_keeps(Wish("", 1.0), planned, kind, json.dumps(body).encode(), (), 1)
+    record = decode_record(first.record)
+    assert record is not None and record.other_ids == [plan.request.request_id for plan in planned[1:]]
+    return record, first.record
+
+
+def generation(request_id: str) -> GenerationRequest:
+    return GenerationRequest(request_id=request_id, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1, seed=1))

@@ -1,0 +1,37 @@
+"""How much of the store one key may hold, and how much of it a request reserves."""
+
+import pytest
+
+from gateway.store.store_share import reserved_bytes, share_of
+from shared.messages import GenerationRequest, JournalExtras, JournalFrame, SamplingParams, TokenLogprobs, encode
+from shared.redis_scripts import Share
+
+
+@pytest.mark.parametrize(
+    ("ratio", "store_bytes", "num_models", "share"),
+    [(0.5, 1000, 1, Share("k", 500)), (0.5, 1000, 2, Share("k", 250)), (1.0, 1000, 1, None), (0.5, 0, 1, None)],
+)
+def test_of_a_store_with_a_limit_each_model_has_its_part(
+    ratio: float, store_bytes: int, num_models: int, share: Share | None
+) -> None:
+    assert share_of("k", ratio, store_bytes, num_models) == share
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 5, 20])
+def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
+    """Frame by frame, as a step writes it, with token ids and places of the longest kind that models have."""
+    sampling = SamplingParams(max_tokens=1000, seed=0, n=2, logprobs=num_logprobs)
+    request = GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)
+    scores = None if num_logprobs is None else TokenLogprobs(-1.25, [60_000] * num_logprobs, [-1.25] * num_logprobs)
+    frame = JournalFrame(999, [60_000], JournalExtras([scores]) if scores else None, 1)
+    assert 2000 * len(encode(frame)) <= reserved_bytes(request) < 3000 * len(encode(frame))
+
+
+def test_of_plain_tokens_the_first_are_reserved_and_of_scores_all() -> None:
+    def of(**sampling: int) -> int:
+        params = SamplingParams(seed=0, **sampling)
+        return reserved_bytes(GenerationRequest(request_id="a", prompt_token_ids=[1] * 10, sampling=params))
+
+    assert of(max_tokens=100_000) == of(max_tokens=1024) > of(max_tokens=1000)
+    assert of(max_tokens=100_000, logprobs=5) == 100 * of(max_tokens=1000, logprobs=5)
+    assert of(max_tokens=1, prompt_logprobs=20) - of(max_tokens=1) > 10 * 20 * 12
