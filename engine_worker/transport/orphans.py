@@ -16,7 +16,8 @@ from typing import Any
 
 from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import PROTOCOL_VERSION, EventBatch, FinishEvent, FinishReason, Usage, encode
-from shared.redis_scripts import GRACE_SECONDS, RedisScripts
+from shared.new_requests import GRACE_SECONDS
+from shared.redis_scripts import RedisScripts
 
 PAGE_ENTRIES = 256  # of each queue in a tick: about a millisecond of the server's time
 

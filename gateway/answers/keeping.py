@@ -22,7 +22,7 @@ from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 from shared.messages import GenerationRequest
-from shared.redis_scripts import Keep
+from shared.new_requests import Keep
 
 NAME_HEADER = "Idempotency-Key"
 MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is

@@ -19,7 +19,7 @@ from gateway.requests.planning import PlannedRequest
 from gateway.store.inference_client import RequestGone, StoreUnavailable
 from gateway.store.stored_request import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
-from shared.redis_scripts import Keep
+from shared.new_requests import Keep
 
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
 

@@ -13,8 +13,9 @@ from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
 from gateway.store.store_share import reserved_bytes
 from shared.messages import GenerationRequest, encode
+from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
-from shared.redis_scripts import AcceptStatus, NewRequest, RedisScripts, Share
+from shared.redis_scripts import AcceptStatus, RedisScripts
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1

@@ -7,7 +7,8 @@ and its name can be had for KEEP_SECONDS after its end, and not longer.
 from collections.abc import Sequence
 
 from gateway.store.response_stream import ResponseStream
-from shared.redis_scripts import KEEP_SECONDS, PROLONG_SECONDS, RedisScripts
+from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS
+from shared.redis_scripts import RedisScripts
 
 
 class HeldAnswers:

@@ -60,9 +60,10 @@ from shared.messages import (
     decode_event_batch,
     decode_heartbeat,
 )
+from shared.new_requests import Keep, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import AttachStatus, Keep, NameTaken, RedisScripts, Share
+from shared.redis_scripts import AttachStatus, NameTaken, RedisScripts
 from shared.subscription import GAP, Message, Subscription
 
 __all__ = [

@@ -29,7 +29,7 @@ from shared.messages import (
     Usage,
     scores_by_index,
 )
-from shared.redis_scripts import Keep
+from shared.new_requests import Keep
 
 MAX_UNREAD_SCORES = 512  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
 # Tokens of one event: to read, understand and write them takes 2 us each, or 200 with 20 log-probabilities.

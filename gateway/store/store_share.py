@@ -7,7 +7,7 @@ and what they have written is counted as they go on (shared/redis_scripts/accoun
 """
 
 from shared.messages import GenerationRequest, SamplingParams
-from shared.redis_scripts import Share
+from shared.new_requests import Share
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one

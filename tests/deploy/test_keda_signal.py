@@ -16,10 +16,11 @@ import yaml
 from redis.asyncio import Redis
 
 from gateway.store.queue_stats import read_queue_stats
+from shared.new_requests import Keep
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
-from shared.redis_scripts import Ending, Keep, QueueEntry, ReapMode, RedisScripts, Wish
+from shared.redis_scripts import Ending, QueueEntry, ReapMode, RedisScripts, Wish
 
 pytestmark = pytest.mark.redis
 

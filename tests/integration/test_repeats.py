@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError
 
 from gateway.store.inference_client import InferenceClient
 from shared.messages import GenerationRequest
-from shared.redis_scripts import KEEP_SECONDS, PROLONG_SECONDS, Keep
+from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS, Keep
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, eventually
 from tests.integration.conftest import COMPLETIONS, World
 

@@ -16,10 +16,11 @@ from gateway.store.inference_client import InferenceClient
 from gateway.store.kv_watch import snapshots_of
 from shared.dead_letters import DeadLetters
 from shared.messages import ErrorEvent, FinishEvent
+from shared.new_requests import Keep
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import SCRIPT_NAMES, Keep, RedisScripts, Wish, load_sources
+from shared.redis_scripts import SCRIPT_NAMES, RedisScripts, Wish, load_sources
 from tests.builders import make_request
 from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet

@@ -6,18 +6,10 @@ import random
 import pytest
 from redis.asyncio import Redis
 
+from shared.new_requests import Keep, NewRequest, Share
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import (
-    ACCOUNT_SECONDS,
-    BARE_REQUEST_BYTES,
-    AcceptStatus,
-    Ending,
-    Keep,
-    NewRequest,
-    RedisScripts,
-    Share,
-)
+from shared.redis_scripts import ACCOUNT_SECONDS, BARE_REQUEST_BYTES, AcceptStatus, Ending, RedisScripts
 from tests.conftest import Valkey
 
 pytestmark = pytest.mark.redis

@@ -4,6 +4,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.messages import PROTOCOL_VERSION, EventBatch, TokenEvent, decode_event_batch, decode_terminal_event, encode
+from shared.new_requests import Keep
 from shared.reaping import ReapSummary, list_worker_ids, reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
@@ -13,7 +14,6 @@ from shared.redis_scripts import (
     Ending,
     Fenced,
     GatewayMessage,
-    Keep,
     QueueEntry,
     ReapMode,
     RedisScripts,

@@ -5,8 +5,9 @@ import pytest
 from engine_worker.transport import orphans as module
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FinishReason, decode_terminal_event
+from shared.new_requests import Keep
 from shared.redis_keys import RESUMED
-from shared.redis_scripts import Keep, RedisScripts, StepFrame, Wish
+from shared.redis_scripts import RedisScripts, StepFrame, Wish
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"

@@ -7,10 +7,10 @@ import pytest
 from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.reaper import MissedTicks, Reaper
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
+from shared.new_requests import Keep
 from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import GROUP
-from shared.redis_scripts import Keep
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER
 

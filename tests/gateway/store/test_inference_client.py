@@ -24,10 +24,11 @@ from shared.messages import (
     WorkerPhase,
     encode,
 )
+from shared.new_requests import Keep
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RESUMED, RedisKeys
-from shared.redis_scripts import Ending, GatewayMessage, Keep, ReapMode, RedisScripts, StepFrame, Wish, gateway_message
+from shared.redis_scripts import Ending, GatewayMessage, ReapMode, RedisScripts, StepFrame, Wish, gateway_message
 from tests.engine_worker.transport.rig import FlakyScripts
 
 pytestmark = pytest.mark.redis

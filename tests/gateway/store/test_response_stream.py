@@ -28,7 +28,7 @@ from shared.messages import (
     encode,
     journal_choices,
 )
-from shared.redis_scripts import Keep
+from shared.new_requests import Keep
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
 ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")

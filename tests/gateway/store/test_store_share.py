@@ -4,7 +4,7 @@ import pytest
 
 from gateway.store.store_share import reserved_bytes, share_of
 from shared.messages import GenerationRequest, JournalExtras, JournalFrame, SamplingParams, TokenLogprobs, encode
-from shared.redis_scripts import Share
+from shared.new_requests import Share
 
 
 @pytest.mark.parametrize(

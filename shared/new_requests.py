@@ -1,0 +1,44 @@
+"""What ACCEPT is told of a request: whether and for whom it is kept, and what its key may hold in the store. Pure."""
+
+from dataclasses import dataclass
+
+KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
+GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
+PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What makes a request one that is kept: it can be attached to, and read after its end."""
+
+    record: bytes  # whatever a gateway needs to answer it again; not empty
+    holder: str  # who holds it first: a random name
+    owner_key_hash: str = ""  # who may attach to it
+    grace_seconds: int = GRACE_SECONDS  # how long it outlives the gateways of all its holders
+    name: str = ""  # the client's name for it, as RedisKeys.client_name has it
+    fingerprint: str = ""  # of what the client asked under that name
+    stale_id: str = ""  # what the name may stand for so far, as that request is gone
+
+
+    @property
+    def name_seconds(self) -> int:
+        """How long the name is kept unless it is prolonged: that may end with the last holder's gateway, and the answer
+        then goes on for its grace and can be given for KEEP_SECONDS. Twice PROLONG_SECONDS, as one may be late."""
+        return KEEP_SECONDS + self.grace_seconds + 2 * PROLONG_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    request_id: str
+    body: bytes
+    journal: bytes = b""  # of tokens that its client already has
+    keep: Keep | None = None
+    reserved_bytes: int = 0  # that it may write into its journal
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the requests of one key may hold in the store, all together."""
+
+    owner_key_hash: str
+    max_bytes: int
