@@ -155,6 +155,9 @@ def skinny_products() -> None:
             for num_rows in (least, max_rows):
                 x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
                 (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+                if (num_outputs, num_rows) == (128_256, max_rows):  # a head, whose logits are float32
+                    logits = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="meta")
+                    skinny_linear(x, weight, tiles, logits)
             least = max_rows + 1
 
 
