@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--turns", type=int, required=True)
     options = parser.parse_args()
+    _json_bodies()
+    print("begun", flush=True)
     answers = asyncio.run(
         attack(PATTERNS[options.pattern], options.url, options.key, options.seconds, options.turns)
     )

@@ -72,6 +72,8 @@ async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
         await _chats(target, options, "warm-up")
         alone = await _watched_chats(fleet, target, options)
         hostile = await _begin(options, name, fleet.url, keys["hostile"])
+        assert hostile.stdout is not None
+        await hostile.stdout.readline()  # it has begun: a process takes seconds to start on a loaded machine
         await asyncio.sleep(HOSTILE_BEGINS_SECONDS)
         beside = await _watched_chats(fleet, target, options)
         answers, _ = await hostile.communicate()
