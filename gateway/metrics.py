@@ -157,6 +157,7 @@ class DeliveryCounts(Protocol):
     num_bad_messages: int
     num_restored_requests: int
     num_gaps: int
+    num_torn_streams: int
 
     @property
     def num_repeated_tokens(self) -> int: ...
@@ -175,6 +176,7 @@ class DeliveryCollector(Collector):
             ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
             ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
             ("repeated_tokens", "Tokens that came more than once, and were left out", counts.num_repeated_tokens),
+            ("torn_streams", "Streams whose lost tokens a worker made otherwise", counts.num_torn_streams),
             ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
         ):
             yield CounterMetricFamily(f"pagestream_gateway_{name}", documentation, value=value)

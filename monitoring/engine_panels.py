@@ -89,7 +89,7 @@ def engine_panels() -> list[Panel]:
         lines(
             "Made good",
             "Steps offered to the store again, reads of the queue and heartbeats that failed, heartbeats nobody could "
-            "read, and tokens that came twice",
+            "read, tokens that came twice, and streams whose tokens came otherwise",
             "ops",
             {
                 "steps again": total_rate("pagestream_store_retries_total", SELECTED),
@@ -97,6 +97,7 @@ def engine_panels() -> list[Panel]:
                 "heartbeats not sent": total_rate("pagestream_heartbeat_failures_total", SELECTED),
                 "heartbeats unreadable": total_rate("pagestream_bad_heartbeats_total", SELECTED),
                 "tokens twice": total_rate("pagestream_gateway_repeated_tokens_total", MODEL),
+                "streams torn": total_rate("pagestream_gateway_torn_streams_total", MODEL),
             },
         ),
         lines(

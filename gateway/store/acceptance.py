@@ -12,13 +12,14 @@ from redis.exceptions import RedisError
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
 from gateway.store.store_share import reserved_bytes
-from shared.messages import GenerationRequest, encode
+from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
 from shared.redis_scripts import AcceptStatus, RedisScripts
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
+TORN_MESSAGE = "the store lost tokens that were sent already, and the answer went on in another way"
 
 
 class Acceptance:
@@ -67,11 +68,23 @@ class Acceptance:
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
 
+    async def mend(self, scripts: RedisScripts, stream: ResponseStream) -> ErrorEvent | None:
+        """A torn stream: the store lost the end of its journal, and a worker went on otherwise.
+
+        The request is taken back and given to the store with the tokens that its reader has, to go on behind them. One
+        that has ended, or that others read too, has its answer in the store: this reader alone gets an error.
+        """
+        if stream.keep is None and await scripts.cancel(stream.request_id, stream.request.priority_class):
+            await self.restore(scripts, stream)
+            return None
+        return ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE)
+
     async def restore(self, scripts: RedisScripts, stream: ResponseStream) -> None:
         """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens already sent. Its
         name is not restored."""
         keep = replace(stream.keep, name="", fingerprint="") if stream.keep else None
         journal = b"".join(map(encode, stream.frames))
+        stream.is_torn = False
         await scripts.accept_all(
             [NewRequest(stream.request_id, encode(stream.request), journal, keep)],
             gateway_id=self._gateway_id,

@@ -122,6 +122,7 @@ class InferenceClient:
         self.num_journal_reads = 0
         self.num_restored_requests = 0
         self.num_gaps = 0
+        self.num_torn_streams = 0
 
     async def start(self) -> None:
         """Start the owner tasks; returns at once, also while the store is away."""
@@ -373,6 +374,11 @@ class InferenceClient:
             is_behind = stream.is_behind  # by what was heard meanwhile
             stream.offer_journal(*answer)
             stream.is_behind |= is_behind
+            if stream.is_torn:
+                event = await self._acceptance.mend(self._scripts, stream)
+                self.num_torn_streams += 1
+                if event is not None:
+                    self._end_locally(stream, event, withdraw=False)
         except FormatError as error:
             logger.error("request %s cannot be read back: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))

@@ -96,6 +96,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.has_begun = False  # a worker is known to have it; kept by the client
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.lags = False  # the reader does: until it has caught up, nothing more is taken
+        self.is_torn = False  # other tokens came for places that the reader has: only the journal decides
         self.on_caught_up: Callable[[], None] = _nobody_listens  # it is behind the journal now; must not raise
         self.last_heard = 0.0  # monotonic seconds; kept by the client
         self.num_repeated_tokens = 0
@@ -132,7 +133,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
     def offer(self, event: StreamEvent) -> None:
         """An event from pub/sub: in order, repeated, or after a hole. `on_news` is the caller's to call, once for all
         that came together."""
-        if self._terminal is not None or self.lags:
+        if self._terminal is not None or self.lags or self.is_torn:
             return
         if isinstance(event, TokenEvent):
             if event.prompt_logprobs:
@@ -148,8 +149,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             self.is_behind = True
 
     def offer_journal(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> None:
-        """The journal from its beginning, and the stored end; the end must have been read before the journal."""
+        """The journal from its beginning, and the stored end; the end must have been read before the journal. One that
+        tells other tokens than the reader has leaves the stream torn, and nothing of it is taken."""
         if self.has_ended:
+            return
+        self.is_torn = self._differs(choices, terminal)
+        if self.is_torn:
             return
         for choice in choices:
             self.prompt_logprobs |= choice.prompt_logprobs
@@ -209,6 +214,9 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             return
         if start < len(choice.tokens):
             num_known = min(len(choice.tokens) - start, len(token_ids))
+            if choice.tokens[start : start + num_known] != array("i", token_ids[:num_known]):
+                self.is_torn = self.is_behind = True
+                return
             self.num_repeated_tokens += num_known
             token_ids = token_ids[num_known:]
         if logprobs:
@@ -220,6 +228,17 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if choice.take(token_ids, finish_reason) and not choice.is_queued:
             choice.is_queued = True
             self._unread.append(choice)
+
+    def _differs(self, choices: Sequence[StoredChoice], terminal: TerminalEvent | None) -> bool:
+        """A journal that is only shorter than what the reader has may still become the same, but for one at its end."""
+        is_whole = isinstance(terminal, FinishEvent) and terminal.reason is not FinishReason.CANCELLED
+        for choice, stored in zip(self._choices, choices, strict=False):
+            num_both = min(len(choice.tokens), len(stored.token_ids))
+            if choice.tokens[:num_both] != array("i", stored.token_ids[:num_both]):
+                return True
+            if is_whole and num_both < len(choice.tokens):
+                return True
+        return False
 
     def _is_complete(self, terminal: TerminalEvent) -> bool:
         """An error does not tell how many tokens came before it, so the journal is asked."""

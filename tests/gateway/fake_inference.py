@@ -99,6 +99,7 @@ class FakeInferenceClient:
         self.num_bad_messages = 0
         self.num_restored_requests = 0
         self.num_gaps = 0
+        self.num_torn_streams = 0
         self.num_repeated_tokens = 0
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []

@@ -298,6 +298,55 @@ class TestRepeatedTokens:
         assert client.num_repeated_tokens == 1
 
 
+class TestLostTail:
+    """The store came back without the end of its file, and a worker made other tokens in place of those sent."""
+
+    async def test_the_stream_goes_on_behind_what_its_reader_has(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5)
+        await worker.emit("a", 1, 6, 7)
+        assert await rest_until(stream, 3) == [5, 6, 7]
+        await connections.commands.set(keys.journal("a"), encode(JournalFrame(0, [5])))
+        await worker.emit("a", 1, 66)
+        await worker.emit("a", 2, 77, 88)  # of another text: behind 7 it would be nonsense
+        async with asyncio.timeout(20):
+            while not client.num_torn_streams:
+                await asyncio.sleep(0.01)
+        assert await worker.emit("a", 4, 99) == ["a"]  # the other text is nobody's any more
+        assert "a" in await worker.claim()
+        assert worker.journals["a"] == encode(JournalFrame(0, [5, 6, 7]))
+        await worker.emit("a", 3, 8)
+        end = await worker.finish("a", 4)
+        assert await rest(stream) == ([8], end)
+        assert client.num_torn_streams == 1
+
+    async def test_the_same_tokens_made_again_are_no_tear(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6, 7)
+        assert await rest_until(stream, 3) == [5, 6, 7]
+        await connections.commands.set(keys.journal("a"), encode(JournalFrame(0, [5])))
+        await worker.emit("a", 1, 6)
+        await worker.emit("a", 2, 7, 8)
+        end = await worker.finish("a", 4)
+        assert await rest(stream) == ([8], end)
+        assert (client.num_torn_streams, client.num_repeated_tokens) == (0, 2)
+
+    @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
+    @pytest.mark.parametrize("others", [[66, 77], []], ids=["other tokens", "an earlier end"])
+    async def test_what_ended_otherwise_is_an_error_to_who_has_its_beginning(
+        self, client, worker, connections, keys, keep, others
+    ):
+        stream = await client.submit(make_request(), keep=keep)
+        await worker.claim()
+        await worker.emit("a", 0, 5, 6)
+        assert await rest_until(stream, 2) == [5, 6]
+        await connections.commands.set(keys.journal("a"), encode(JournalFrame(0, [5, *others])))
+        await worker.finish("a", 1 + len(others))
+        tokens, end = await rest(stream)
+        assert (tokens, end.code) == ([], ErrorCode.REQUEST_FAILED)
+        assert await connections.commands.hget(keys.request("a"), "state") == b"done"  # whoever asks again reads it
+
+
 class TestCutOff:
     """Its workers took this gateway for dead, and its client waits."""
 
