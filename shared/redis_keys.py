@@ -43,7 +43,8 @@ class RedisKeys:
 
     def account(self, owner_key_hash: str) -> str:
         """What the requests of one API key hold. Beside the names, which the store's users of before may write too."""
-        return self.client_name(f"bytes:{owner_key_hash}")
+        digest = f"bytes:{owner_key_hash}"  # which no name's is
+        return self.client_name(digest)
 
     def fence(self, worker_id: str) -> str:
         return self._name(f"w:{worker_id}")
