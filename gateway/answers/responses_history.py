@@ -6,6 +6,7 @@ before it are gone. Instructions are each request's own, as OpenAI has it.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gateway.answers.answer_kinds import RESPONSE
@@ -39,7 +40,7 @@ async def with_history(
 ) -> bytes:
     """The body to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
-    fields, given = decode_body(body, kind)
+    fields, given = await asker.work(len(body), partial(decode_body, body, kind))
     if fields.previous_response_id is None:
         return body
     earlier = await _items_of(asker, fields.previous_response_id)
