@@ -16,6 +16,7 @@ import msgspec
 from gateway.batches.catalog import Catalog, Entry
 from gateway.batches.disk import ENTRY_BYTES, make_private, sync_directory, try_lock, write_whole
 from gateway.batches.records import FileRecord, Purpose, is_file_id, new_file_id
+from gateway.errors import FilesFull
 
 ORPHAN_SECONDS = 60.0  # a part that nobody has locked for so long is not just being made
 _decoder = msgspec.json.Decoder(FileRecord)
@@ -49,12 +50,18 @@ class Part:
         assert self._descriptor is not None
         needed = self.num_bytes + len(data)
         if needed > self._num_reserved:
-            self._num_reserved = needed + more
-            self._catalog.raise_to(self.path.name, self._num_reserved + 2 * ENTRY_BYTES)
+            try:
+                self._reserve(needed + more)
+            except FilesFull:
+                self._reserve(needed)  # of what is left
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
         self.num_bytes = needed
+
+    def _reserve(self, num_bytes: int) -> None:
+        self._catalog.raise_to(self.path.name, num_bytes + 2 * ENTRY_BYTES)
+        self._num_reserved = num_bytes
 
     def sync(self) -> None:
         assert self._descriptor is not None
