@@ -120,8 +120,8 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     engine = Engine(
         Scheduler(config, kv_cache),
         runner,
-        eos_token_ids=runner.model_config.eos_token_ids,
-        vocab_size=runner.model_config.vocab_size,
+        eos_token_ids=runner.model_spec.eos_token_ids,
+        vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
         async_scheduling=bool(settings.async_scheduling),
     )

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.spec import ModelSpec
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,11 +42,11 @@ class Estimate:
 
 
 def estimate(
-    config: ModelConfig, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
+    config: ModelSpec, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
 ) -> Estimate:
     """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit."""
     itemsize = BYTES_OF_DTYPE[dtype]
-    parameters = num_parameters(config)
+    parameters = config.num_parameters()
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
     kv_bytes = int(memory_bytes * memory_ratio) - parameters * itemsize
     blocks = max(0, kv_bytes // (per_token * block_size) - 1)  # one is padding
@@ -69,18 +70,10 @@ def estimate(
     )
 
 
-def num_parameters(config: ModelConfig) -> int:
-    hidden, head = config.hidden_size, config.head_dim
-    attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * layer + embeddings + hidden
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        config = ModelConfig.from_directory(options.model)
+        config = spec_from_directory(options.model)
         length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
         found = estimate(
             config,

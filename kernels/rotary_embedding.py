@@ -1,11 +1,12 @@
 """Rotary position embedding of new queries and keys, and their way into the paged KV cache, in one pass.
 
-    rotate_and_store(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping) -> None
+    rotate_and_store(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, norms=None) -> None
         qkv                      [T, Hq + 2 * Hkv, D]  queries, keys, values of each token; contiguous, D even
         positions                [T]                   int32 or int64, each in [0, max_len)
         cos_sin_table            [max_len, D]          float32, contiguous: D / 2 cosines, then D / 2 sines
         key_cache, value_cache   [N, Hkv, BS, D]       equal strides (views of one pool); D is contiguous
         slot_mapping             [T]                   int32 or int64: block * BS + offset; -1 = padding, not stored
+        norms                    weights [D] of an RMSNorm of each query head and each key head before they are rotated
 
 Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
 rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
@@ -14,6 +15,8 @@ cache changes. Does not know how the table was made (base, scaling), or which se
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,9 +24,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
+from kernels.rms_norm import rms_norm_reference
 
 # 8 heads of 128 for 4 warps: 8 elements a thread, and a token of Llama 8B is 6 programs, not one long one.
 _HEADS_PER_PROGRAM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorms:
+    query: Tensor  # [D]
+    key: Tensor  # [D]
+    eps: float
 
 
 def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
@@ -34,11 +45,22 @@ def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) ->
 
 
 def rotate_and_store_reference(
-    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    norms: QkNorms | None = None,
 ) -> None:
     num_kv_heads = key_cache.shape[1]
     rotated, value = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
-    rotated.copy_(rotate_reference(rotated, positions, cos_sin_table))
+    exact = rotated.to(torch.promote_types(rotated.dtype, torch.float32))
+    if norms is not None:
+        query, key = exact[:, :-num_kv_heads], exact[:, -num_kv_heads:]
+        normed = (rms_norm_reference(query, norms.query, norms.eps), rms_norm_reference(key, norms.key, norms.eps))
+        exact = torch.cat(normed, dim=1)
+    rotated.copy_(rotate_reference(exact, positions, cos_sin_table))
     store_kv_reference(rotated[:, -num_kv_heads:], value, key_cache, value_cache, slot_mapping)
 
 
@@ -55,11 +77,19 @@ def store_kv_reference(
 
 
 @triton.jit
+def _norm_weights(query_norm, key_norm, is_query, lanes, OFFSET: tl.constexpr, HALF_DIM: tl.constexpr):
+    """[heads, lanes] float32: of queries, or of keys; that of a value is not used."""
+    of_queries = tl.load(query_norm + OFFSET + lanes, mask=lanes < HALF_DIM, other=0.0).to(tl.float32)
+    of_keys = tl.load(key_norm + OFFSET + lanes, mask=lanes < HALF_DIM, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_queries[None, :], of_keys[None, :])
+
+
+@triton.jit
 def _rotate_and_store_kernel(
-    qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, cache_block_stride, cache_head_stride,
-    cache_slot_stride,
+    qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, query_norm, key_norm, eps,
+    cache_block_stride, cache_head_stride, cache_slot_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
@@ -75,9 +105,14 @@ def _rotate_and_store_kernel(
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (lanes < HALF_DIM)[None, :]
     read = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads) * (2 * HALF_DIM) + lanes[None, :]
-    first, second = tl.load(read, mask=inside), tl.load(read + HALF_DIM, mask=inside)
+    first, second = tl.load(read, mask=inside, other=0.0), tl.load(read + HALF_DIM, mask=inside, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     is_rotated = heads < NUM_HEADS + NUM_KV_HEADS
+    if HAS_NORMS:
+        is_query = heads < NUM_HEADS
+        inverse_rms = 1.0 / tl.sqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / (2 * HALF_DIM) + eps)
+        x *= inverse_rms[:, None] * _norm_weights(query_norm, key_norm, is_query, lanes, 0, HALF_DIM)
+        y *= inverse_rms[:, None] * _norm_weights(query_norm, key_norm, is_query, lanes, HALF_DIM, HALF_DIM)
     first = tl.where(is_rotated, (x * cos - y * sin).to(first.dtype), first)
     second = tl.where(is_rotated, (y * cos + x * sin).to(second.dtype), second)
     tl.store(read, first, mask=inside & is_rotated)
@@ -95,7 +130,13 @@ def _rotate_and_store_kernel(
 
 
 def rotate_and_store_triton(
-    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    norms: QkNorms | None = None,
 ) -> None:
     num_tokens, num_qkv_heads, head_dim = qkv.shape
     num_kv_heads = key_cache.shape[1]
@@ -110,6 +151,9 @@ def rotate_and_store_triton(
         key_cache,
         value_cache,
         slot_mapping,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
@@ -119,13 +163,20 @@ def rotate_and_store_triton(
         HALF_DIM=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_SIZE=key_cache.shape[2],
+        HAS_NORMS=norms is not None,
         num_warps=4,
         **dependent_launch(qkv),
     )
 
 
 def rotate_and_store(
-    qkv: Tensor, positions: Tensor, cos_sin_table: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    norms: QkNorms | None = None,
 ) -> None:
     operation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    operation(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping)
+    operation(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, norms)

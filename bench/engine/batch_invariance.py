@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bench.kernel.graph_time import graph_microseconds
 from engine_worker.execution.deterministic import use_batch_invariant_products
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.transformer import Transformer
+from engine_worker.model.network import Network
+from engine_worker.model.spec import ModelSpec
 from engine_worker.model.weights import RandomWeights
 
 BLOCK_SIZE, MAX_LEN, NUM_SEQUENCES = 16, 8192, 256
@@ -30,23 +31,23 @@ CHUNKS = (33, 35, 300, 301, 698, 700)
 BATCHES = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 200)
 
 
-def llama_8b(num_layers: int) -> ModelConfig:
+def llama_8b(num_layers: int) -> ModelSpec:
     shape = {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": num_layers, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": MAX_LEN, "rope_theta": 500000.0, "dtype": "bfloat16",
     }  # fmt: skip
-    return ModelConfig.from_json(shape, {"eos_token_id": 2})
+    return spec_from_json(shape, {"eos_token_id": 2})
 
 
-class Network:
+class Bench:
     """The model, a KV pool, and a table of blocks for each of NUM_SEQUENCES sequences of random tokens."""
 
     def __init__(self, num_layers: int, is_deterministic: bool = False) -> None:
         self.device = torch.device("cuda")
         config = llama_8b(num_layers)
         weights = RandomWeights(self.device, torch.bfloat16)
-        self.model = Transformer(config, weights, MAX_LEN, is_deterministic)
+        self.model = Network(config, weights, MAX_LEN, is_deterministic)
         shape = (NUM_BLOCKS, num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.pool = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self.kv = self.model.attach(self.pool)
@@ -83,7 +84,7 @@ class Network:
         return self.model.forward(self.model_input(pieces), self.kv)
 
 
-def other_bits(network: Network) -> dict[str, Any]:
+def other_bits(network: Bench) -> dict[str, Any]:
     """What differs: numbers of sequences in a decode step, cuts of a prompt, decode against prefill."""
     lens = [1 + (37 * sequence) % 500 for sequence in range(NUM_SEQUENCES)]
     for first in range(0, NUM_SEQUENCES, 16):
@@ -108,7 +109,7 @@ def other_bits(network: Network) -> dict[str, Any]:
     }
 
 
-def times(network: Network) -> dict[str, float]:
+def times(network: Bench) -> dict[str, float]:
     result = {}
     for context, sizes in ((1000, (1, 8, 32, 64, 128, 256)), (8000, (1, 16))):
         network.tables = network.tables.reshape(max(sizes), -1)  # all blocks to these sequences
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.deterministic:
         use_batch_invariant_products()
-    network = Network(options.num_layers, options.deterministic)
+    network = Bench(options.num_layers, options.deterministic)
     result = {
         "device": torch.cuda.get_device_name(),
         "deterministic": options.deterministic,

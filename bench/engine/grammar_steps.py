@@ -37,7 +37,7 @@ def decode(runner: ModelRunner, grammar: Grammar | None, batch: int, num_tokens:
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
         runner,
         eos_token_ids=(),
-        vocab_size=runner.model_config.vocab_size,
+        vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
         async_scheduling=runner.device_type == "cuda",
     )

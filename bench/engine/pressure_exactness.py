@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
     lengths = read_trace(options.trace)[: options.num_requests]
-    requests = make_requests(lengths, runner.model_config.vocab_size, options.seed)
+    requests = make_requests(lengths, runner.model_spec.vocab_size, options.seed)
     figures = compare(runner, requests, options.kv_tokens // runner.block_size + 1)
     report = {**provenance(["pressure-exactness", *argv]), "deterministic": options.deterministic, **figures}
     options.out.mkdir(parents=True, exist_ok=True)

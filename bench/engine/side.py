@@ -38,7 +38,7 @@ def run_engine(
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
         runner,
         eos_token_ids=(),
-        vocab_size=runner.model_config.vocab_size,
+        vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
     )
     sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0, ignore_eos=True)

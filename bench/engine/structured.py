@@ -30,7 +30,7 @@ from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.grammar_masks import GrammarMasks
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
@@ -111,7 +111,7 @@ def _judge(answers: Answers, name: str, schemas: dict[str, Any], text: str) -> N
 
 def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Over `steps` steps of `batch` sequences that write random tokens of those that are allowed."""
-    config = ModelConfig.from_directory(model)
+    config = spec_from_directory(model)
     compiler = GrammarCompiler(model, config.vocab_size, config.eos_token_ids)
     masks = GrammarMasks(compiler, config.vocab_size, device)
     grammars = [json_schema_grammar(schema) for schema in list(schemas.values())]
@@ -172,8 +172,8 @@ def _engine(runner: ModelRunner) -> Engine:
     return Engine(
         Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size)),
         runner,
-        eos_token_ids=runner.model_config.eos_token_ids,
-        vocab_size=runner.model_config.vocab_size,
+        eos_token_ids=runner.model_spec.eos_token_ids,
+        vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
         async_scheduling=runner.device_type == "cuda",
     )

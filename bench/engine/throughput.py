@@ -134,7 +134,7 @@ def _check(options: argparse.Namespace, runner: ModelRunner) -> dict[str, Any]:
 
 def _prompts(runner: ModelRunner, count: int, length: int, seed: int) -> list[list[int]]:
     source = random.Random(seed)
-    last = min(49_000, runner.model_config.vocab_size - 1)
+    last = min(49_000, runner.model_spec.vocab_size - 1)
     return [[source.randint(min(100, last), last) for _ in range(length)] for _ in range(count)]
 
 

@@ -40,7 +40,7 @@ from bench.kernel.cases import (
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.rotary_embedding import rotate_and_store, rotate_reference, store_kv_reference
+from kernels.rotary_embedding import QkNorms, rotate_and_store, rotate_reference, store_kv_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES, tiles_for
@@ -91,8 +91,10 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
     return check
 
 
-def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int) -> Check:
-    """Queries and keys rotated in place, keys and values in their slots, and no other byte of the pool changed."""
+def check_rotation(
+    shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False
+) -> Check:
+    """Queries and keys (normed and) rotated in place, keys and values in their slots, no other byte changed."""
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
@@ -104,9 +106,16 @@ def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: 
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
         slots = torch.randperm(130 * block_size, device=device, generator=generator)[:num_tokens]
         slots[1::7] = -1
-        exact = rotate_reference(qkv[:, :rotated].double(), positions, table.double())
+        weights = torch.rand(2, heads.head_dim, device=device, generator=generator).to(dtype) + 0.5
+        norms = QkNorms(weights[0], weights[1], 1e-6) if has_norms else None
+        exact = qkv[:, :rotated].double()
+        if norms is not None:
+            query, key = exact[:, : heads.num_heads], exact[:, heads.num_heads :]
+            query, key = (rms_norm_reference(x, w, norms.eps) for x, w in ((query, weights[0]), (key, weights[1])))
+            exact = torch.cat((query, key), dim=1)
+        exact = rotate_reference(exact, positions, table.double())
         values, expected = qkv[:, rotated:].clone(), pool.clone()
-        rotate_and_store(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots)
+        rotate_and_store(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots, norms)
         store_kv_reference(qkv[:, heads.num_heads : rotated], values, expected[:, 1, 0], expected[:, 1, 1], slots)
         return [
             measure_error(qkv[:, :rotated], exact, rounding_tolerance(dtype)),
@@ -204,6 +213,7 @@ def all_checks() -> dict[str, Check]:
             for num_tokens in (1, 7, 1000):
                 checks[f"tokens {name} T={num_tokens}"] = check_token_kernels(shape, num_tokens, dtype)
                 checks[f"rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16)
+                checks[f"normed rotation {name} T={num_tokens}"] = check_rotation(shape, num_tokens, dtype, 16, True)
             # Other block sizes are other compilations of the same code: bf16 alone keeps the run short.
             for block_size in (8, 16, 32, 64) if dtype == torch.bfloat16 else (16,):
                 checks[f"block copies {name} block {block_size}"] = check_block_copies(shape, block_size, dtype)

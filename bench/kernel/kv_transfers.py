@@ -77,7 +77,7 @@ def make_engine(
         Scheduler(config, manager),
         executor or runner,
         eos_token_ids=(),
-        vocab_size=runner.model_config.vocab_size,
+        vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
         async_scheduling=runner.device_type == "cuda",
     )
@@ -282,7 +282,7 @@ class Bench:
             engine.step()
 
     def _prompt(self, num_tokens: int) -> list[int]:
-        return self._random.choices(range(100, self._runner.model_config.vocab_size), k=num_tokens)
+        return self._random.choices(range(100, self._runner.model_spec.vocab_size), k=num_tokens)
 
     def _fill(self, copies: list[BlockCopy], num_on_device: int) -> dict[BlockCopy, torch.Tensor]:
         """New content, on the device for the first copies and on the host for the others."""

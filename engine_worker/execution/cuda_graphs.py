@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.transformer import Device, Transformer
+from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch
 
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
@@ -73,7 +73,7 @@ def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> lis
 
 class StepGraphs:
     def __init__(
-        self, model: Transformer, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
+        self, model: Network, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
     ) -> None:
         self._model = model
         self._device = device
@@ -137,4 +137,4 @@ class StepGraphs:
     def _most_logits(self) -> Tensor:
         key = max(self._keys, key=lambda key: key.num_logits)
         device = self._model_input(key).token_ids.device
-        return torch.empty(key.num_logits, self._model.config.vocab_size, dtype=torch.float32, device=device)
+        return torch.empty(key.num_logits, self._model.spec.vocab_size, dtype=torch.float32, device=device)

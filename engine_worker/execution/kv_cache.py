@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.spec import ModelSpec
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
@@ -28,7 +28,7 @@ class KVCacheTooSmall(ValueError):
 class KVCache:
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -65,7 +65,7 @@ class KVCache:
             self.pool[list(targets)] = self.pool[list(sources)]
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(config: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
 

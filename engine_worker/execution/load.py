@@ -29,8 +29,9 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
-from engine_worker.model.config import ModelConfig
-from engine_worker.model.transformer import Transformer
+from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.network import Network
+from engine_worker.model.spec import ModelSpec
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ExecutionSettings:
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
-    config = ModelConfig.from_directory(settings.model)
+    config = spec_from_directory(settings.model)
     max_model_len = _max_model_len(settings, config)
     device = _device(settings.device)
     if settings.deterministic:
@@ -73,7 +74,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     weights = _weights(settings, config, device, report)
-    model = Transformer(config, weights, max_model_len, settings.deterministic)
+    model = Network(config, weights, max_model_len, settings.deterministic)
     weights.check_all_used()
     report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
     grammars = _grammar_masks(settings, config, device)
@@ -93,7 +94,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     return runner
 
 
-def _grammar_masks(settings: ExecutionSettings, config: ModelConfig, device: torch.device) -> "GrammarMasks | None":
+def _grammar_masks(settings: ExecutionSettings, config: ModelSpec, device: torch.device) -> "GrammarMasks | None":
     """None where llguidance is not installed: such a worker refuses grammars and serves everything else."""
     if find_spec("llguidance") is None:
         return None
@@ -106,7 +107,7 @@ def _grammar_masks(settings: ExecutionSettings, config: ModelConfig, device: tor
 
 def _runner(
     settings: ExecutionSettings,
-    model: Transformer,
+    model: Network,
     kv_cache: KVCache,
     sampler: Sampler,
     max_model_len: int,
@@ -130,14 +131,14 @@ def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
     return graph_keys(settings.cudagraph_mode, settings.max_num_seqs, settings.max_num_batched_tokens)
 
 
-def _step_bytes(settings: ExecutionSettings, model: Transformer, sampler: Sampler, max_model_len: int) -> int:
+def _step_bytes(settings: ExecutionSettings, model: Network, sampler: Sampler, max_model_len: int) -> int:
     peak = measure_step_bytes(
         model, sampler, sampler.device, settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len
     )
     return peak + len(_graph_keys(settings)) * _GRAPH_BYTES
 
 
-def _max_model_len(settings: ExecutionSettings, config: ModelConfig) -> int:
+def _max_model_len(settings: ExecutionSettings, config: ModelSpec) -> int:
     longest = config.max_position_embeddings
     if settings.max_model_len is None:
         return longest
@@ -166,7 +167,7 @@ def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
 
 
 def _weights(
-    settings: ExecutionSettings, config: ModelConfig, device: torch.device, report: Report
+    settings: ExecutionSettings, config: ModelSpec, device: torch.device, report: Report
 ) -> SafetensorsWeights | RandomWeights:
     dtype = _dtype(settings.dtype, config.dtype, device)
     if settings.load_format == "dummy":
@@ -174,18 +175,18 @@ def _weights(
     return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
 
 
-def _staging_bytes(settings: ExecutionSettings, model: Transformer, device: torch.device) -> int:
+def _staging_bytes(settings: ExecutionSettings, model: Network, device: torch.device) -> int:
     if device.type != "cuda" or settings.swap_space_bytes == 0:
         return 0
-    bytes_per_block = block_bytes(model.config, settings.block_size, model.dtype)
+    bytes_per_block = block_bytes(model.spec, settings.block_size, model.dtype)
     return staging_bytes(settings.swap_space_bytes // bytes_per_block, bytes_per_block)
 
 
 def _allocate_kv_cache(
-    settings: ExecutionSettings, model: Transformer, memory: DeviceMemory, max_model_len: int
+    settings: ExecutionSettings, model: Network, memory: DeviceMemory, max_model_len: int
 ) -> KVCache:
     block_size = settings.block_size
-    bytes_per_block = block_bytes(model.config, block_size, model.dtype)
+    bytes_per_block = block_bytes(model.spec, block_size, model.dtype)
     num_blocks = num_blocks_that_fit(
         memory,
         bytes_per_block,
@@ -195,7 +196,7 @@ def _allocate_kv_cache(
     )
     check_capacity(num_blocks, block_size, bytes_per_block, max_model_len, memory)
     num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes, bytes_per_block)
-    return KVCache(model.config, num_blocks, block_size, model.dtype, memory.device, num_host_blocks)
+    return KVCache(model.spec, num_blocks, block_size, model.dtype, memory.device, num_host_blocks)
 
 
 def _description(kv_cache: KVCache) -> str:

@@ -9,18 +9,18 @@ import torch
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import Sampler
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.transformer import Transformer
+from engine_worker.model.network import Network
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 
 
 @torch.inference_mode()
 def measure_step_bytes(
-    model: Transformer, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
+    model: Network, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
 ) -> int:
     """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
     block_size = 16
-    kv_cache = KVCache(model.config, 1, block_size, model.dtype, device)
+    kv_cache = KVCache(model.spec, 1, block_size, model.dtype, device)
     attached = model.attach(kv_cache.pool)
     model_input = _model_input(device, max_num_seqs, num_tokens, max_model_len, block_size)
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)

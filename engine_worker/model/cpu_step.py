@@ -8,21 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, NormWeight, OutputHead, RotaryEmbedding
+from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import ModelSpec, QkNorm
 from kernels.paged_attention_cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 
 
 class CpuDevice:
     """What outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, kv_pool: Tensor) -> None:
-        self.config = config
-        self.cos_sin_table = rotary.cos_sin_table.to(kv_pool.dtype)
+    def __init__(self, spec: ModelSpec, kv_pool: Tensor) -> None:
+        self.spec = spec
+        self.tables: dict[int, Tensor] = {}  # of cosines and sines in the pool's dtype, by the id of the exact one
         self.kv_pool = kv_pool
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
-        self.layers = [self.layout.layer(kv_pool[:, layer, 0]) for layer in range(config.num_layers)]
+        self.layers = [self.layout.layer(kv_pool[:, layer, 0]) for layer in range(spec.num_layers)]
         self.buffer = GatherBuffer()
 
     def begin_step(self, model_input: ModelInput) -> "CpuStep":
@@ -31,16 +31,13 @@ class CpuDevice:
 
 class CpuStep:
     def __init__(self, device: CpuDevice, model_input: ModelInput) -> None:
-        config = device.config
+        spec = device.spec
         self._layers = device.layers
-        self._num_rotated_heads = config.num_heads + config.num_kv_heads
-        self._query_size = config.num_heads * config.head_dim
-        self._rotated_size = self._num_rotated_heads * config.head_dim
-        self._head_dim = config.head_dim
-        self._scale = config.head_dim**-0.5
-        cos, sin = device.cos_sin_table[model_input.positions].view(-1, 1, 2, config.head_dim // 2).chunk(2, dim=2)
-        self._cos = cos
-        self._signed_sin = torch.cat((-sin, sin), dim=2)
+        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._query_size = spec.num_heads * spec.head_dim
+        self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
+        self._tables, self._positions = device.tables, model_input.positions
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._plan = PagedAttentionPlan(
             device.layout,
             model_input.block_tables,
@@ -60,20 +57,47 @@ class CpuStep:
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
 
-    def rotate_and_store(self, qkv: Tensor, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; rotates inside it."""
-        pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_rotated_heads, 2, -1)
+    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        """Over the last dimension."""
+        exact = x.to(torch.float32, copy=True)
+        length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
+        return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype)
+
+    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        self._norm_queries_and_keys(qkv, attention)
+        cos, signed_sin = self._angles_of(attention.cos_sin_table, qkv.dtype)
+        pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_heads + self._num_kv_heads, 2, -1)
         swapped = pairs.flip(2)
-        pairs.mul_(self._cos).addcmul_(swapped, self._signed_sin)
+        pairs.mul_(cos).addcmul_(swapped, signed_sin)
         key_value = qkv[:, self._query_size :].view(len(qkv), -1, self._head_dim)
         store_kv_cpu(key_value, self._layers[layer], self._store_rows)
 
-    def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor:
+    def _norm_queries_and_keys(self, qkv: Tensor, attention: AttentionWeights) -> None:
+        if attention.query_norm is None or attention.key_norm is None:
+            return
+        query, key = qkv[:, : self._query_size], qkv[:, self._query_size : self._rotated_size]
+        if attention.spec.qk_norm is QkNorm.HEAD:
+            query, key = (part.unflatten(1, (-1, self._head_dim)) for part in (query, key))
+        query.copy_(self.rms_norm(query, attention.query_norm))
+        key.copy_(self.rms_norm(key, attention.key_norm))
+
+    def _angles_of(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of the step's positions; layers mostly share one table."""
+        if id(table) not in self._angles:
+            if id(table) not in self._tables:
+                self._tables[id(table)] = table.to(dtype)
+            rows = self._tables[id(table)][self._positions]
+            cos, sin = rows.view(-1, 1, 2, self._head_dim // 2).chunk(2, dim=2)
+            self._angles[id(table)] = cos, torch.cat((-sin, sin), dim=2)
+        return self._angles[id(table)]
+
+    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
         query = qkv[:, : self._query_size]
         if rows is not None and len(rows) == 0:
             return query[rows]
-        attended = self._plan.attend(query, self._layers[layer], self._scale)
+        attended = self._plan.attend(query, self._layers[layer], scale)
         return attended if rows is None else attended[rows]
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:

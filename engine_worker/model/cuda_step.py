@@ -6,12 +6,12 @@ Same methods as CpuStep. A product of few rows goes to skinny_linear where its t
 import torch
 from torch import Tensor
 
-from engine_worker.model.config import ModelConfig
-from engine_worker.model.layers import Linear, NormWeight, OutputHead, RotaryEmbedding
+from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import ModelSpec, QkNorm
 from kernels.paged_attention import AttentionPlan, paged_attention
-from kernels.rms_norm import add_rms_norm
-from kernels.rotary_embedding import rotate_and_store
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rotary_embedding import QkNorms, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for
@@ -22,14 +22,11 @@ MOST_ROWS_ATTENDED_IN_VAIN = 512
 
 
 class CudaDevice:
-    """What outlives a step: the table of rotations and the layers' views of the KV pool."""
+    """What outlives a step: the layers' views of the KV pool."""
 
-    def __init__(
-        self, config: ModelConfig, rotary: RotaryEmbedding, kv_pool: Tensor, is_deterministic: bool = False
-    ) -> None:
-        self.config, self.is_deterministic = config, is_deterministic
-        self.cos_sin_table = rotary.cos_sin_table
-        self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(config.num_layers)]
+    def __init__(self, spec: ModelSpec, kv_pool: Tensor, is_deterministic: bool = False) -> None:
+        self.spec, self.is_deterministic = spec, is_deterministic
+        self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(spec.num_layers)]
 
     def begin_step(self, model_input: ModelInput) -> "CudaStep":
         return CudaStep(self, model_input)
@@ -45,7 +42,7 @@ class CudaStep:
             model_input.seq_lens,
             model_input.max_query_len,
             model_input.max_seq_len,
-            device.config.num_heads,
+            device.spec.num_heads,
             device.layers[0][0],
             one_kernel=device.is_deterministic,
         )
@@ -53,26 +50,36 @@ class CudaStep:
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
 
-    def rotate_and_store(self, qkv: Tensor, layer: int) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]; rotates inside it."""
-        inputs = self._input
-        heads = qkv.view(len(qkv), -1, self._device.config.head_dim)
-        rotate_and_store(
-            heads, inputs.positions, self._device.cos_sin_table, *self._device.layers[layer], inputs.slot_mapping
-        )
+    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps)
 
-    def attend(self, qkv: Tensor, layer: int, rows: Tensor | None = None) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        inputs, spec = self._input, attention.spec
+        norms: QkNorms | None = None
+        if attention.query_norm is not None and attention.key_norm is not None:
+            if spec.qk_norm is QkNorm.HEAD:
+                norms = QkNorms(attention.query_norm.weight, attention.key_norm.weight, attention.key_norm.eps)
+            else:
+                query, key, _ = qkv.split((spec.query_size, spec.kv_size, spec.kv_size), dim=1)
+                query.copy_(self.rms_norm(query, attention.query_norm))
+                key.copy_(self.rms_norm(key, attention.key_norm))
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        caches = self._device.layers[layer]
+        rotate_and_store(heads, inputs.positions, attention.cos_sin_table, *caches, inputs.slot_mapping, norms)
+
+    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
-        config = self._device.config
-        query = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
+        spec = self._device.spec
+        query = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
         if rows is not None and len(rows) == 0:
             return query[rows].flatten(1)
         if rows is not None and len(qkv) - len(rows) > MOST_ROWS_ATTENDED_IN_VAIN:
-            return self._attend_last(query[rows], layer, rows).flatten(1)
-        attended = self._plan.attend(query, *self._device.layers[layer], config.head_dim**-0.5).flatten(1)
+            return self._attend_last(query[rows], scale, layer, rows).flatten(1)
+        attended = self._plan.attend(query, *self._device.layers[layer], scale).flatten(1)
         return attended if rows is None else attended[rows]
 
-    def _attend_last(self, query: Tensor, layer: int, rows: Tensor) -> Tensor:
+    def _attend_last(self, query: Tensor, scale: float, layer: int, rows: Tensor) -> Tensor:
         """query [N, Hq, D] of the tokens `rows`: as if their sequences decoded."""
         inputs, device = self._input, self._device
         sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
@@ -86,13 +93,16 @@ class CudaStep:
             lengths,
             1,
             inputs.max_seq_len,
-            device.config.head_dim**-0.5,
+            scale,
             one_kernel=device.is_deterministic,
         )
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         tiles = tiles_for(linear.weight, len(x), is_gated=False)
-        return linear(x) if tiles is None else skinny_linear(x, linear.weight, tiles)
+        if tiles is None:
+            return linear(x)
+        product = skinny_linear(x, linear.weight, tiles)
+        return product if linear.bias is None else product.add_(linear.bias)
 
     def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor:
         if logits is None:
@@ -103,6 +113,6 @@ class CudaStep:
     def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
         """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""
         tiles = tiles_for(gate_up.weight, len(x), is_gated=True)
-        if tiles is None:
+        if tiles is None or gate_up.bias is not None:
             return silu_and_mul(gate_up(x))
         return gated_skinny_linear(x, gate_up.weight, tiles)

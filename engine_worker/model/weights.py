@@ -69,7 +69,7 @@ class SafetensorsWeights:
 
 
 class RandomWeights:
-    """Normal with deviation 0.02, norms 1; a tensor depends on (seed, name) alone."""
+    """Normal with deviation 0.02, norms (of one dimension, no biases) 1; a tensor depends on (seed, name) alone."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self._device, self._dtype, self._seed = device, dtype, seed
@@ -80,7 +80,7 @@ class RandomWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.loaded_bytes += math.prod(shape) * self._dtype.itemsize
-        if len(shape) == 1:
+        if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, device=self._device, dtype=self._dtype)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)

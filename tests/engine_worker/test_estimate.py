@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.estimate import DoesNotFit, Estimate, estimate, main, num_parameters
+from engine_worker.estimate import DoesNotFit, Estimate, estimate, main
 from engine_worker.execution.kv_cache import block_bytes
-from engine_worker.model.config import ModelConfig
-from engine_worker.model.transformer import Transformer
+from engine_worker.model.architectures import spec_from_json
+from engine_worker.model.network import Network
 from engine_worker.model.weights import RandomWeights
 
 LLAMA_8B = {
@@ -22,7 +22,7 @@ LLAMA_8B = {
 
 
 def of_llama(**changes: object) -> Estimate:
-    config = ModelConfig.from_json(LLAMA_8B, {})
+    config = spec_from_json(LLAMA_8B, {})
     usual = {"memory_bytes": 141 * 10**9, "memory_ratio": 0.9, "block_size": 16, "max_model_len": 8192}
     return estimate(config, **{**usual, "dtype": "bfloat16", **changes})  # type: ignore[arg-type]
 
@@ -42,14 +42,14 @@ def test_llama_8b_as_its_authors_count_it() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
-    config = ModelConfig.from_json(
+    config = spec_from_json(
         {**LLAMA_8B, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}, {},
     )  # fmt: skip
     config = replace(config, tie_word_embeddings=tied)
     weights = RandomWeights(torch.device("cpu"), torch.float32)
-    Transformer(config, weights, max_len=64)
-    assert num_parameters(config) * 4 == weights.loaded_bytes
+    Network(config, weights, max_len=64)
+    assert config.num_parameters() * 4 == weights.loaded_bytes
     found = estimate(config, memory_bytes=2**20, memory_ratio=0.9, block_size=8, max_model_len=64, dtype="float32")
     assert found.kv_block_bytes == block_bytes(config, 8, torch.float32)
 

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
 from gateway.text.served_model import load_served_model
 from shared.messages import FinishEvent
 from tests.builders import make_request
@@ -23,7 +23,7 @@ def main() -> None:
     question = [{"role": "user", "content": QUESTION}]
     chat = encoder.render_chat(question, add_generation_prompt=True, continue_final_message=False)
     prompt = encoder.encode_chat(chat)
-    eos_token_ids = ModelConfig.from_directory(directory).eos_token_ids
+    eos_token_ids = spec_from_directory(directory).eos_token_ids
     runner = make_runner(directory, num_blocks=16, block_size=16, dtype=dtype)
     engine = make_engine(runner, max_num_seqs=2, max_num_batched_tokens=64)
     answers, cached = [], 0

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine_worker.engine import Engine
 from engine_worker.execution.kv_cache import block_bytes
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -57,7 +57,7 @@ def write_model_of_words(directory: Path, **changes: Any) -> Path:
 
 class Reference:
     def __init__(self, directory: Path) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._shortfalls: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
 
     @torch.inference_mode()
@@ -77,7 +77,7 @@ def make_runner(
     directory: Path, *, num_blocks: int, block_size: int = 16, dtype: str = "float32", num_host_blocks: int = 0
 ) -> ModelRunner:
     """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
-    config = ModelConfig.from_directory(directory)
+    config = spec_from_directory(directory)
     bytes_per_block = block_bytes(config, block_size, getattr(torch, dtype))
     settings = ExecutionSettings(
         model=directory,
@@ -127,7 +127,7 @@ def make_engine(
         host_tier=host_tier if runner.num_host_blocks else None,
     )
     scheduler = Scheduler(SchedulerConfig(max_model_len=runner.max_model_len, **config), manager)
-    vocab_size = runner.model_config.vocab_size
+    vocab_size = runner.model_spec.vocab_size
     return Engine(
         scheduler,
         runner,

@@ -15,7 +15,7 @@ from engine_worker.execution.cuda_graphs import (
     graph_keys,
     mixed_sizes,
 )
-from engine_worker.model.transformer import Device, Transformer
+from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.settings import WorkerSettings
 from tests.builders import make_sequence
@@ -39,7 +39,7 @@ def test_sizes_of_many_sequences_and_tokens() -> None:
 
 def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
     keys = graph_keys(mode, max_num_seqs, max_num_batched_tokens=8192)
-    return StepGraphs(cast(Transformer, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
+    return StepGraphs(cast(Network, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
 
 
 def batch(*num_new_tokens: int, samples: bool = True) -> ScheduledBatch:

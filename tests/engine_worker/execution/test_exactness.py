@@ -92,7 +92,7 @@ def test_every_greedy_token_is_an_argmax_of_transformers(name: str, tmp_path: Pa
     directory = write_model(tmp_path / name, **TINY_MODELS[name])
     block_size, num_blocks, scheduler = SCHEDULES["all_at_once"]
     runner = make_runner(directory, num_blocks=num_blocks, block_size=block_size)
-    requests = requests_of(runner.model_config.vocab_size)
+    requests = requests_of(runner.model_spec.vocab_size)
     outputs, _ = generate(runner, requests, **scheduler)
     assert_argmax(Reference(directory), requests, outputs, FP32_MARGIN)
 
@@ -110,7 +110,7 @@ def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, float
     by_schedule = {}
     for name, (block_size, num_blocks, scheduler) in SCHEDULES.items():
         runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=block_size)
-        requests = requests_of(runner.model_config.vocab_size, **sampling)
+        requests = requests_of(runner.model_spec.vocab_size, **sampling)
         by_schedule[name], num_preemptions = generate(runner, requests, **scheduler)
         assert (num_preemptions > 0) == (name == "preempted")
     for name, outputs in by_schedule.items():
@@ -188,7 +188,7 @@ def test_the_prefix_cache_changes_no_output(tiny_dir: Path, num_blocks: int, max
     outputs = {}
     for enabled in (True, False):
         runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=16)
-        requests = shared_prefix_requests(runner.model_config.vocab_size)
+        requests = shared_prefix_requests(runner.model_spec.vocab_size)
         outputs[enabled], _ = generate(
             runner,
             requests,
@@ -201,7 +201,7 @@ def test_the_prefix_cache_changes_no_output(tiny_dir: Path, num_blocks: int, max
 
 def test_a_second_turn_starts_from_the_first_ones_answer(tiny_dir: Path) -> None:
     runner = make_runner(tiny_dir, num_blocks=64, block_size=16)
-    first, *_ = requests_of(runner.model_config.vocab_size)[14:15]  # 100 tokens
+    first, *_ = requests_of(runner.model_spec.vocab_size)[14:15]  # 100 tokens
     schedule = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
     answer = generate(runner, [first], **schedule)[0][first.request_id]
     second = make_request([*first.prompt_token_ids, *answer, 7, 8, 9], "second", max_tokens=20, ignore_eos=True)
@@ -220,7 +220,7 @@ def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path) -> Non
     for name in ("small_chunks", "preempted"):
         block_size, num_blocks, scheduler = SCHEDULES[name]
         runner = make_runner(demo_model_dir, num_blocks=num_blocks, block_size=block_size)
-        requests = requests_of(runner.model_config.vocab_size)
+        requests = requests_of(runner.model_spec.vocab_size)
         by_schedule[name], num_preemptions = generate(runner, requests, **scheduler)
         assert (num_preemptions > 0) == (name == "preempted")
     assert by_schedule["small_chunks"] == by_schedule["preempted"]
@@ -232,6 +232,6 @@ def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path) -> Non
 def test_the_demo_model_is_within_the_margin_in_bf16(demo_model_dir: Path) -> None:
     block_size, num_blocks, scheduler = SCHEDULES["all_at_once"]
     runner = make_runner(demo_model_dir, num_blocks=num_blocks, block_size=block_size, dtype="bfloat16")
-    requests = requests_of(runner.model_config.vocab_size, long_output=24)
+    requests = requests_of(runner.model_spec.vocab_size, long_output=24)
     outputs, _ = generate(runner, requests, **scheduler)
     assert_argmax(Reference(demo_model_dir), requests, outputs, BF16_MARGIN)

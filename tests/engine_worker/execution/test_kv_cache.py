@@ -14,14 +14,15 @@ from engine_worker.execution.kv_cache import (
     num_host_blocks_that_fit,
 )
 from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_json
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
 
 MIB = 2**20
-CONFIG = ModelConfig(
-    vocab_size=10, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
-    max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True,
-    dtype="float32", eos_token_ids=(),
+CONFIG = spec_from_json(
+    {
+        "model_type": "llama", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "dtype": "float32",
+    }, {},
 )  # fmt: skip
 
 

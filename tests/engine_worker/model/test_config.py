@@ -1,4 +1,4 @@
-"""config.json -> ModelConfig, and what is refused."""
+"""config.json -> ModelSpec, and what is refused."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_worker.model.config import ModelConfig, RopeScaling
+from engine_worker.model.architectures import spec_from_directory, spec_from_json
+from engine_worker.model.spec import ModelSpec, RopeScaling, RopeSpec
 
 LLAMA = {
     "model_type": "llama",
@@ -28,14 +29,15 @@ LLAMA3_ROPE = {
 }
 
 
-def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_json({**LLAMA, **changes}, generation or {})
+def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    return spec_from_json({**LLAMA, **changes}, generation or {})
 
 
 def test_defaults_are_those_of_transformers() -> None:
     config = parse(num_key_value_heads=None)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
-    assert config.rope_scaling is None and not config.tie_word_embeddings
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+    assert config.layers[0].attention.rope == RopeSpec(dim=16, theta=10_000.0)
+    assert not config.tie_word_embeddings
 
 
 def test_rope_of_old_and_of_new_exporters() -> None:
@@ -45,7 +47,7 @@ def test_rope_of_old_and_of_new_exporters() -> None:
     old = parse(rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     new = parse(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})
     assert old == new
-    assert (new.rope_theta, new.rope_scaling) == (5e5, scaling)
+    assert new.layers[0].attention.rope == RopeSpec(dim=16, theta=5e5, scaling=scaling)
 
 
 def test_generation_config_names_the_ends() -> None:
@@ -57,13 +59,14 @@ def test_generation_config_names_the_ends() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "qwen2"}, "qwen2"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; these are: .*llama"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"sliding_window": 4096}, "sliding_window"),
+        ({"sliding_window": 256}, "sliding_window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 256}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' needs original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -81,10 +84,10 @@ def test_a_directory_without_a_config_is_no_model(content: str | None, tmp_path:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        spec_from_directory(tmp_path)
 
 
 def test_reads_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (9,)
+    assert spec_from_directory(tmp_path).eos_token_ids == (9,)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from engine_worker.convert_gguf import convert, main
 from engine_worker.gguf_config import ConversionError
 from engine_worker.gguf_weights import to_bfloat16_bits, undo_rotary_permutation
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, HEAD_DIM = 64, 4, 2, 96, 2, 16
 TOKENS = ["<|end|>", "a", "b", "ab", "Ġ", "1", "2", "12"]
@@ -88,7 +88,7 @@ def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
 def test_configuration_and_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "model", silent)
-    config = ModelConfig.from_directory(tmp_path / "model")
+    config = spec_from_directory(tmp_path / "model")
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (LAYERS, HEADS, KV_HEADS, 16)
     assert (config.rms_norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-5, True, (0,))
     tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))

@@ -8,11 +8,11 @@ import torch
 
 from engine_worker.execution.input_builder import build_model_input
 from engine_worker.model import cuda_step
-from engine_worker.model.config import ModelConfig
+from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.cpu_step import CpuDevice, CpuStep
 from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.layers import Linear
-from engine_worker.model.transformer import Device, LogitsOf, Transformer
+from engine_worker.model.network import Device, LogitsOf, Network
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
@@ -23,19 +23,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Network:
     directory = write_model(tmp_path_factory.mktemp("tiny"))
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
-    return Transformer(ModelConfig.from_directory(Path(directory)), weights, max_len=256)
+    return Network(spec_from_directory(Path(directory)), weights, max_len=256)
 
 
 def logits_and_pool(
-    model: Transformer, device_class: type, look: Callable[[LogitsOf], None] | None = None
+    model: Network, device_class: type, look: Callable[[LogitsOf], None] | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Three steps: a prompt in part, its next part beside a whole one, then its rest beside a decode."""
-    config = model.config
+    config = model.spec
     pool = torch.zeros(16, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    device: Device = device_class(config, model.rotary, pool)
+    device: Device = device_class(config, pool)
     long, short = make_sequence(30, "long"), make_sequence(9, "short", output_token_ids=[5])
     long.block_table, short.block_table = [3, 9, 1, 7], [4, 2]
     steps = [
@@ -49,7 +49,7 @@ def logits_and_pool(
 
 @pytest.mark.parametrize("most_rows_in_vain", [cuda_step.MOST_ROWS_ATTENDED_IN_VAIN, 0], ids=["all_rows", "last_rows"])
 def test_both_devices_give_the_same_logits_and_the_same_cache(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch, most_rows_in_vain: int
+    model: Network, monkeypatch: pytest.MonkeyPatch, most_rows_in_vain: int
 ) -> None:
     monkeypatch.setattr(cuda_step, "MOST_ROWS_ATTENDED_IN_VAIN", most_rows_in_vain)
     cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
@@ -62,7 +62,7 @@ def test_both_devices_give_the_same_logits_and_the_same_cache(
 
 
 def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
+    model: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     gated_linear = CpuStep.gated_linear
@@ -73,7 +73,7 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
 
     monkeypatch.setattr(CpuStep, "gated_linear", count)
     logits, pool = logits_and_pool(model, CpuDevice)
-    all_but_the_last = model.config.num_layers - 1
+    all_but_the_last = model.spec.num_layers - 1
     assert rows == [6] * all_but_the_last + [0] + [16] * all_but_the_last + [1] + [18] * all_but_the_last + [2]
     # Who looks at other rows has them all, and nothing else is different.
     of_all_rows, pool_of_all_rows = logits_and_pool(model, CpuDevice, look=lambda logits_of: None)
@@ -81,7 +81,7 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
     assert torch.equal(pool, pool_of_all_rows)
 
 
-def test_attach_chooses_by_the_pool(model: Transformer) -> None:
-    config = model.config
+def test_attach_chooses_by_the_pool(model: Network) -> None:
+    config = model.spec
     pool = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     assert isinstance(model.attach(pool), CpuDevice)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_worker.model.config import ModelConfig
-from engine_worker.model.transformer import Transformer
+from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.network import Network
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from tests.engine_worker.execution.reference import write_model
 
@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sharded_model_has_the_same_weights(model_dir: Path, tmp_path: Path) -> None:
     sharded_dir = write_model(tmp_path, max_shard_size="200KB")
     assert len(list(sharded_dir.glob("*.safetensors"))) > 1
-    config = ModelConfig.from_directory(model_dir)
+    config = spec_from_directory(model_dir)
     shape = (config.hidden_size, config.intermediate_size)
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
@@ -37,7 +37,7 @@ def test_a_sharded_model_has_the_same_weights(model_dir: Path, tmp_path: Path) -
 def test_every_weight_is_used_and_progress_is_reported(model_dir: Path) -> None:
     reports: list[float] = []
     weights = source(model_dir, reports)
-    Transformer(ModelConfig.from_directory(model_dir), weights, max_len=8)
+    Network(spec_from_directory(model_dir), weights, max_len=8)
     weights.check_all_used()
     assert reports == sorted(reports) and len(reports) >= 5 and reports[-1] > 0.9
     assert weights.loaded_bytes == sum(tensor.nbytes for tensor in load_file(model_dir / "model.safetensors").values())
@@ -48,7 +48,7 @@ def test_a_weight_without_a_place_is_refused(model_dir: Path, tmp_path: Path) ->
     bias = "model.layers.0.self_attn.q_proj.bias"
     save_file({**tensors, bias: torch.zeros(192)}, tmp_path / "model.safetensors")
     weights = source(tmp_path)
-    Transformer(ModelConfig.from_directory(model_dir), weights, max_len=8)
+    Network(spec_from_directory(model_dir), weights, max_len=8)
     with pytest.raises(ValueError, match=bias):
         weights.check_all_used()
 

@@ -1,0 +1,57 @@
+"""Which families of networks there are: config.json's `model_type` -> the module that makes a ModelSpec of it.
+
+A family is one file with spec(config, generation), and one line here. Modules are imported when a model asks for them.
+"""
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine_worker.model.spec import ModelSpec
+
+MODULES = {
+    "ernie4_5": "ernie",
+    "glm": "glm4",
+    "glm4": "glm4",
+    "granite": "granite",
+    "helium": "helium",
+    "llama": "llama",
+    "mistral": "mistral",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+}
+
+
+def spec_from_directory(directory: Path) -> ModelSpec:
+    """Raises ValueError with what config.json has that is not served."""
+    config = _read_json(directory / "config.json")
+    generation_path = directory / "generation_config.json"
+    return spec_from_json(config, _read_json(generation_path) if generation_path.exists() else {})
+
+
+def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
+    """Raises ValueError, as above."""
+    model_type = config.get("model_type")
+    if model_type not in MODULES:
+        names = ", ".join(MODULES)
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported; these are: {names}")
+    spec: ModelSpec = import_module(f"{__name__}.{MODULES[model_type]}").spec(config, generation)
+    return spec
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: --model must be a model directory") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content

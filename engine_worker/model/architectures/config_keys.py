@@ -1,0 +1,142 @@
+"""config.json's keys -> values, with the error that names the key. Shared by the families; knows none of them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from engine_worker.model.spec import RopeScaling, RopeSpec
+
+Config = Mapping[str, Any]
+
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def positive_int(config: Config, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def refuse_other_than(config: Config, **only: Any) -> None:
+    """A key that is absent or null has its one value; any other would be left out silently."""
+    for key, value in {"hidden_act": "silu", **only}.items():
+        found = config.get(key)
+        if found is not None and found != value:
+            raise ValueError(f"config.json: {key} = {found!r} is not supported; only {value!r} is")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"config.json: quantization_config ({method!r}) is not supported; use unquantised weights")
+
+
+def refuse_windows(config: Config) -> None:
+    """Attention here sees all tokens before: a window that some sequence could outgrow is refused."""
+    window = config.get("sliding_window")
+    is_used = config.get("use_sliding_window", True)
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds or (is_used and window is not None and window < config.get("max_position_embeddings", 0)):
+        raise ValueError(f"config.json: sliding_window = {window!r} is not supported; only full attention is")
+
+
+def head_dim_of(config: Config) -> int:
+    head_dim = config.get("head_dim") or positive_int(config, "hidden_size") // positive_int(
+        config, "num_attention_heads"
+    )
+    if head_dim % 2:
+        raise ValueError(f"config.json: head_dim {head_dim} is odd; rotary embedding turns pairs")
+    return int(head_dim)
+
+
+def num_kv_heads_of(config: Config) -> int:
+    num_heads = positive_int(config, "num_attention_heads")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads")
+    return int(num_kv_heads)
+
+
+def rope_of(config: Config, *, interleaved: bool = False, default_theta: float = 10_000.0) -> RopeSpec:
+    """transformers 5 writes rope_parameters; older versions wrote rope_theta and rope_scaling beside each other."""
+    rope = config.get("rope_parameters") or {}
+    scaling = rope or config.get("rope_scaling") or {}
+    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return RopeSpec(
+        dim=int(head_dim_of(config) * partial),
+        theta=float(rope.get("rope_theta") or config.get("rope_theta") or default_theta),
+        scaling=_scaling(scaling, config),
+        interleaved=interleaved,
+    )
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _scaling(rope: Config, config: Config) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "su":  # as Phi-3's first files called it
+        kind = "longrope"
+    if kind not in _SCALING_KEYS:
+        names = "', '".join(["default", *_SCALING_KEYS])
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; '{names}' are")
+    if missing := [key for key in _SCALING_KEYS[kind] if key not in rope]:
+        raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
+    if kind == "longrope":
+        return _longrope(rope, config)
+    if kind == "yarn":
+        return _yarn(rope)
+    return RopeScaling(kind=kind, **{key: rope[key] for key in _SCALING_KEYS[kind]})
+
+
+def _yarn(rope: Config) -> RopeScaling:
+    """attention_factor as transformers computes it: mscale over mscale_all_dim where both are there."""
+    factor = float(rope["factor"])
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = _yarn_mscale(factor, 1.0)
+        if mscale and mscale_all:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        attention_factor=float(attention_factor),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Config, config: Config) -> RopeScaling:
+    """The long factors where the model has more positions than it was first trained with, else the short ones.
+
+    transformers changes from short to long within a sequence that crosses the border, which would make its cached keys
+    stale; vLLM, and this, take one of them for all sequences.
+    """
+    longest = positive_int(config, "max_position_embeddings")
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
+    factor = rope.get("factor") or longest / original
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = rope["long_factor"] if longest > original else rope["short_factor"]
+    return RopeScaling(
+        kind="longrope",
+        factors=tuple(map(float, factors)),
+        original_max_position_embeddings=original,
+        attention_factor=float(attention_factor),
+    )

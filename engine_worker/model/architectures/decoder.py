@@ -1,0 +1,49 @@
+"""The decoder that most families are: attention and a gated MLP in every layer, all layers alike.
+
+A family says where it differs: its layer, its names, its factors.
+"""
+
+from typing import Any
+
+from engine_worker.model.architectures.config_keys import (
+    Config,
+    head_dim_of,
+    num_kv_heads_of,
+    positive_int,
+    rope_of,
+    token_ids,
+)
+from engine_worker.model.spec import AttentionSpec, GatedMlpSpec, LayerSpec, ModelSpec
+
+
+def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
+    """As config.json's common keys say, with the family's changes."""
+    head_dim = head_dim_of(config)
+    usual = {
+        "num_heads": positive_int(config, "num_attention_heads"),
+        "num_kv_heads": num_kv_heads_of(config),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    if "rope" not in changes:
+        usual["rope"] = rope_of(config)
+    return AttentionSpec(**{**usual, **changes})
+
+
+def mlp_spec(config: Config, *, bias: bool = False) -> GatedMlpSpec:
+    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias)
+
+
+def model_spec(config: Config, generation: Config, layer: LayerSpec, **changes: Any) -> ModelSpec:
+    """A network whose layers are all `layer`, unless `changes` has other layers."""
+    usual = {
+        "vocab_size": positive_int(config, "vocab_size"),
+        "hidden_size": positive_int(config, "hidden_size"),
+        "layers": (layer,) * positive_int(config, "num_hidden_layers"),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "max_position_embeddings": positive_int(config, "max_position_embeddings"),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        "eos_token_ids": token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+    }
+    return ModelSpec(**{**usual, **changes})

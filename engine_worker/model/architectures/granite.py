@@ -1,0 +1,24 @@
+"""Granite 3 and the dense ones of 4: four factors, on the embedding, the scores, the residuals and the logits."""
+
+from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    refuse_other_than(config)
+    refuse_windows(config)
+    bias = bool(config.get("attention_bias"))
+    scale = float(config.get("attention_multiplier", 1.0))
+    layer = LayerSpec(
+        attention=attention_spec(config, scale=scale, qkv_bias=bias, out_bias=bias),
+        mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
+        residual_scale=float(config.get("residual_multiplier", 1.0)),
+    )
+    return model_spec(
+        config,
+        generation,
+        layer,
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+    )

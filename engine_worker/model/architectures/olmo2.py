@@ -1,0 +1,20 @@
+"""OLMo 2: norms stand after attention and MLP, and queries and keys are normed over all their heads."""
+
+from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec, QkNorm
+
+NAMES = NamesSpec(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    refuse_other_than(config)
+    refuse_windows(config)
+    bias = bool(config.get("attention_bias"))
+    layer = LayerSpec(
+        attention=attention_spec(config, qkv_bias=bias, out_bias=bias, qk_norm=QkNorm.WHOLE),
+        mlp=mlp_spec(config),
+        norms_before=False,
+        norms_after=True,
+    )
+    return model_spec(config, generation, layer, names=NAMES)

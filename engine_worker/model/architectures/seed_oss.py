@@ -1,0 +1,19 @@
+"""Seed-OSS: biases on queries, keys and values, and on what leaves attention where config.json says so."""
+
+from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    refuse_other_than(config)
+    refuse_windows(config)
+    layer = LayerSpec(
+        attention=attention_spec(
+            {"head_dim": 128, **config},
+            qkv_bias=bool(config.get("attention_bias", True)),
+            out_bias=bool(config.get("attention_out_bias", False)),
+        ),
+        mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
+    )
+    return model_spec(config, generation, layer)

@@ -1,0 +1,23 @@
+"""SmolLM3: every fourth layer has no positions (NoPE)."""
+
+from dataclasses import replace
+
+from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows, rope_of
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.spec import LayerSpec, ModelSpec, RopeSpec
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    refuse_other_than(config)
+    refuse_windows({"use_sliding_window": False, **config})
+    bias = bool(config.get("attention_bias"))
+    rope = rope_of(config, default_theta=2_000_000.0)
+    rotated = LayerSpec(
+        attention=attention_spec(config, rope=rope, qkv_bias=bias, out_bias=bias),
+        mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
+    )
+    unrotated = replace(rotated, attention=replace(rotated.attention, rope=RopeSpec(dim=0)))
+    whole = model_spec({"tie_word_embeddings": True, **config}, generation, rotated)
+    interval = config.get("no_rope_layer_interval", 4)
+    is_rotated = config.get("no_rope_layers") or [(index + 1) % interval for index in range(whole.num_layers)]
+    return replace(whole, layers=tuple(rotated if rotates else unrotated for rotates in is_rotated))

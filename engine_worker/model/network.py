@@ -1,0 +1,164 @@
+"""A decoder-only network: token ids and a paged KV pool in, logits of the wanted rows out.
+
+    embedding -> [ norm -> qkv -> attention -> o -> norm -> gate_up -> down ] * num_layers -> norm -> head
+
+Reads as the network. Where its norms stand, and what else differs between families, its ModelSpec says; what differs
+between devices is in CpuStep and CudaStep, chosen by the pool's device. It has no state but its weights: the KV pool is
+an argument.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead, load_attention, load_linear
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.rotary import rotary_table
+from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.weights import WeightSource
+
+LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's tokens -> [M, vocab_size]
+
+
+class DeviceStep(Protocol):
+    """The operators of one forward pass on one device."""
+
+    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
+    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
+    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
+    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
+    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor: ...
+    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor: ...
+
+
+class Device(Protocol):
+    """A device with a KV pool on it."""
+
+    def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
+
+
+class DecoderLayer:
+    def __init__(self, model: ModelSpec, weights: WeightSource, index: int, table: Tensor) -> None:
+        spec, names, hidden = model.layers[index], model.names, model.hidden_size
+        prefix = names.layer.format(index=index)
+
+        def norm(name: str, is_there: bool) -> NormWeight | None:
+            return NormWeight(weights.get(f"{prefix}{name}.weight", (hidden,)), model.norm_eps) if is_there else None
+
+        self._index, self._residual_scale = index, spec.residual_scale
+        self._before_attention = norm(names.before_attention, spec.norms_before)
+        self._attention = load_attention(weights, names, prefix, spec.attention, hidden, model.norm_eps, table)
+        self._after_attention = norm(names.after_attention, spec.norms_after)
+        self._before_mlp = norm(names.before_mlp, spec.norms_before)
+        self._gate_up, self._down = _mlp(weights, model, spec, prefix)
+        self._after_mlp = norm(names.after_mlp, spec.norms_after)
+
+    def __call__(
+        self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` is what the layer before computed and not yet added to `residual`.
+
+        `rows` (int64): only these of the result are wanted; the KV is stored of all.
+        """
+        attention = self._attention
+        entering, residual = _enter(step, hidden, residual, self._before_attention)
+        qkv = step.linear(entering, attention.qkv)
+        step.rotate_and_store(qkv, attention, self._index)
+        hidden = step.linear(step.attend(qkv, attention.spec.scale, self._index, rows), attention.out)
+        hidden = self._leave(step, hidden, self._after_attention)
+        residual = residual if rows is None else residual[rows]
+        entering, residual = _enter(step, hidden, residual, self._before_mlp)
+        hidden = step.linear(step.gated_linear(entering, self._gate_up), self._down)
+        return self._leave(step, hidden, self._after_mlp), residual
+
+    def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
+        """What a part adds to the residual."""
+        if norm is not None:
+            hidden = step.rms_norm(hidden, norm)
+        return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
+
+
+def _enter(
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None
+) -> tuple[Tensor, Tensor]:
+    """What a part reads, and the residual that it adds to."""
+    if norm is not None:
+        return step.add_rms_norm(hidden, residual, norm)
+    residual = residual + hidden
+    return residual, residual
+
+
+def _mlp(weights: WeightSource, model: ModelSpec, layer: LayerSpec, prefix: str) -> tuple[Linear, Linear]:
+    names, hidden, inner = model.names, model.hidden_size, layer.mlp.intermediate_size
+    gate_up = [prefix + name for name in names.gate_up]
+    outputs = [2 * inner // len(gate_up)] * len(gate_up)
+    return (
+        load_linear(weights, gate_up, outputs, hidden, bias=layer.mlp.bias),
+        load_linear(weights, [prefix + names.down], [hidden], inner, bias=layer.mlp.bias),
+    )
+
+
+class Network:
+    def __init__(self, spec: ModelSpec, weights: WeightSource, max_len: int, is_deterministic: bool = False) -> None:
+        self.spec, self._is_deterministic = spec, is_deterministic
+        names, shape = spec.names, (spec.vocab_size, spec.hidden_size)
+        self._embedding = weights.get(names.embedding, shape)
+        ropes = {layer.attention.rope for layer in spec.layers}
+        tables = {rope: rotary_table(rope, spec.head_dim, max_len).to(self._embedding.device) for rope in ropes}
+        self._layers = [
+            DecoderLayer(spec, weights, index, tables[layer.attention.rope]) for index, layer in enumerate(spec.layers)
+        ]
+        self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)
+        self._head = OutputHead(self._embedding if spec.tie_word_embeddings else weights.get(names.head, shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def attach(self, kv_pool: Tensor) -> Device:
+        """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""
+        if kv_pool.is_cuda:
+            from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
+
+            return CudaDevice(self.spec, kv_pool, self._is_deterministic)
+        from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
+
+        return CpuDevice(self.spec, kv_pool)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        model_input: ModelInput,
+        device: Device,
+        look: Callable[[LogitsOf], None] | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [N, vocab_size] float32 of `model_input.logits_indices`, written to `logits` if that is given; the KV
+        of all tokens is in the pool afterwards.
+
+        `look` may ask for the logits of other rows, part by part: those of a long prompt would fill the device.
+        """
+        step = device.begin_step(model_input)
+        residual = F.embedding(model_input.token_ids, self._embedding)
+        if self.spec.embedding_scale != 1.0:
+            residual = residual * self.spec.embedding_scale
+        hidden = torch.zeros_like(residual)
+        for layer in self._layers[:-1]:
+            hidden, residual = layer(step, hidden, residual)
+        # What the last layer computes after its keys and values is read for logits alone: of a prompt's part for one
+        # token or none.
+        wanted = model_input.logits_indices
+        hidden, residual = self._layers[-1](step, hidden, residual, wanted if look is None else None)
+        if look is None:
+            return self._logits_of(step, hidden, residual, logits)
+        look(lambda rows: self._logits_of(step, hidden[rows], residual[rows]))
+        return self._logits_of(step, hidden[wanted], residual[wanted], logits)
+
+    def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
+        normed, _ = step.add_rms_norm(hidden, residual, self._norm)
+        logits = step.logits(normed, self._head, logits)
+        return logits if self.spec.logit_scale == 1.0 else logits.mul_(self.spec.logit_scale)

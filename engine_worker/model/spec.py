@@ -1,0 +1,168 @@
+"""What a decoder-only network consists of, as frozen values: a family's file makes them, layers are made from them.
+
+    ModelSpec -> one LayerSpec a layer -> AttentionSpec, GatedMlpSpec, which norms it has
+    RopeSpec     which positions turn which pairs of a head's elements, and how fast
+
+A feature that a network does not have is a neutral value (no norm, a factor of 1), never a branch over families. Knows
+nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class QkNorm(StrEnum):
+    """RMSNorm of queries and keys before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, one weight [head_dim] for all
+    WHOLE = "whole"  # all heads of a token together, weight [num_heads * head_dim]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How the rotary frequencies are stretched. Which fields count depends on `kind`; see layers.rotary_frequencies().
+
+    linear    factor
+    llama3    factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    yarn      factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, attention_factor
+    longrope  factors (one for each frequency), attention_factor
+    """
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # of cosines and sines
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """The first `dim` elements of a head are rotated in pairs, the others are not.
+
+    Pairs are (i, i + dim / 2), or neighbours (2i, 2i + 1) where `interleaved`. `dim` 0: no positions at all (NoPE).
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores, usually head_dim ** -0.5
+    rope: RopeSpec
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Of keys, or of values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMlpSpec:
+    """down(silu(gate(x)) * up(x))"""
+
+    intermediate_size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Norms stand before a part (its input is normed), after it (what it adds is), or both."""
+
+    attention: AttentionSpec
+    mlp: GatedMlpSpec
+    norms_before: bool = True
+    norms_after: bool = False
+    residual_scale: float = 1.0  # of what a part adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesSpec:
+    """Under which names a checkpoint has the tensors; several names are one tensor here, in this order."""
+
+    layer: str = "model.layers.{index}."
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str  # what the weights were saved in: bfloat16, float16 or float32
+    eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    names: NamesSpec = field(default_factory=NamesSpec)
+
+    # All layers store keys and values of one shape.
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].attention.head_dim
+
+    def num_parameters(self) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.hidden_size + sum(self._layer_parameters(layer) for layer in self.layers)
+
+    def _layer_parameters(self, layer: LayerSpec) -> int:
+        attention, mlp, hidden = layer.attention, layer.mlp, self.hidden_size
+        query, kv, inner = attention.query_size, attention.kv_size, mlp.intermediate_size
+        norms = 2 * hidden * (layer.norms_before + layer.norms_after)
+        norms += _qk_norm_parameters(attention)
+        biases = attention.qkv_bias * (query + 2 * kv) + attention.out_bias * hidden + mlp.bias * (2 * inner + hidden)
+        return hidden * (2 * query + 2 * kv) + 3 * hidden * inner + norms + biases
+
+
+def _qk_norm_parameters(attention: AttentionSpec) -> int:
+    sizes: Mapping[QkNorm, int] = {
+        QkNorm.NONE: 0,
+        QkNorm.HEAD: 2 * attention.head_dim,
+        QkNorm.WHOLE: attention.query_size + attention.kv_size,
+    }
+    return sizes[attention.qk_norm]
