@@ -90,7 +90,7 @@ def test_configuration_and_tokenizer(tmp_path: Path) -> None:
     convert(tmp_path / "m.gguf", tmp_path / "model", silent)
     config = spec_from_directory(tmp_path / "model")
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (LAYERS, HEADS, KV_HEADS, 16)
-    assert (config.rms_norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-5, True, (0,))
+    assert (config.norm_eps, config.tie_word_embeddings, config.eos_token_ids) == (1e-5, True, (0,))
     tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     # "12" has a merge, but SmolLM's pre-tokenizer parts digits before any merge.
     assert tokenizer.encode("ab 12<|end|>").ids == [3, 4, 5, 6, 0]

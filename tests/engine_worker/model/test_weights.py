@@ -28,7 +28,7 @@ def test_a_sharded_model_has_the_same_weights(model_dir: Path, tmp_path: Path) -
     sharded_dir = write_model(tmp_path, max_shard_size="200KB")
     assert len(list(sharded_dir.glob("*.safetensors"))) > 1
     config = spec_from_directory(model_dir)
-    shape = (config.hidden_size, config.intermediate_size)
+    shape = (config.hidden_size, config.layers[0].mlp.intermediate_size)
     for layer in range(config.num_layers):
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         assert torch.equal(source(model_dir).get(name, shape), source(sharded_dir).get(name, shape))
