@@ -83,11 +83,12 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
             await harness.submit(request)
         await eventually(lambda: harness.worker.num_held == 7)
         calls = harness.thread._calls
-        await eventually(lambda: calls.qsize() == 7)  # six requests, and that the second step is stored
+        await eventually(lambda: calls.qsize() >= 7)  # six requests, and that the second step is stored
+        before = calls.qsize()
         joiner, wish = "joiner.1", Wish(8, room=8)
         await harness.scripts.register(joiner)
         assert (await harness.scripts.take(joiner, wish)).entries == []
-        await eventually(lambda: calls.qsize() == 8)  # the worker has seen it
+        await eventually(lambda: calls.qsize() > before)  # the worker has seen it
         harness.gate.allow(1)
         await eventually(lambda: harness.worker.num_held == 4)
         taken: list[str] = []
