@@ -23,12 +23,11 @@ def positive_int(config: Config, key: str) -> int:
     return value
 
 
-def refuse_other_than(config: Config, **only: Any) -> None:
-    """A key that is absent or null has its one value; any other would be left out silently."""
-    for key, value in {"hidden_act": "silu", **only}.items():
-        found = config.get(key)
-        if found is not None and found != value:
-            raise ValueError(f"config.json: {key} = {found!r} is not supported; only {value!r} is")
+def refuse_unsupported(config: Config) -> None:
+    """A gate or a format of weights that no family here has would be left out silently."""
+    activation = config.get("hidden_act")
+    if activation not in {None, "silu"}:
+        raise ValueError(f"config.json: hidden_act = {activation!r} is not supported; only 'silu' is")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(f"config.json: quantization_config ({method!r}) is not supported; use unquantised weights")

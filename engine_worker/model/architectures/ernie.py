@@ -1,12 +1,12 @@
 """Ernie 4.5, dense: neighbouring elements of a head are rotated, and one flag gives biases to everything."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows, rope_of
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     bias = bool(config.get("use_bias"))
     rope = rope_of({"head_dim": 128, **config}, interleaved=True, default_theta=500_000.0)

@@ -3,7 +3,7 @@
 Neighbouring elements of the first half of a head are rotated; gate and up are one tensor of the checkpoint.
 """
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows, rope_of
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec
 
@@ -15,7 +15,7 @@ NAMES = NamesSpec(
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     rope = rope_of({"partial_rotary_factor": 0.5, **config}, interleaved=True)
     layer = LayerSpec(

@@ -1,12 +1,12 @@
 """Helium: Llama's layers with neighbouring elements of a head rotated."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows, rope_of
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     rope = rope_of(config, interleaved=True, default_theta=100_000.0)
     layer = LayerSpec(

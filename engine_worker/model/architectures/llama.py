@@ -1,12 +1,12 @@
 """Llama 2 and 3, SmolLM2, and the many checkpoints that call themselves `llama`."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     bias = bool(config.get("attention_bias"))
     layer = LayerSpec(

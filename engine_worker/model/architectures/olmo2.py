@@ -1,6 +1,6 @@
 """OLMo 2: norms stand after attention and MLP, and queries and keys are normed over all their heads."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec, QkNorm
 
@@ -8,7 +8,7 @@ NAMES = NamesSpec(after_attention="post_attention_layernorm", after_mlp="post_fe
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     bias = bool(config.get("attention_bias"))
     layer = LayerSpec(

@@ -1,6 +1,6 @@
 """Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini ones rotate a part of a head, with longrope."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec
 
@@ -8,7 +8,7 @@ NAMES = NamesSpec(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     layer = LayerSpec(attention=attention_spec(config), mlp=mlp_spec(config))
     return model_spec(config, generation, layer, names=NAMES)

@@ -1,12 +1,12 @@
 """Qwen3, dense: each head's query and key are normed before they are rotated."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec, QkNorm
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows({"use_sliding_window": False, **config})
     bias = bool(config.get("attention_bias"))
     attention = attention_spec({"head_dim": 128, **config}, qkv_bias=bias, out_bias=bias, qk_norm=QkNorm.HEAD)

@@ -1,12 +1,12 @@
 """Seed-OSS: biases on queries, keys and values, and on what leaves attention where config.json says so."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows(config)
     layer = LayerSpec(
         attention=attention_spec(

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from engine_worker.model.architectures.config_keys import Config, refuse_other_than, refuse_windows, rope_of
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_other_than(config)
+    refuse_unsupported(config)
     refuse_windows({"use_sliding_window": False, **config})
     bias = bool(config.get("attention_bias"))
     rope = rope_of(config, default_theta=2_000_000.0)
