@@ -128,9 +128,7 @@ class Engine:
         """What the last step did, for the step histograms: unlike stats(), it costs nothing."""
         return self._recorder.last_step
 
-    def add_request(
-        self, request: GenerationRequest, stored: Iterable[StoredChoice] = (), problem: str = ""
-    ) -> None:
+    def add_request(self, request: GenerationRequest, stored: Iterable[StoredChoice] = (), problem: str = "") -> None:
         """Queue a request; one that was begun elsewhere continues after the choices of its journal.
 
         With a `problem` that was found before, it ends with that error in the next step.

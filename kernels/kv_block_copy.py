@@ -38,9 +38,7 @@ def copy_kv_blocks_triton(source: Tensor, target: Tensor, block_copies: Tensor) 
     assert block_copies.is_contiguous() and block_copies.shape[1:] == (2,)
     block_elements = source[0].numel()
     grid = (block_copies.shape[0], triton.cdiv(block_elements, _CHUNK))
-    _copy_kv_blocks_kernel[grid](
-        source, target, block_copies, BLOCK_ELEMENTS=block_elements, CHUNK=_CHUNK, num_warps=8
-    )
+    _copy_kv_blocks_kernel[grid](source, target, block_copies, BLOCK_ELEMENTS=block_elements, CHUNK=_CHUNK, num_warps=8)
 
 
 def copy_kv_blocks(source: Tensor, target: Tensor, block_copies: Tensor) -> None:

@@ -1,11 +1,11 @@
 """Forbids tokens by bit masks: what grammars leave of the vocabulary, in some rows of a batch.
 
-    apply_token_bitmask(scores, rows, masks)
+apply_token_bitmask(scores, rows, masks)
 
-    scores [N, V] float32, bfloat16 or float16; rows may be strided, columns are contiguous. Modified in place.
-    rows [R] int32, each a row of `scores`, none twice
-    masks [R, W] int32, contiguous, W = ceil(V / 32): bit t % 32 of word t // 32 says whether token t is allowed in the
-        row; the score of one that is not becomes -inf
+scores [N, V] float32, bfloat16 or float16; rows may be strided, columns are contiguous. Modified in place.
+rows [R] int32, each a row of `scores`, none twice
+masks [R, W] int32, contiguous, W = ceil(V / 32): bit t % 32 of word t // 32 says whether token t is allowed in the
+    row; the score of one that is not becomes -inf
 """
 
 import numpy as np

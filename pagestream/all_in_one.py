@@ -166,9 +166,7 @@ class _AllInOne:
             self.console.print("stopping the gateway, then the workers")
             await self.crew.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
 
-    async def _start(
-        self, models: Sequence[ServedModel], links: Sequence[FleetLink], commands: ChildCommands
-    ) -> None:
+    async def _start(self, models: Sequence[ServedModel], links: Sequence[FleetLink], commands: ChildCommands) -> None:
         gateways = [self._gateway(number, commands) for number in range(self.settings.gateways)]
         for gateway in gateways:
             self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
@@ -198,9 +196,7 @@ class _AllInOne:
 
         return SupervisedChild(name, lambda _life: commands.gateway(name), self._on_line, after_death)
 
-    def _worker(
-        self, number: int, model: ServedModel, commands: ChildCommands, link: FleetLink
-    ) -> SupervisedChild:
+    def _worker(self, number: int, model: ServedModel, commands: ChildCommands, link: FleetLink) -> SupervisedChild:
         def command(life: int) -> ChildCommand:
             base_id = worker_base_id(self.fleet_id, number, life)
             self.workers[base_id] = child

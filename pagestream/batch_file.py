@@ -1,6 +1,6 @@
 """The input of `pagestream run-batch`, in OpenAI's batch format. Pure but for reading the file.
 
-    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 
 import hashlib

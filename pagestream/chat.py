@@ -1,6 +1,6 @@
 """`pagestream chat`: a conversation in the terminal with a running server. Ctrl-C stops an answer, Ctrl-D ends it all.
 
-    /reset    forget what was said      /system TEXT    begin anew, with TEXT as the system's message
+/reset    forget what was said      /system TEXT    begin anew, with TEXT as the system's message
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """pagestream new-key NAME: a random API key for the eyes, and its entry for the file of --api-keys-file.
 
-    pagestream new-key team-a >> keys.toml      # the key itself goes to the terminal (stderr), once and nowhere else
+pagestream new-key team-a >> keys.toml      # the key itself goes to the terminal (stderr), once and nowhere else
 """
 
 import argparse

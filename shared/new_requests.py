@@ -19,7 +19,6 @@ class Keep:
     fingerprint: str = ""  # of what the client asked under that name
     stale_id: str = ""  # what the name may stand for so far, as that request is gone
 
-
     @property
     def name_seconds(self) -> int:
         """How long the name is kept unless it is prolonged: that may end with the last holder's gateway, and the answer

@@ -207,9 +207,7 @@ class RedisScripts:
     ) -> AcceptStatus:
         """accept_all() of one request."""
         new = NewRequest(request_id, body, journal, keep)
-        return await self.accept_all(
-            [new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued
-        )
+        return await self.accept_all([new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued)
 
     async def accept_all(
         self,

@@ -1,7 +1,7 @@
 """Fixtures that several test folders share: a real Valkey or Redis server, and clients of it.
 
-    pytest                                            the embedded Valkey
-    pytest --redis-server /usr/bin/redis-server       the same tests on another server binary
+pytest                                            the embedded Valkey
+pytest --redis-server /usr/bin/redis-server       the same tests on another server binary
 """
 
 import asyncio

@@ -46,9 +46,7 @@ def main(argv: list[str]) -> int:
         "num_sequences": options.num_sequences,
         "step_microseconds": {
             "prefix_cache": step_microseconds(options.num_sequences, options.repeats),
-            "no_prefix_cache": step_microseconds(
-                options.num_sequences, options.repeats, enable_prefix_caching=False
-            ),
+            "no_prefix_cache": step_microseconds(options.num_sequences, options.repeats, enable_prefix_caching=False),
             "one_ahead": step_microseconds(options.num_sequences, options.repeats, one_ahead=True),
         },
         "hashing_nanoseconds_a_token": hashing_nanoseconds(options.repeats),

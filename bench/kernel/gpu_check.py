@@ -91,9 +91,7 @@ def check_token_kernels(shape: str, num_tokens: int, dtype: torch.dtype) -> Chec
     return check
 
 
-def check_rotation(
-    shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False
-) -> Check:
+def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: int, has_norms: bool = False) -> Check:
     """Queries and keys (normed and) rotated in place, keys and values in their slots, no other byte changed."""
     heads = HEAD_SHAPES[shape]
 

@@ -65,9 +65,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     p95 = {name: quantile(sorted(seconds), 0.95) for name, seconds in times.items()}
     return {
         "worker": "real" if options.real else {"step_seconds": STEP_SECONDS, "token_seconds": TOKEN_SECONDS},
-        "first_token_seconds": {
-            name: {**distribution(seconds), "p95": p95[name]} for name, seconds in times.items()
-        },
+        "first_token_seconds": {name: {**distribution(seconds), "p95": p95[name]} for name, seconds in times.items()},
         "p95_ratio": p95["beside"] / p95["alone"],
         "rounds": rounds,
         "problems": sorted(set(problems)),

@@ -208,9 +208,7 @@ def main() -> None:
     options = parser.parse_args()
     _json_bodies()
     print("begun", flush=True)
-    answers = asyncio.run(
-        attack(PATTERNS[options.pattern], options.url, options.key, options.seconds, options.turns)
-    )
+    answers = asyncio.run(attack(PATTERNS[options.pattern], options.url, options.key, options.seconds, options.turns))
     print(json.dumps(answers))
 
 

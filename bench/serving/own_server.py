@@ -1,7 +1,7 @@
 """A `pagestream serve` of a benchmark's own, on a free port and with its own store: nothing else here is met.
 
-    with own_server(model, "m", ["--dtype", "float32"]) as server:
-        server.url, server.pid
+with own_server(model, "m", ["--dtype", "float32"]) as server:
+    server.url, server.pid
 """
 
 import os

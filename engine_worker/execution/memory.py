@@ -40,11 +40,11 @@ def measure_memory(device: torch.device, weights_bytes: int, step_bytes: int = 0
 def memory_by_use(device: torch.device, weights_bytes: int, kv_bytes: int, host_kv_bytes: int) -> Mapping[str, int]:
     """The device's bytes as they are now; on CUDA the uses add up to all of its memory.
 
-        weights, kv    what this worker loaded and reserved
-        kv_host        on a CPU, where it is the same memory: the pool of swapped blocks
-        workspace      on CUDA: what torch holds for activations, graphs and staging buffers
-        other          everything else, other processes too. A CPU's pools take their pages when blocks are first used,
-                       so this is short by what is untouched there
+    weights, kv    what this worker loaded and reserved
+    kv_host        on a CPU, where it is the same memory: the pool of swapped blocks
+    workspace      on CUDA: what torch holds for activations, graphs and staging buffers
+    other          everything else, other processes too. A CPU's pools take their pages when blocks are first used,
+                   so this is short by what is untouched there
     """
     if device.type != "cuda":
         total, free = host_memory()

@@ -53,8 +53,7 @@ class SubmittedStep:
             else [],
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
-            phase_seconds=self.phase_seconds
-            | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
+            phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.kv_cache.finished_transfers(),
         )
 

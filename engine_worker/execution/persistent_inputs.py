@@ -162,9 +162,7 @@ class _Description:
             self._read.record()
 
 
-def _token_ids(
-    sequences: list[ScheduledSequence], sampled_index: dict[Sequence, int]
-) -> tuple[list[int], list[int]]:
+def _token_ids(sequences: list[ScheduledSequence], sampled_index: dict[Sequence, int]) -> tuple[list[int], list[int]]:
     """All token ids, 0 for one in flight; and for each sequence where that is among the samples, or -1."""
     token_ids: list[int] = []
     feedback = []

@@ -194,9 +194,7 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def premature_ends(
-    sequence: Sequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int
-) -> list[int]:
+def premature_ends(sequence: Sequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
     """The tokens that would end `sequence` before its min_tokens."""
     sampling = sequence.sampling
     if output_index >= sampling.min_tokens:

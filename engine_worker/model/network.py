@@ -82,9 +82,7 @@ class DecoderLayer:
         return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
 
 
-def _enter(
-    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None
-) -> tuple[Tensor, Tensor]:
+def _enter(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None) -> tuple[Tensor, Tensor]:
     """What a part reads, and the residual that it adds to."""
     if norm is not None:
         return step.add_rms_norm(hidden, residual, norm)

@@ -62,8 +62,10 @@ def _yarn(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2), with the bounds rounded to whole dimensions where `truncate`."""
 
     def dimension_of(turns: float) -> float:
-        return rope.dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (
-            2 * math.log(rope.theta)
+        return (
+            rope.dim
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
         )
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)

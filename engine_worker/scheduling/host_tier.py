@@ -49,9 +49,7 @@ class HostTier:
     def has_room(self, sequences: Iterable[Sequence]) -> bool:
         """Whether swap_out() would find enough blocks that no swapped sequence holds."""
         contents = set(self._contents(sequences))
-        num_needed = sum(
-            host_block_id is None or self._pool.is_cached(host_block_id) for _, host_block_id in contents
-        )
+        num_needed = sum(host_block_id is None or self._pool.is_cached(host_block_id) for _, host_block_id in contents)
         return num_needed <= self._pool.num_available_blocks
 
     def swap_out(self, sequences: Iterable[Sequence]) -> int:

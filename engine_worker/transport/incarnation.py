@@ -1,15 +1,15 @@
 """One life of a worker in the store: its id, its fence, its claims.
 
-    incarnation = await register(connections, keys, "w0")
-    while True:
-        try:
-            claimed = await incarnation.requests.claim(free_sequences)        # waits up to 1 s with block=True
-            cancelled_ids = await incarnation.tokens.emit(token_events)       # once per engine step
-            await incarnation.tokens.finish(finish_and_error_events)          # after the emit of the same step
-        except Fenced:
-            ...                                                               # drop every sequence
-            incarnation = await register(connections, keys, "w0", previous=incarnation)
-    await incarnation.requests.hand_back()                                    # drain: requeue the rest
+incarnation = await register(connections, keys, "w0")
+while True:
+    try:
+        claimed = await incarnation.requests.claim(free_sequences)        # waits up to 1 s with block=True
+        cancelled_ids = await incarnation.tokens.emit(token_events)       # once per engine step
+        await incarnation.tokens.finish(finish_and_error_events)          # after the emit of the same step
+    except Fenced:
+        ...                                                               # drop every sequence
+        incarnation = await register(connections, keys, "w0", previous=incarnation)
+await incarnation.requests.hand_back()                                    # drain: requeue the rest
 """
 
 import asyncio

@@ -96,9 +96,7 @@ class TokenPublisher:
             for ending in endings:
                 self._claims.remove(ending.request_id)
 
-    def _messages(
-        self, step: int, events: Sequence[StreamEvent], request_ids: Iterable[str]
-    ) -> list[GatewayMessage]:
+    def _messages(self, step: int, events: Sequence[StreamEvent], request_ids: Iterable[str]) -> list[GatewayMessage]:
         """One a gateway; `request_ids`: those of the call, in its order."""
         by_gateway: dict[str, list[StreamEvent]] = {}
         for event in events:

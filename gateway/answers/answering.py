@@ -149,9 +149,7 @@ async def _answer_again(http: web.Request, kept: KeptAnswer) -> web.StreamRespon
     return await _give_again(http, kept, kept.completion)
 
 
-async def stream_again(
-    http: web.Request, kept: KeptAnswer, *, num_known: int | None = None
-) -> web.StreamResponse:
+async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | None = None) -> web.StreamResponse:
     """As events, whatever its body asked; a collected answer has its usage, so its stream has it too. `num_known`:
     how many events the client has of the one choice, where it does not say so with Last-Event-ID."""
     completion = kept.completion

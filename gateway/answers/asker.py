@@ -26,8 +26,6 @@ class Asker:
     def account(self) -> Account:
         return self.charge.account
 
-    async def work(
-        self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
-    ) -> _Result:
+    async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
         """As GatewayState.work()."""
         return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)

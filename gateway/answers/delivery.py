@@ -208,9 +208,7 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 async def collect_reply(reply: Reply) -> bytes:
     """The body: made where it holds up nobody, as it may be long."""
     completion, generation = reply.completion, reply.generation
-    collected: dict[int, list[ChoiceUpdate]] = {
-        index: [] for index in range(len(completion.prompts) * completion.n)
-    }
+    collected: dict[int, list[ChoiceUpdate]] = {index: [] for index in range(len(completion.prompts) * completion.n)}
     async for updates in generation.updates():
         for update in updates:
             collected[update.index].append(update)

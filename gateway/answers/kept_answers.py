@@ -131,9 +131,7 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
             raise _not_found()
         parts.append(other)
     kind = KINDS[record.kind]
-    return KeptAnswer(
-        service, first.request.request_id, record, first.record, kind, kind.parse(record.body), parts
-    )
+    return KeptAnswer(service, first.request.request_id, record, first.record, kind, kind.parse(record.body), parts)
 
 
 async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:

@@ -33,9 +33,7 @@ class PromptEcho:
         self._prompts = prompts_token_ids
         is_cut = request.fields.truncate_prompt_tokens is not None
         self._texts = [
-            prompt
-            if isinstance(prompt, str) and not is_cut
-            else encoder.decode(token_ids, skip_special_tokens=False)
+            prompt if isinstance(prompt, str) and not is_cut else encoder.decode(token_ids, skip_special_tokens=False)
             for prompt, token_ids in zip(request.prompts, prompts_token_ids, strict=True)
         ]
         self._num_choices = request.n
@@ -104,9 +102,7 @@ def prompt_entries(
         offset += len(detokenizer.push(token_id))
 
 
-def prompt_logprobs_object(
-    encoder: PromptEncoder, token_ids: Sequence[int], scores: Scores
-) -> msgspec.Raw:
+def prompt_logprobs_object(encoder: PromptEncoder, token_ids: Sequence[int], scores: Scores) -> msgspec.Raw:
     """vLLM's shape, as JSON: for each token {id: {logprob, rank, decoded_token}}, the likeliest and itself.
 
     Null for the first. The rank of a token that is not among the likeliest ones reported is null: it is not known.

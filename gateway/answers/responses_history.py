@@ -35,9 +35,7 @@ async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswe
     return kept
 
 
-async def with_history(
-    asker: Asker, body: bytes, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
-) -> bytes:
+async def with_history(asker: Asker, body: bytes, kind: type[ResponsesBody | CompactionBody] = ResponsesBody) -> bytes:
     """The body to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
     fields, given = await asker.work(len(body), partial(decode_body, body, kind))

@@ -1,13 +1,13 @@
 """Batches in a directory, one folder each. Blocking.
 
-    batch.json      BatchRecord, never changed
-    input.jsonl     the uploaded file under a second name, so that deleting that one does not harm; gone at the end
-    progress.json   BatchProgress, written by whoever holds `lock`
-    lock            held by the one gateway that drives the batch; the kernel drops it with the process; in it,
-                    how many holders ended without a word
-    unknown-since   when its owner's key was first missing; gone when the key is back
-    cancel          there as soon as somebody cancels it; any gateway may write it
-    output.jsonl, errors.jsonl   results as they come; they become files at the end
+batch.json      BatchRecord, never changed
+input.jsonl     the uploaded file under a second name, so that deleting that one does not harm; gone at the end
+progress.json   BatchProgress, written by whoever holds `lock`
+lock            held by the one gateway that drives the batch; the kernel drops it with the process; in it,
+                how many holders ended without a word
+unknown-since   when its owner's key was first missing; gone when the key is back
+cancel          there as soon as somebody cancels it; any gateway may write it
+output.jsonl, errors.jsonl   results as they come; they become files at the end
 """
 
 import contextlib

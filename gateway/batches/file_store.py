@@ -1,8 +1,8 @@
 """Uploaded files and results of batches in a directory. Whoever shows another key than the owner finds none. Blocking.
 
-    files/<id>.json    its record, written last and deleted first: what has none is no file
-    files/<id>.jsonl   its content
-    parts/<id>         an upload on its way, locked by the process that receives it
+files/<id>.json    its record, written last and deleted first: what has none is no file
+files/<id>.jsonl   its content
+parts/<id>         an upload on its way, locked by the process that receives it
 """
 
 import os

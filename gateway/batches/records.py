@@ -1,7 +1,7 @@
 """Files and batches as they are stored, and as OpenAI's API shows them. Pure.
 
-    files/<id>.json     FileRecord     beside it files/<id>.jsonl, the content
-    batches/<id>/       batch.json = BatchRecord, progress.json = BatchProgress, and what batch_store.py says
+files/<id>.json     FileRecord     beside it files/<id>.jsonl, the content
+batches/<id>/       batch.json = BatchRecord, progress.json = BatchProgress, and what batch_store.py says
 """
 
 import re

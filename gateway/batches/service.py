@@ -138,9 +138,7 @@ class BatchService:
         answers = LineAnswers(self._state, record.id, record.endpoint, self._slots)
         account = partial(self._access.batch_account, record.owner_key_hash)
         read: Read = partial(self._state.pool.run, ("batches of", record.owner_key_hash), None)
-        driver = BatchDriver(
-            folder, lease, self.storage, answers, read, account, self._max_lines, self._count_result
-        )
+        driver = BatchDriver(folder, lease, self.storage, answers, read, account, self._max_lines, self._count_result)
         task = asyncio.create_task(self._drive(driver, folder, lease))
         self._driven[record.id] = task, driver
         self._turns[record.id] = Turn(record.id, record.owner_key_hash, time.monotonic())

@@ -1,10 +1,10 @@
 """Tool calls as families of models write them -> parts. Pure.
 
-    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list between the tags (Hermes, Qwen)
-    llama3_json   the answer begins with {"name": ..., "parameters": {...}} or <|python_tag|>; several with ; or ,
-    mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} (since v11)
-    listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
-    named         the arguments alone: what the grammar of a named call writes
+hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or a list between the tags (Hermes, Qwen)
+llama3_json   the answer begins with {"name": ..., "parameters": {...}} or <|python_tag|>; several with ; or ,
+mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} (since v11)
+listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
+named         the arguments alone: what the grammar of a named call writes
 """
 
 import re

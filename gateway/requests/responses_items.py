@@ -73,9 +73,7 @@ def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
 def _message(item: ItemFields, path: str) -> MessageFields:
     role = _needed(item.role, f"{path}.role")
     if role not in ROLES:
-        raise InvalidRequest(
-            f"{path}.role: {role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role"
-        )
+        raise InvalidRequest(f"{path}.role: {role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role")
     return MessageFields(role, _texts(_needed(item.content, f"{path}.content"), f"{path}.content"))
 
 

@@ -60,9 +60,7 @@ def parse_response(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest."""
     fields, given = decode_body(body, ResponsesBody)
     check_history(fields.previous_response_id, given)
-    return response_request(
-        fields, check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
-    )
+    return response_request(fields, check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS}))
 
 
 def check_history(previous_response_id: str | None, given: Mapping[str, Any]) -> None:

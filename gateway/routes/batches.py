@@ -1,9 +1,9 @@
 """/v1/batches: many requests out of a file, each answered once, behind everybody else's.
 
-    POST  input_file_id, endpoint, completion_window: begins it
-    GET   the list; /{id}: how far one is
-    POST  /{id}/cancel
-    DELETE  /{id}: one that has ended; OpenAI has no such route
+POST  input_file_id, endpoint, completion_window: begins it
+GET   the list; /{id}: how far one is
+POST  /{id}/cancel
+DELETE  /{id}: one that has ended; OpenAI has no such route
 """
 
 import asyncio

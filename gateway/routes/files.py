@@ -1,8 +1,8 @@
 """/v1/files: inputs and results of batches. Served where the gateway has a directory for them.
 
-    POST    multipart: purpose=batch and file; not read until a batch wants it
-    GET     the list; /{id}: one; /{id}/content: what is in it
-    DELETE  /{id}
+POST    multipart: purpose=batch and file; not read until a batch wants it
+GET     the list; /{id}: one; /{id}/content: what is in it
+DELETE  /{id}
 """
 
 import asyncio
@@ -73,9 +73,7 @@ async def list_files(http: web.Request) -> web.Response:
     files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        records = files.page(
-            owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc"
-        )
+        records = files.page(owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc")
         page = page_of(records, asked)
         data = [file_body(record) for record in page.items]
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)

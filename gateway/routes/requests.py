@@ -1,8 +1,8 @@
 """/v1/requests/{id}: answers that are kept, at any gateway. The id is that of the answer, with or without its prefix.
 
-    GET     the state; with the whole answer once it has ended
-    DELETE  cancels it
-    GET     /events: its stream from the beginning, or behind the event that Last-Event-ID names, as EventSource asks
+GET     the state; with the whole answer once it has ended
+DELETE  cancels it
+GET     /events: its stream from the beginning, or behind the event that Last-Event-ID names, as EventSource asks
 """
 
 from typing import Any

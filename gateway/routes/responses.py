@@ -1,12 +1,12 @@
 """OpenAI's Responses API: responses that are made, kept, read again at any gateway, cancelled and deleted.
 
-    POST    /v1/responses
-    GET     /v1/responses/{id}               as it stands; with `stream` as events, from the first or after a number
-    DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
-    POST    /v1/responses/{id}/cancel        one in the background; one that has ended stays as it was
-    GET     /v1/responses/{id}/input_items   what came into it, the newest first
-    POST    /v1/responses/input_tokens       how many tokens a response's prompt would have
-    POST    /v1/responses/compact            a conversation -> fewer items to go on with
+POST    /v1/responses
+GET     /v1/responses/{id}               as it stands; with `stream` as events, from the first or after a number
+DELETE  /v1/responses/{id}               forgets it; one that runs is cancelled first
+POST    /v1/responses/{id}/cancel        one in the background; one that has ended stays as it was
+GET     /v1/responses/{id}/input_items   what came into it, the newest first
+POST    /v1/responses/input_tokens       how many tokens a response's prompt would have
+POST    /v1/responses/compact            a conversation -> fewer items to go on with
 """
 
 from functools import partial

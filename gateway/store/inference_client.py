@@ -161,9 +161,7 @@ class InferenceClient:
         self._held.add(streams)
         return streams
 
-    async def attach_all(
-        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep]
-    ) -> list[ResponseStream]:
+    async def attach_all(self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep]) -> list[ResponseStream]:
         """Read the requests of a kept answer, each from its first token; each `keep.holder` is a new one. What had
         ended in the store before says so (`had_ended`). Raises StoreUnavailable, or RequestGone for one that is there
         no more; safe to cancel."""

@@ -32,7 +32,5 @@ class Withdrawals:
         with suppress(RedisError, OSError):
             for (request_id, holder), (priority_class, terminal) in list(self._open.items()):
                 blob = encode(EventBatch(PROTOCOL_VERSION, "gateway", 0, [terminal]))
-                await self._scripts.cancel(
-                    request_id, priority_class, holder=holder, event=encode(terminal), blob=blob
-                )
+                await self._scripts.cancel(request_id, priority_class, holder=holder, event=encode(terminal), blob=blob)
                 self._open.pop((request_id, holder), None)

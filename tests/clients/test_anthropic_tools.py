@@ -21,11 +21,15 @@ async def test_two_turns(start_gateway: Any, tmp_path: Path) -> None:  # noqa: F
     gateway.engine.script = says(*([token_id] for token_id in token_ids))
     python, url = CLIENTS / "bin" / "python", f"http://127.0.0.1:{gateway.port}"
     saw = await asyncio.to_thread(run_client, python, "anthropic_tools.py", url, "tiny")
-    assert saw["blocks"] == saw["streamed"] == [
-        {"type": "thinking", "thinking": "Hm.\n", "signature": ""},
-        {"type": "text", "text": "I look. "},
-        {"type": "tool_use", "name": "get_weather", "input": {"city": "Rome"}},
-    ]
+    assert (
+        saw["blocks"]
+        == saw["streamed"]
+        == [
+            {"type": "thinking", "thinking": "Hm.\n", "signature": ""},
+            {"type": "text", "text": "I look. "},
+            {"type": "tool_use", "name": "get_weather", "input": {"city": "Rome"}},
+        ]
+    )
     assert saw["deltas"] == ["thinking_delta", "text_delta", "input_json_delta"]
     assert saw["stop_reasons"] == ["tool_use"] * 3 and saw["usage"] == [len(token_ids)] * 2
     prompt = encoder.decode(gateway.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)

@@ -39,9 +39,7 @@ async def api(fleet: Fleet) -> AsyncIterator[Api]:
         yield api
 
 
-async def test_every_line_has_exactly_one_result(
-    api: Api, fleet: Fleet, other_port: int, tmp_path: Path
-) -> None:
+async def test_every_line_has_exactly_one_result(api: Api, fleet: Fleet, other_port: int, tmp_path: Path) -> None:
     async with chats(api), client_at(fleet.port) as client:
         async with client_at(other_port) as at_the_other:
             batch = await begun(at_the_other)

@@ -114,9 +114,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ps-soak-") as directory:
         report = asyncio.run(
-            run_mix(
-                Path(directory), model, seconds=options.seconds, num_streams=options.streams, seed=options.seed
-            )
+            run_mix(Path(directory), model, seconds=options.seconds, num_streams=options.streams, seed=options.seed)
         )
     command = f"python -m tests.faults.mix --seconds {options.seconds:g} --streams {options.streams}"
     report = {**provenance(sys.argv[1:]), "command": f"{command} --seed {options.seed}", **report}

@@ -183,7 +183,7 @@ async def test_the_answer_and_calls_through_the_gateway(gateway: Gateway) -> Non
     assert await ask(gateway, CALL, **fields) == (None, "", [ROME], "tool_calls")
     assert await ask(gateway, f"{CALL}\n{CALL}", **fields) == (None, "", [ROME, ROME], "tool_calls")
     assert await ask(gateway, LIKE_A_CALL, **fields) == (LIKE_A_CALL, "", [], "stop")
-    cut = CALL[: CALL.index("me\"}")]
+    cut = CALL[: CALL.index('me"}')]
     assert await ask(gateway, cut, FinishReason.LENGTH, **fields) == (
         None, "", [("get_weather", '{"city": "Ro')], "length",
     )  # fmt: skip

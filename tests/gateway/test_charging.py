@@ -92,9 +92,7 @@ async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[
     assert statuses == [400, 400, 404, 429]
 
 
-async def test_a_place_is_given_back_however_a_request_ends(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_place_is_given_back_however_a_request_ends(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
     for body in ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}):
         async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:

@@ -136,9 +136,7 @@ async def test_a_key_has_so_much_waiting_and_no_more(
         task.cancel()
 
 
-async def test_of_large_pieces_fewer_wait(
-    workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_large_pieces_fewer_wait(workshop: Callable[[int], Workshop], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_pool, "MAX_WAITING_BYTES", 100_000)
     shop = workshop(1)
     tasks = [shop.ask("a", f"a{i}", num_bytes) for i, num_bytes in enumerate((200_000, 60_000, 40_000))]

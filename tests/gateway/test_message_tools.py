@@ -278,9 +278,7 @@ def parse(**fields: Any) -> Any:
         ({"tools": None, "output_config": {"format": FORMAT}, "thinking": THINKING}, "thinking"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_is_named_in_anthropics_words(
-    gateway: Gateway, fields: dict[str, Any], param: str
-) -> None:
+async def test_what_is_wrong_is_named_in_anthropics_words(gateway: Gateway, fields: dict[str, Any], param: str) -> None:
     async with gateway.session.post(URL, json={**HI, **fields}) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, param) and param in error["message"]

@@ -157,7 +157,7 @@ async def test_calls_and_their_outputs_become_messages(start_gateway: Any, roomy
     await asked(gateway.session, input=items)
     decoded = gateway.service.require_model().encoder.decode(gateway.engine.requests[0].prompt_token_ids)
     assert decoded.count("assistant\n") == 2  # both calls in one, with its text
-    assert decoded.index("I look.") < decoded.index("Rome\"}") < decoded.index("Oslo\"}") < decoded.index("sunny")
+    assert decoded.index("I look.") < decoded.index('Rome"}') < decoded.index('Oslo"}') < decoded.index("sunny")
     assert "rain" in decoded
 
 
@@ -187,9 +187,7 @@ async def test_the_form_of_the_text(gateway: Gateway, form: Any, kind: GrammarKi
         ("none", '{"city": "Rome"}', []),
     ],
 )  # fmt: skip
-async def test_tool_choice(
-    start_gateway: Any, roomy_model_dir: Any, choice: Any, text: str, names: list[str]
-) -> None:
+async def test_tool_choice(start_gateway: Any, roomy_model_dir: Any, choice: Any, text: str, names: list[str]) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     model_says(gateway, text)
     other = {"type": "function", "name": "clock", "parameters": None, "strict": None}
@@ -231,9 +229,7 @@ async def test_what_typed_clients_need_is_in_every_response(start_gateway: Any, 
     }  # fmt: skip
     async with gateway.session.post("/v1/responses", json=body) as reply:
         told = await reply.json()
-    assert told["tools"] == [
-        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
-    ]
+    assert told["tools"] == [{"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}]
     assert told["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": body["tool_choice"]["tools"]}
     assert told["text"] == {"format": {"type": "text"}}
     assert (told["store"], told["presence_penalty"], told["frequency_penalty"]) == (True, 0.5, 0.0)

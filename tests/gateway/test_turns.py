@@ -133,10 +133,10 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
         assert event is not None and 0 < len(event.token_ids) <= most  # type: ignore[union-attr]
         assert event.index == len(read[event.choice])  # type: ignore[union-attr]
         assert [score.logprob for score in event.logprobs or ()] == [  # type: ignore[union-attr]
-            -float(id_) for id_ in event.token_ids if has_scores  # type: ignore[union-attr]
+            -float(id_)
+            for id_ in event.token_ids
+            if has_scores  # type: ignore[union-attr]
         ]
         read[event.choice] += event.token_ids  # type: ignore[union-attr]
         assert (event.finish_reason is None) == (len(read[event.choice]) < num_tokens)  # type: ignore[union-attr]
     assert read == {0: tokens, 1: tokens}
-
-

@@ -72,7 +72,6 @@ class Faults:
     cut_off_seconds: float = 0.04
     claims_what_runs: bool = False  # second entries too, whose claims the worker then ignores
 
-
     @property
     def stream_class(self) -> type[RequestStream]:
         if self.claims_what_runs:
@@ -154,7 +153,6 @@ class LossyClient(InferenceClient):
             self._world.tally.lost_messages += 1
         else:
             super()._understand(message)
-
 
     async def _return(self, request_id: str) -> None:
         """Its request was ended while it was away: it is accepted anew."""

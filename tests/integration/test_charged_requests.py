@@ -94,9 +94,7 @@ async def test_its_tokens_are_charged_without_its_client(world: World, demo_mode
         assert (await gateway.post("/tokenize", {"prompt": "Hi"}, **HEADERS))[0] == 200
 
 
-async def test_reading_it_again_is_a_request_and_its_tokens(
-    world: World, demo_model_dir: Path, tmp_path: Path
-) -> None:
+async def test_reading_it_again_is_a_request_and_its_tokens(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
     world.worker.gate.allow(FOREVER_STEPS)
     async with limited(world, demo_model_dir, tmp_path, "requests_per_minute = 4\ntokens_per_minute = 70") as gateway:
         _, made = await gateway.post(COMPLETIONS, GREEDY, **HEADERS)

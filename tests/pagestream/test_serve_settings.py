@@ -122,7 +122,7 @@ def test_several_models_reach_a_gateway_in_a_file_and_each_worker_has_its_own(tm
     (tmp_path / "second").mkdir()
     path.write_text(
         f'[[models]]\nmodel = "{tmp_path}"\nnames = ["first", "alias"]\nworkers = 2\nmax_model_len = 8\n'
-        f'worker = {{ block_size = 8, enforce-eager = true, enable-prefix-caching = false }}\n'
+        f"worker = {{ block_size = 8, enforce-eager = true, enable-prefix-caching = false }}\n"
         f'[[models]]\nmodel = "{tmp_path}/second"\n'
     )
     settings = ServeSettings(models_file=path, workers=3, max_model_len=64)

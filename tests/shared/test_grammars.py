@@ -53,9 +53,7 @@ BOMBS = {
     ),
     "product of alternatives": (
         KINDS.JSON_SCHEMA,
-        json.dumps(
-            {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(9)]}
-        ),
+        json.dumps({"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(9)]}),
     ),
     "too long": (KINDS.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)),
 }

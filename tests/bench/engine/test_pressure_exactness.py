@@ -1,6 +1,5 @@
 """bench/engine/pressure_exactness.py on a CPU: nothing differs under pressure, and what differs is counted."""
 
-
 import pytest
 
 from bench.engine import pressure_exactness

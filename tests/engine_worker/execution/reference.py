@@ -1,7 +1,7 @@
 """transformers as the reference: tiny random Llama models, and how far each generated token is from its argmax.
 
-    write_model(directory, ...)                a model directory with random weights
-    Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
+write_model(directory, ...)                a model directory with random weights
+Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
 """
 
 from pathlib import Path

@@ -206,6 +206,7 @@ def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: P
     found, _ = begun.of(sequences[1:], [1], dict)  # what is asked is another batch after all
     assert found is not None and found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
 
+
 def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

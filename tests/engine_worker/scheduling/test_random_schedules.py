@@ -230,9 +230,7 @@ def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float = 0
     random, classes = Random(seed), Random(seed)
     settings = random_settings(random)
     promises = Promises(settings)
-    runner = FakeModelRunner(
-        num_blocks=settings["num_blocks"], block_size=settings["block_size"], before_step=promises
-    )
+    runner = FakeModelRunner(num_blocks=settings["num_blocks"], block_size=settings["block_size"], before_step=promises)
     promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, **settings)
     requests: dict[str, GenerationRequest] = {}
     cancelled: set[str] = set()
@@ -334,6 +332,4 @@ def test_a_takeover_at_any_token_gives_the_same_output(num_journal_tokens: int) 
         run_to_end(engine, transcript)
         assert transcript.tokens[request.request_id] == expected
         end = transcript.ends[request.request_id]
-        assert end == FinishEvent(
-            request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=9, completion_tokens=12)
-        )
+        assert end == FinishEvent(request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=9, completion_tokens=12))

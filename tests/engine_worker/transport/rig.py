@@ -60,9 +60,7 @@ class Rig:
         self.claims = Claims()
         self.clock = Clock()
         self.requests = RequestStream(connections, self.scripts, WORKER, self.claims, self.clock)
-        self.tokens = TokenPublisher(
-            self.scripts, WORKER, self.claims, clock=self.clock, sleep=self.clock.sleep
-        )
+        self.tokens = TokenPublisher(self.scripts, WORKER, self.claims, clock=self.clock, sleep=self.clock.sleep)
 
     async def accept(self, *request_ids: str, **options: Any) -> None:
         for request_id in request_ids:

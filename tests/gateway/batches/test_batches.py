@@ -165,9 +165,7 @@ async def test_the_input_may_be_deleted_while_its_batch_runs(
     ]  # fmt: skip
 
 
-async def test_a_cancelled_batch_withdraws_what_is_in_flight(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_cancelled_batch_withdraws_what_is_in_flight(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     gateway = await start_gateway(files_dir=tmp_path / "kept", max_batch_concurrency=3)
     async with client_of(gateway) as client:
         batch = await begun(client, jsonl(*map(line, "abcdefgh")))
@@ -241,9 +239,7 @@ async def test_files_and_batches_are_their_keys_own(start_gateway: Callable[...,
             with pytest.raises(openai.NotFoundError):
                 await call(argument)
         with pytest.raises(openai.BadRequestError) as refused:
-            await other.batches.create(
-                input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h"
-            )
+            await other.batches.create(input_file_id=batch.input_file_id, endpoint=ENDPOINT, completion_window="24h")
         assert refused.value.param == "input_file_id"
         assert (await other.files.list()).data == [] and (await other.batches.list()).data == []
 

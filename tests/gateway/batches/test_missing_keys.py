@@ -67,9 +67,7 @@ async def test_a_key_that_is_missing_for_a_moment_spends_nothing_and_goes_on(
         assert set(await results(client, batch.output_file_id)) == set("abcd")
 
 
-async def test_gateways_that_lost_their_keys_cancel_nothing(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_gateways_that_lost_their_keys_cancel_nothing(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys, kept = write_keys(tmp_path / "keys", *KEYS), tmp_path / "kept"
     first: Gateway = await start_gateway(files_dir=kept, api_keys_file=keys)
     async with client_of(first, KEYS["team-a"]) as client:
@@ -89,9 +87,7 @@ async def test_gateways_that_lost_their_keys_cancel_nothing(
         assert set(await results(client, batch.output_file_id)) == {"a", "b"}
 
 
-async def test_a_key_that_stays_away_for_a_day_is_withdrawn(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
+async def test_a_key_that_stays_away_for_a_day_is_withdrawn(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys, kept = write_keys(tmp_path / "keys", *KEYS), tmp_path / "kept"
     gateway: Gateway = await start_gateway(files_dir=kept, api_keys_file=keys)
     async with client_of(gateway, KEYS["team-a"]) as client:

@@ -75,9 +75,7 @@ def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
         (chat(n=8, max_tokens=16_384), 100_000, 1),
     ],
 )
-def test_what_is_asked_for_in_earnest_is_not(
-    request_: CompletionRequest, prompt_tokens: int, num_prompts: int
-) -> None:
+def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt_tokens: int, num_prompts: int) -> None:
     for plan in planned(request_, prompt_tokens, num_prompts):
         assert plan.request.sampling.max_tokens == max(1, request_.max_tokens or 0)
 

@@ -13,9 +13,7 @@ def test_equals_float64_but_for_one_rounding(num_rows: int, width: int, dtype: t
     rows = 3 * torch.randn(num_rows, 2 * width + 16, generator=torch.Generator().manual_seed(0))
     rows[:, 2 * width :] = torch.nan
     x = rows.to(dtype)[:, : 2 * width]
-    error = measure_error(
-        silu_and_mul_triton(x), silu_and_mul_reference(x.double()), rounding_tolerance(dtype)
-    )
+    error = measure_error(silu_and_mul_triton(x), silu_and_mul_reference(x.double()), rounding_tolerance(dtype))
     assert error.passed, error
 
 
