@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.prompt_echo import Scores, prompt_logprobs_object
+from gateway.answers.prompt_echo import Scores
 from gateway.requests.openai_schema import CompletionRequest
+from gateway.text.logprobs import prompt_logprobs
 from gateway.text.tokenization import PromptEncoder
 
 Fields = dict[str, Any]
@@ -23,7 +24,7 @@ class AnswerExtras:
         *,
         prompt_in_choice: bool,
     ) -> None:
-        self._encoder = encoder
+        self._spellings = encoder.spellings(by_id=False)
         self._prompts = prompts_token_ids
         self._num_choices = request.n
         self._with_token_ids = bool(request.fields.return_token_ids)
@@ -62,5 +63,5 @@ class AnswerExtras:
         token_ids = self._prompts[number]
         fields: Fields = {"prompt_token_ids": token_ids} if self._with_token_ids else {}
         if self._with_prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs_object(self._encoder, token_ids, scores)
+            fields["prompt_logprobs"] = prompt_logprobs(self._spellings, token_ids, scores)
         return fields

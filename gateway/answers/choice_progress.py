@@ -12,8 +12,9 @@ import msgspec
 
 from gateway.metrics import ModelMetrics
 from gateway.parsing.message import ToolCallDelta
-from gateway.text.logprobs import LogprobEntry, ScoredTokens
+from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
+from gateway.text.token_spellings import TokenSpellings
 from shared.messages import FinishReason, TokenLogprobs
 
 _Tokens: TypeAlias = tuple[tuple[int, ...], tuple[LogprobEntry, ...]]  # ids, and what is told of each
@@ -46,7 +47,7 @@ class ChoiceProgress:
         self,
         index: int,
         output: OutputText,
-        scored_tokens: ScoredTokens,
+        spellings: TokenSpellings,
         metrics: ModelMetrics,
         arrived_at: float,
         *,
@@ -62,7 +63,7 @@ class ChoiceProgress:
         self._arrived_at = arrived_at
         self._first_token_at = 0.0
         self._last_token_at = 0.0
-        self._scored_tokens = scored_tokens
+        self._spellings = spellings
         self._scores_every_token = scores_every_token
         self._held = _NOTHING  # a token that may have ended the sequence
 
@@ -107,7 +108,7 @@ class ChoiceProgress:
         entries: tuple[LogprobEntry, ...] = ()
         if logprobs is not None:
             self.cumulative_logprob += logprobs.logprob
-            entries = (self._scored_tokens.entry(token_id, logprobs, self._output.token_start),)
+            entries = (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
         (held_ids, held_entries), self._held = self._held, _NOTHING
         if self._output.holds_terminal:
             self._held = (token_id,), entries

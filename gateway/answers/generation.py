@@ -35,7 +35,6 @@ from gateway.store.inference_client import (
     StoreUnavailable,
 )
 from gateway.store.response_stream import news_of
-from gateway.text.logprobs import ScoredTokens
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.turns import Turn
@@ -60,7 +59,7 @@ class Generation:
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
         self._ended_at = ended_at
-        scored_tokens = ScoredTokens(model.encoder.token_bytes, by_id=bool(request.fields.return_tokens_as_token_ids))
+        spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = service.client
@@ -71,7 +70,7 @@ class Generation:
                     ChoiceProgress(
                         index,
                         _output_text(model, request, plan.request, keeps_marks),
-                        scored_tokens,
+                        spellings,
                         metrics,
                         arrived_at,
                         scores_every_token=not request.is_chat,

@@ -6,16 +6,14 @@ token, which is dropped here. Knows nothing of streams or JSON text.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
-from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.text.logprobs import LogprobEntry, ScoredTokens, json_array
+from gateway.text.logprobs import LogprobEntry
+from gateway.text.token_spellings import TokenSpellings
 from gateway.text.tokenization import PromptEncoder
 from shared.messages import FinishReason, TokenLogprobs
 
@@ -39,7 +37,7 @@ class PromptEcho:
         self._num_choices = request.n
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
-        self._scored_tokens = ScoredTokens(encoder.token_bytes, by_id=bool(request.fields.return_tokens_as_token_ids))
+        self._spellings = encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
         self._untold = deque[tuple[ChoiceUpdate, Iterator[ChoiceUpdate]]]()  # the next one, and those behind it
 
     def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
@@ -67,13 +65,13 @@ class PromptEcho:
             reason = None if update.reason is None else FinishReason.LENGTH
             update = structs.replace(update, text="", logprobs=(), token_ids=(), reason=reason)
         text = self._texts[number]
-        moved = tuple(replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
+        moved = tuple(structs.replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
         if update.index in self._begun:
             yield structs.replace(update, logprobs=moved)
             return
         self._begun.add(update.index)
         tokens = self._prompts[number]
-        entries = prompt_entries(self._encoder, self._scored_tokens, tokens, scores) if scores else iter(())
+        entries = prompt_entries(self._encoder, self._spellings, tokens, scores) if scores else iter(())
         own = tuple(islice(entries, ENTRIES_OF_PIECE))
         while following := tuple(islice(entries, ENTRIES_OF_PIECE)):
             yield ChoiceUpdate(update.index, text, None, own)
@@ -89,37 +87,11 @@ def prompt_echo(
 
 
 def prompt_entries(
-    encoder: PromptEncoder, scored_tokens: ScoredTokens, token_ids: Sequence[int], scores: Scores
+    encoder: PromptEncoder, spellings: TokenSpellings, token_ids: Sequence[int], scores: Scores
 ) -> Iterator[LogprobEntry]:
     """As those of an answer, each at its place in the prompt's text."""
     detokenizer = encoder.detokenizer((), skip_special_tokens=False)
     offset = 0
     for index, token_id in enumerate(token_ids):
-        if index in scores:
-            yield scored_tokens.entry(token_id, scores[index], offset)
-        else:
-            yield LogprobEntry(scored_tokens.scored(token_id, None), (), offset)
+        yield LogprobEntry(token_id, scores.get(index), offset, spellings)
         offset += len(detokenizer.push(token_id))
-
-
-def prompt_logprobs_object(encoder: PromptEncoder, token_ids: Sequence[int], scores: Scores) -> msgspec.Raw:
-    """vLLM's shape, as JSON: for each token {id: {logprob, rank, decoded_token}}, the likeliest and itself.
-
-    Null for the first. The rank of a token that is not among the likeliest ones reported is null: it is not known.
-    """
-
-    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        decoded = encoder.token_bytes.of(token_id).decode(errors="replace")
-        return {"logprob": max(logprob, -9999.0), "rank": rank, "decoded_token": decoded}
-
-    def of(index: int) -> dict[str, Any] | None:
-        score = scores.get(index)
-        if score is None:
-            return None
-        top = zip(score.top_token_ids, score.top_logprobs, strict=True)
-        entries = {str(id_): entry(id_, logprob, rank) for rank, (id_, logprob) in enumerate(top, start=1)}
-        chosen = token_ids[index]
-        entries.setdefault(str(chosen), entry(chosen, score.logprob, None))
-        return entries
-
-    return json_array(map(of, range(len(token_ids))))

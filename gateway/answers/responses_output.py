@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.answers.openai_response import json_text, one_line
 from gateway.parsing.message import ToolCallDelta
-from gateway.text.logprobs import LogprobEntry, chat_logprobs
+from gateway.text.logprobs import LogprobEntry, chat_logprobs, event_logprobs
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 _PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
@@ -143,7 +143,7 @@ class OutputItems:
             return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
         logprobs, self._held_logprobs = self._held_logprobs, []
         message.logprobs += logprobs
-        shown = one_line(_encode({"logprobs": _scores(logprobs)}))[1:-1] + b","
+        shown = one_line(_encode({"logprobs": event_logprobs(logprobs)}))[1:-1] + b","
         return self._writer.delta(message.delta_head + shown, text)
 
     def _whole_text(self, opened: _OpenItem) -> bytes:
@@ -153,7 +153,7 @@ class OutputItems:
             return self._writer.event(done, **opened.place, name=opened.item["name"], arguments=text)
         part = _part(opened.kind, text, opened.logprobs)
         opened.item["content"] = [part]
-        scores = {"logprobs": _scores(opened.logprobs)} if opened.kind == MESSAGE else {}
+        scores = {"logprobs": event_logprobs(opened.logprobs)} if opened.kind == MESSAGE else {}
         events = self._writer.event(done, **opened.place, text=text, **scores)
         return events + self._writer.event("response.content_part.done", **opened.place, part=part)
 
@@ -162,15 +162,3 @@ def _part(kind: str, text: str, logprobs: Sequence[LogprobEntry]) -> dict[str, A
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": chat_logprobs(logprobs)["content"]}
-
-
-def _scores(logprobs: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
-    """As events have them: without bytes."""
-    return [
-        {
-            "token": entry.chosen.text,
-            "logprob": entry.chosen.logprob,
-            "top_logprobs": [{"token": top.text, "logprob": top.logprob} for top in entry.top],
-        }
-        for entry in logprobs
-    ]

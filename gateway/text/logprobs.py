@@ -1,8 +1,10 @@
-"""Log-probabilities as OpenAI's two shapes show them. Pure.
+"""Log-probabilities as the APIs show them, as JSON put together of what is known of each token. Pure.
 
-    entry = ScoredTokens(token_bytes).entry(token_id, logprobs, text_offset)     one token of the output
-    chat_logprobs(entries)          {"content": [{token, logprob, bytes, top_logprobs: [...]}], "refusal": null}
+    entry = LogprobEntry(token_id, scores, text_offset, spellings)     one token of the output
+    chat_logprobs(entries)          {"content": [{token, bytes, logprob, top_logprobs: [...]}], "refusal": null}
+    event_logprobs(entries)         [{token, logprob, top_logprobs: [...]}], of events of the Responses API
     completion_logprobs(entries)    {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    prompt_logprobs(...)            [null, {"123": {decoded_token, logprob, rank}, ...}, ...], as vLLM has it
 
 A `token` is what its bytes alone decode to, with U+FFFD for parts of a character, or its id where the request asks for
 that (`return_tokens_as_token_ids`): `bytes` is exact. The token that ends a sequence is listed in completions, as vLLM
@@ -10,94 +12,101 @@ lists it, and in a chat only if its text is shown, as OpenAI has it; every token
 string is.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.text.token_bytes import TokenBytes
+from gateway.text.token_spellings import SpellingTable, TokenSpellings
 from shared.messages import TokenLogprobs
 
 # OpenAI's stand-in for what has no logarithm: JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
-_ITEMS_OF_PIECE = 64
 
 _encode = msgspec.json.encode
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    token: bytes
-    logprob: float | None  # None: of a prompt's first token
-    name: str = ""  # in place of its text
-
-    @property
-    def text(self) -> str:
-        return self.name or self.token.decode(errors="replace")
-
-    def as_object(self) -> dict[str, Any]:
-        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.token)}
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobEntry:
-    chosen: ScoredToken
-    top: tuple[ScoredToken, ...]  # the likeliest, descending
+class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    scores: TokenLogprobs | None  # None: of a prompt's first token
     text_offset: int  # characters of the choice's text before this token
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Token ids and their scores -> what is told of them; `by_id`: they are called token_id:123, as in vLLM."""
-
-    token_bytes: TokenBytes
-    by_id: bool = False
-
-    def entry(self, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> LogprobEntry:
-        top = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-        return LogprobEntry(
-            chosen=self.scored(token_id, logprobs.logprob),
-            top=tuple(self.scored(id_, logprob) for id_, logprob in top),
-            text_offset=text_offset,
-        )
-
-    def scored(self, token_id: int, logprob: float | None) -> ScoredToken:
-        shown = None if logprob is None else max(logprob, _LEAST_LOGPROB)
-        return ScoredToken(self.token_bytes.of(token_id), shown, f"token_id:{token_id}" if self.by_id else "")
-
-
-def json_array(items: Iterable[Any]) -> msgspec.Raw:
-    """Written piece by piece: as objects, long ones are five times as large, and no other thread may run before all of
-    them are written."""
-    rest, pieces = iter(items), []
-    while piece := list(islice(rest, _ITEMS_OF_PIECE)):
-        pieces.append(_encode(piece)[1:-1])
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+    spellings: TokenSpellings
 
 
 def chat_logprobs(entries: Iterable[LogprobEntry]) -> dict[str, Any]:
-    content = (
-        {**entry.chosen.as_object(), "top_logprobs": [token.as_object() for token in entry.top]} for entry in entries
-    )
-    return {"content": json_array(content), "refusal": None}
+    return {"content": _array(_object(entry, entry.spellings.tokens_with_bytes) for entry in entries), "refusal": None}
+
+
+def event_logprobs(entries: Iterable[LogprobEntry]) -> msgspec.Raw:
+    return _array(_object(entry, entry.spellings.tokens) for entry in entries)
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     """`top_logprobs` has the chosen token too, as OpenAI's; of two tokens of one text it has the likelier."""
     return {
-        "tokens": [entry.chosen.text for entry in entries],
-        "token_logprobs": [entry.chosen.logprob for entry in entries],
-        "top_logprobs": json_array(
-            None if entry.chosen.logprob is None else _by_text((*entry.top, entry.chosen)) for entry in entries
-        ),
+        "tokens": _array(entry.spellings.texts[entry.token_id] for entry in entries),
+        "token_logprobs": [
+            None if entry.scores is None else max(entry.scores.logprob, _LEAST_LOGPROB) for entry in entries
+        ],
+        "top_logprobs": _array(b"null" if entry.scores is None else _by_text(entry, entry.scores) for entry in entries),
         "text_offset": [entry.text_offset for entry in entries],
     }
 
 
-def _by_text(tokens: Iterable[ScoredToken]) -> dict[str, float | None]:
-    by_text: dict[str, float | None] = {}
-    for token in tokens:
-        by_text.setdefault(token.text, token.logprob)
-    return by_text
+def prompt_logprobs(
+    spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, TokenLogprobs]
+) -> msgspec.Raw:
+    """For each token of a prompt the likeliest and itself; null for the first. The rank of a token that is not among
+    the likeliest ones reported is null: it is not known. `scores`: by index in the prompt."""
+    known = ((token_id, scores.get(index)) for index, token_id in enumerate(token_ids))
+    return _array(b"null" if score is None else _ranked(spellings, token_id, score) for token_id, score in known)
+
+
+def _array(items: Iterable[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(items) + b"]")
+
+
+def _object(entry: LogprobEntry, heads: SpellingTable) -> bytes:
+    head, scores = heads[entry.token_id][2:], entry.scores
+    if scores is None:
+        return head + b'null,"top_logprobs":[]}'
+    own, *numbers = _numbers([scores.logprob, *scores.top_logprobs])
+    top = b"".join(_interleaved(heads.all_of(scores.top_token_ids), numbers))[2:]
+    return b'%b%b,"top_logprobs":[%b]}' % (head, own, top + b"}" if top else b"")
+
+
+def _by_text(entry: LogprobEntry, scores: TokenLogprobs) -> bytes:
+    token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
+    if entry.token_id not in token_ids:
+        token_ids, logprobs = [*token_ids, entry.token_id], [*logprobs, scores.logprob]
+    keys, numbers = entry.spellings.keys.all_of(token_ids), _numbers(logprobs)
+    if len(set(keys)) < len(keys):
+        first = {key: number for key, number in zip(reversed(keys), reversed(numbers), strict=True)}
+        keys = list(dict.fromkeys(keys))
+        numbers = [first[key] for key in keys]
+    return b"{" + b"".join(_interleaved(keys, numbers))[1:] + b"}"
+
+
+def _ranked(spellings: TokenSpellings, token_id: int, scores: TokenLogprobs) -> bytes:
+    token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
+    ranks = [b',"rank":%d}' % rank for rank in range(1, len(token_ids) + 1)]
+    if token_id not in token_ids:
+        token_ids, logprobs, ranks = [*token_ids, token_id], [*logprobs, scores.logprob], [*ranks, b',"rank":null}']
+    return (
+        b"{" + b"".join(_interleaved(spellings.decoded_by_id.all_of(token_ids), _numbers(logprobs), ranks))[1:] + b"}"
+    )
+
+
+def _numbers(logprobs: list[float]) -> list[bytes]:
+    """At least one."""
+    if min(logprobs) < _LEAST_LOGPROB:
+        logprobs = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
+    return _encode(logprobs)[1:-1].split(b",")
+
+
+def _interleaved(*columns: Sequence[bytes]) -> list[bytes]:
+    """Of one length: the first of each, the second of each, and so on."""
+    pieces = [b""] * (len(columns) * len(columns[0]))
+    for place, column in enumerate(columns):
+        pieces[place :: len(columns)] = column
+    return pieces

@@ -23,6 +23,7 @@ from gateway.text.byte_level import ByteLevelVocabulary
 from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from gateway.text.output_text import Detokenizer
 from gateway.text.token_bytes import TokenBytes
+from gateway.text.token_spellings import TokenSpellings
 from gateway.text.tool_prompts import told_of_tools
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
@@ -46,6 +47,7 @@ class PromptEncoder:
         self._longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._prefix_ids, self._suffix_ids = self._wrapping()
         self.token_bytes = TokenBytes(self._tokenizer)
+        self._spellings = {by_id: TokenSpellings(self.token_bytes, by_id=by_id) for by_id in (False, True)}
         self._byte_level = ByteLevelVocabulary.of(self._tokenizer)
 
     @property
@@ -114,6 +116,9 @@ class PromptEncoder:
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def spellings(self, *, by_id: bool) -> TokenSpellings:
+        return self._spellings[by_id]
 
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         if self._byte_level is not None:

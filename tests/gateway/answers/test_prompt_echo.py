@@ -6,7 +6,6 @@ import openai
 import pytest
 
 from gateway.answers.prompt_echo import prompt_entries
-from gateway.text.logprobs import ScoredTokens
 from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from tests.gateway.conftest import IM_END, Gateway
@@ -180,8 +179,8 @@ async def test_an_unknown_class_is_refused(gateway: Gateway) -> None:
 def test_entries_of_a_prompt_stand_where_their_text_does(tiny_model: ServedModel) -> None:
     token_ids = ids(tiny_model, "a é b")
     score = TokenLogprobs(-1.0, [], [])
-    scored_tokens = ScoredTokens(tiny_model.encoder.token_bytes)
+    spellings = tiny_model.encoder.spellings(by_id=False)
     scores = {index: score for index in range(1, len(token_ids))}
-    entries = list(prompt_entries(tiny_model.encoder, scored_tokens, token_ids, scores))
+    entries = list(prompt_entries(tiny_model.encoder, spellings, token_ids, scores))
     assert [entry.text_offset for entry in entries] == [0, 1, 2, 2, 3, 4]
-    assert [entry.chosen.logprob for entry in entries] == [None] + [-1.0] * 5
+    assert [entry.scores for entry in entries] == [None] + [score] * 5

@@ -8,8 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.text.logprobs import LogprobEntry, ScoredToken, ScoredTokens, chat_logprobs, completion_logprobs
+from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.text.served_model import ServedModel
+from gateway.text.token_bytes import TokenBytes
+from gateway.text.token_spellings import TokenSpellings
 from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, StreamEvent, TokenEvent, TokenLogprobs
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import Script, finish
@@ -169,12 +171,48 @@ async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.Asyn
 
 
 def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
-    entry = ScoredTokens(tiny_model.encoder.token_bytes).entry(70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0)
-    assert json.loads(bytes(chat_logprobs([entry])["content"]))[0]["logprob"] == -9999.0
-    assert entry.top[0].logprob == -9999.0
+    spellings = tiny_model.encoder.spellings(by_id=False)
+    entry = LogprobEntry(70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0, spellings)
+    (told,) = json.loads(bytes(chat_logprobs([entry])["content"]))
+    assert told["logprob"] == told["top_logprobs"][0]["logprob"] == -9999.0
+    assert completion_logprobs([entry])["token_logprobs"] == [-9999.0]
 
 
-def test_of_tokens_with_one_text_the_likelier_is_told() -> None:
-    top = (ScoredToken(b"\xc3", -0.5), ScoredToken(b"\xe2", -0.7))
-    shape = completion_logprobs([LogprobEntry(ScoredToken(b"x", -3.0), top, 0)])
-    assert json.loads(bytes(shape["top_logprobs"])) == [{"\ufffd": -0.5, "x": -3.0}]
+def test_of_tokens_with_one_text_the_likelier_is_told(tiny_model: ServedModel) -> None:
+    encoder = tiny_model.encoder
+    (x,), halves = encoder.encode_text("x"), encoder.encode_text("é")
+    assert [encoder.token_bytes.of(half) for half in halves] == [b"\xc3", b"\xa9"]
+    for chosen, scores in (
+        (x, TokenLogprobs(-3.0, halves, [-0.5, -0.7])),
+        (halves[1], TokenLogprobs(-0.7, [halves[0], x], [-0.5, -3.0])),
+    ):
+        shape = completion_logprobs([LogprobEntry(chosen, scores, 0, encoder.spellings(by_id=False))])
+        assert list(json.loads(bytes(shape["top_logprobs"]))[0].items()) == [("\ufffd", -0.5), ("x", -3.0)]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_token_is_spelled_once(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch, by_id: bool) -> None:
+    """To find its text and its bytes anew takes ten times as long as all else that is written of it."""
+    asked: list[int] = []
+
+    class Watched(TokenBytes):
+        def of(self, token_id: int) -> bytes:
+            asked.append(token_id)
+            return super().of(token_id)
+
+    spellings = TokenSpellings(Watched(tiny_model.encoder.tokenizer), by_id=by_id)
+    entry = LogprobEntry(70, TokenLogprobs(-1.0, [71, 72], [-2.0, -3.0]), 0, spellings)
+    first = bytes(chat_logprobs([entry])["content"])
+    num_asked = len(asked)
+    assert bytes(chat_logprobs([entry] * 3)["content"]) == b"[" + b",".join([first[1:-1]] * 3) + b"]"
+    assert len(asked) == num_asked
+
+
+def test_only_so_many_spellings_are_kept(tiny_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.text.token_spellings.MAX_SPELLED", 8)
+    table = TokenSpellings(tiny_model.encoder.token_bytes).texts
+    spelled = table.all_of(range(60, 90))
+    assert len(table) <= 8
+    assert [json.loads(text) for text in spelled] == [
+        tiny_model.encoder.token_bytes.of(id_).decode(errors="replace") for id_ in range(60, 90)
+    ]
