@@ -13,6 +13,8 @@ SELF := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-in
 TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
+# A pytest process for each core (tests/parallel.py says which tests stay together); each has torch and its servers in memory.
+PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
@@ -38,7 +40,7 @@ paper: dev
 	$(BIN)/python -m bench.paper $(ARGS)
 
 test: dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 fuzz: dev
 	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)

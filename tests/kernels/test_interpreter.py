@@ -3,26 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
-Finished = subprocess.CompletedProcess[str]
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[Path, Future[Finished]]]:
-    """As many at once as there are cores: an interpreted kernel uses one."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {file: pool.submit(run, file) for file in FILES}
-        pool.shutdown(cancel_futures=True)
-
-
-def run(file: Path) -> Finished:
+def run(file: Path) -> subprocess.CompletedProcess[str]:
     # The interpreter's tl.dot is numpy's matmul. With OpenBLAS's kernels for AVX2 (Haswell, Zen) the order of its sums
     # depends on the number of rows, so bits would differ that do not on a GPU; with those for AVX it does not.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Sandybridge"}
@@ -32,6 +21,6 @@ def run(file: Path) -> Finished:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process runs interpreted/ itself")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_kernels_in_the_interpreter(file: Path, runs: dict[Path, Future[Finished]]) -> None:
-    finished = runs[file].result()
+def test_kernels_in_the_interpreter(file: Path) -> None:
+    finished = run(file)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -13,7 +13,9 @@ from shared.garbage_collection import YOUNG_OBJECTS, search_rarely
 def as_before() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
-    gc.unfreeze()
+    gc.unfreeze()  # what these tests made; the suite's own objects stay apart (tests/conftest.py)
+    gc.collect()
+    gc.freeze()
     gc.set_threshold(*thresholds)
 
 

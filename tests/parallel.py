@@ -1,0 +1,53 @@
+"""How several processes of pytest-xdist share the suite (`make test`). Knows no test; knows which folders take long.
+
+A file stays whole, because its module's fixtures are servers and models; so does a folder whose tests share one server.
+What takes longest begins first, so that no process ends with a long file while the others idle.
+"""
+
+import os
+from collections.abc import MutableMapping
+from pathlib import PurePosixPath
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+# Real models and clients, kills and restarts first; tests of a single process fill what is left.
+LONGEST_FIRST = ("e2e", "faults", "clients", "kernels", "monitoring", "bench", "browser", "integration", "pagestream")
+ONE_SERVER = ("tests/browser", "tests/clients")
+ONE_PROCESS_A_TEST = ("tests/kernels/test_interpreter.py",)
+
+
+def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
+    """One of several pytest processes: its threads, and those of what it starts, are its share of the cores.
+
+    Threads of OpenMP spin while they wait for each other: two pools on the same cores take many times as long as one.
+    Must be called before torch and numpy are imported.
+    """
+    if num_processes := int(environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+
+
+def together(nodeid: str) -> str:
+    """What is run by one process: a file, a folder of files, or a test alone."""
+    file = nodeid.partition("::")[0]
+    if file in ONE_PROCESS_A_TEST:
+        return nodeid
+    return next((folder for folder in ONE_SERVER if file.startswith(f"{folder}/")), file)
+
+
+def turn(nodeid: str) -> int:
+    """Smaller ones begin earlier."""
+    folder = PurePosixPath(nodeid.partition("::")[0]).parts[1]
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+class WholeFiles(LoadScopeScheduling):  # type: ignore[misc]
+    """pytest-xdist's own schedule of scopes, in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return together(nodeid)
+
+
+def make_schedule(config: pytest.Config, log: object) -> WholeFiles:
+    config.option.loadscopereorder = False  # otherwise those with the most tests come first: they are the quickest
+    return WholeFiles(config, log)

@@ -1,0 +1,37 @@
+"""Several pytest processes share the suite as tests/parallel.py says."""
+
+from pathlib import Path
+
+from tests.parallel import LONGEST_FIRST, ONE_PROCESS_A_TEST, ONE_SERVER, share_cores, together, turn
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_is_named_is_there() -> None:
+    assert all((ROOT / "tests" / folder).is_dir() for folder in LONGEST_FIRST)
+    assert all((ROOT / folder / "conftest.py").exists() for folder in ONE_SERVER)
+    assert all((ROOT / file).exists() for file in ONE_PROCESS_A_TEST)
+
+
+def test_a_file_stays_whole_and_so_does_a_folder_with_one_server() -> None:
+    assert together("tests/shared/test_logs.py::test_a[x::y]") == "tests/shared/test_logs.py"
+    assert together("tests/browser/test_page.py::test_a") == together("tests/browser/test_map.py::test_b")
+    one, other = (f"tests/kernels/test_interpreter.py::test_kernels[{name}]" for name in "ab")
+    assert together(one) != together(other)
+
+
+def test_what_takes_long_begins_first() -> None:
+    nodeids = ["tests/test_security.py::test_a", "tests/gateway/http/test_b.py::test_b", "tests/e2e/test_c.py::test_c"]
+    assert min(nodeids, key=turn) == nodeids[2] and turn(nodeids[0]) == turn(nodeids[1])
+
+
+def test_one_of_several_processes_takes_its_share_of_the_cores() -> None:
+    environ: dict[str, str] = {}
+    share_cores(environ)
+    assert not environ
+    environ["PYTEST_XDIST_WORKER_COUNT"] = "100"
+    share_cores(environ)
+    assert environ["OMP_NUM_THREADS"] == "1"
+    environ["OMP_NUM_THREADS"] = "7"
+    share_cores(environ)
+    assert environ["OMP_NUM_THREADS"] == "7"
