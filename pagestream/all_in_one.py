@@ -30,6 +30,7 @@ from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
 from pagestream.gguf_model import ModelUnavailable
+from pagestream.installation import check_packages
 from pagestream.phases import PhaseConsole
 from pagestream.restart_policy import GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
@@ -96,6 +97,9 @@ class _AllInOne:
         require_free_port(settings.host, settings.port)
         num_workers = sum(model.num_workers for model in models)
         self.console.print(banner.opening([model.name for model in models], settings.gateways, num_workers))
+        for finding in check_packages():
+            if finding.status == "warn":
+                self.console.print(f"  warning   {finding.message}\n            -> {finding.hint}")
         async with (
             self._store() as (url, is_fresh),
             self._links(url, models) as links,

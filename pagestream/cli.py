@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from pagestream.new_key import main as new_key
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
@@ -21,9 +22,10 @@ MODULES = {
     "worker": "engine_worker",
     "chat": "pagestream.chat",
     "run-batch": "pagestream.run_batch",
-    "bench": "bench",
     "estimate": "engine_worker.estimate",
 }
+EXTRAS = {"gateway": "gateway", "worker": "engine", "run-batch": "gateway"}  # what each cannot do without
+CLONE = Path(__file__).parents[1]  # if this is one
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
@@ -31,12 +33,12 @@ _COMMANDS = """commands:
   worker          one engine worker alone
   chat            talk to a running server in the terminal
   run-batch       a file of requests through a running server, behind all others
-  bench           measure an OpenAI-compatible server, or the engine alone
+  bench           measure an OpenAI-compatible server, or the engine alone (in a clone only)
   estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   dlq             requests that kept killing their workers: list, show, retry, drop
   top [URL]       the KV blocks of a running server, live in this terminal
-  doctor          check this machine: Python, torch, driver, Triton compiler, store, clock, port, model, disk
+  doctor          check this machine: Python, packages, torch, driver, Triton compiler, store, clock, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
 
 `pagestream COMMAND --help` tells a command's options."""
@@ -50,16 +52,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    commands = ["serve", *MODULES, "new-key", "dlq", "top", "doctor", "config"]
+    commands = ["serve", *MODULES, "bench", "new-key", "dlq", "top", "doctor", "config"]
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
     if args.command in MODULES:
-        return _become(MODULES[args.command], args.arguments)
+        return _program(args.command, args.arguments)
     commands_here: dict[str, Callable[[list[str]], int]] = {
-        "serve": _serve, "new-key": new_key, "dlq": _dlq, "top": _top, "doctor": _doctor, "config": _config,
+        "serve": _serve, "bench": _bench, "new-key": new_key, "dlq": _dlq, "top": _top, "doctor": _doctor,
+        "config": _config,
     }  # fmt: skip
     return commands_here[args.command](args.arguments)
+
+
+def _program(command: str, arguments: Sequence[str]) -> int:
+    if command in EXTRAS:
+        from pagestream.installation import missing_told  # noqa: PLC0415  reads the metadata of what is installed
+
+        if lack := missing_told(EXTRAS[command]):
+            return _refused(command, lack)
+    return _become(MODULES[command], arguments)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """The benchmarks are not in the wheel; a clone has them beside this package."""
+    if not (CLONE / "bench" / "__main__.py").is_file():
+        return _refused("bench", "the benchmarks are part of the repository, not of the package: run it in a clone")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+    return _become("bench", arguments)
+
+
+def _refused(command: str, why: str) -> int:
+    sys.stderr.write(f"pagestream {command}: error: {why}\n")
+    return 2
 
 
 def _become(module: str, arguments: Sequence[str]) -> int:
@@ -77,8 +102,11 @@ def _serve(arguments: list[str]) -> int:
         loaded = load_settings(ServeSettings, [*model, *arguments], os.environ, prog="pagestream serve", unknown=rest)
         flags = split_flags(rest)
     except SettingsError as error:
-        sys.stderr.write(f"pagestream serve: error: {error}\n")
-        return 2
+        return _refused("serve", str(error))
+    from pagestream.installation import missing_told  # noqa: PLC0415  reads the metadata of what is installed
+
+    if lack := missing_told("serve", "gateway", "engine"):  # a store can be elsewhere
+        return _refused("serve", lack)
     from pagestream.all_in_one import serve  # noqa: PLC0415  asyncio and redis cost 0.2 s, which --help does not need
 
     return serve(loaded.settings, flags, loaded.config_path)

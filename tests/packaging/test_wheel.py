@@ -1,0 +1,147 @@
+"""The wheel: what it holds, and that it serves where there is no clone.
+
+It is built from the tracked files, and installed into an environment of its own whose dependencies are those of this
+environment: nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagestream.installation import PACKAGES
+from tests.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+SMALL = ["--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--num-threads", "1"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def tracked(*folders: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    for name in tracked(*PACKAGES, "bench", "pyproject.toml", "README.md", "LICENSE"):
+        (directory / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, directory / "source" / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(directory), str(directory / "source")], check=True)
+    (built,) = directory.glob("pagestream-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment into which the wheel was installed."""
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    # pip, not a copy of the files: it writes the command `pagestream` too.
+    install = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    # Only now: pip would have found our own editable install there. Its .pth file is not read from here.
+    folder = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    (folder / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return environment / "bin"
+
+
+def test_the_wheel_has_what_serves_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packed = {name for name in names if ".dist-info/" not in name}
+    assert packed == set(tracked(*PACKAGES))
+    assert {name.split("/")[0] for name in packed} == set(PACKAGES)
+
+
+def test_the_extra_serve_is_the_programs_of_serve(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    needed = [line for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
+    assert 'Requires-Dist: pagestream[embedded,engine,gateway]; extra == "serve"' in needed
+    assert not [line for line in needed if "torch" in line and "extra" not in line]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A folder far from the clone, with packages of our names in it, and the environment variables of a stranger."""
+    for name in ("shared", "kernels", "gateway"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not ours')")
+    ours = ("PAGESTREAM_", "PYTHON", "COVERAGE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return tmp_path, environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[str]:
+    """Of `pagestream serve` out of the wheel, on a model of two layers."""
+    directory, environ = elsewhere
+    model = write_tiny_model(directory / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **SHAPE}))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    argv = [str(programs / "pagestream"), "serve", str(model), "--port", str(port), *SMALL]
+    with subprocess.Popen(argv, cwd=directory, env=environ, stdout=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        lines = []
+        for line in serve.stdout:
+            lines.append(line)
+            if line.startswith("Ready after"):
+                break
+        else:
+            pytest.fail("".join(lines))
+        assert not [line for line in lines if "warning" in line]
+        yield f"http://127.0.0.1:{port}"
+        serve.send_signal(signal.SIGTERM)
+        serve.communicate()
+    assert serve.returncode == 0
+
+
+def test_it_serves_without_a_clone(address: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "the capital"}], "max_tokens": 5, "stop": None}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] in range(1, 6)
+    with urllib.request.urlopen(f"{address}/", timeout=10) as page:
+        assert b"<html" in page.read()
+
+
+def run(programs: Path, elsewhere: tuple[Path, dict[str, str]], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    directory, environ = elsewhere
+    argv = [str(programs / "pagestream"), *arguments]
+    return subprocess.run(argv, cwd=directory, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_its_doctor_finds_its_packages_and_the_demo(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
+    findings = {found["check"]: found for found in json.loads(run(programs, elsewhere, "doctor", "--json").stdout)}
+    assert findings["packages"]["status"] == "ok"
+    assert str(programs.parent) in findings["packages"]["message"]
+    assert "demo" in findings["model"]["message"] and findings["model"]["status"] == "ok"
+
+
+def test_its_benchmarks_are_told_to_be_elsewhere(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> None:
+    done = run(programs, elsewhere, "bench")
+    assert done.returncode == 2
+    assert "run it in a clone" in done.stderr

@@ -1,0 +1,74 @@
+"""What an environment lacks for a command, and whose packages stand under our names."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagestream import cli, installation
+from pagestream.installation import HOME, PACKAGES, check_packages, foreign_packages, missing_told
+
+REQUIRES = [
+    "redis>=8.1",
+    'aiohttp>=3; extra == "gateway"',
+    'absent-too>=1; extra == "gateway"',
+    'no-such-package<3,>=2; extra == "engine"',
+    'other-absent; sys_platform == "linux" and extra == "engine"',  # of a platform: passed over
+]
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment whose extras name distributions that are not there."""
+    monkeypatch.setattr(installation, "_requirements", lambda: REQUIRES)
+
+
+def test_what_an_extra_lacks_is_named_with_the_command_that_installs_it(lacking: None) -> None:
+    assert missing_told("engine") == "no-such-package not installed: pip install 'pagestream[engine]'"
+    told = "absent-too, no-such-package not installed: pip install 'pagestream[serve]'"
+    assert missing_told("serve", "gateway", "engine") == told
+    assert missing_told("embedded") == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "lack"),
+    [("serve", "absent-too, no-such-package"), ("gateway", "absent-too"), ("worker", "no-such-package")],
+)
+def test_a_command_without_its_extra_says_so(
+    lacking: None, command: str, lack: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().err.startswith(f"pagestream {command}: error: {lack} not installed: pip install")
+
+
+def test_our_packages_are_ours() -> None:
+    (finding,) = check_packages()
+    assert finding.status == "ok"
+    assert str(HOME) in finding.message
+
+
+def test_a_distribution_with_a_package_of_our_name_is_told() -> None:
+    (finding,) = foreign_packages({"kernels": ["kernels", "pagestream"], "shared": ["pagestream"]})
+    assert (finding.check, finding.status) == ("packages", "warn")
+    assert "kernels installs a package `kernels` too" in finding.message
+    assert finding.hint.startswith("pip uninstall kernels; pip install --force-reinstall --no-deps pagestream")
+
+
+def test_a_folder_that_is_found_before_ours_is_told(tmp_path: Path) -> None:
+    """Asked of a fresh Python, because this one has found ours already."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    code = f"""
+import sys
+import pagestream.installation as installation
+sys.path.insert(0, {str(tmp_path)!r})
+print(*[finding.message for finding in installation.foreign_packages({{}})], sep="\\n")
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HOME).stdout
+    assert told == f"the package `shared` is {tmp_path / 'shared'}, not {HOME / 'shared'}\n"
+
+
+def test_every_package_of_the_wheel_is_looked_for() -> None:
+    assert sorted(PACKAGES) == list(PACKAGES)
+    assert all((HOME / name / "__init__.py").is_file() for name in PACKAGES)
