@@ -25,6 +25,8 @@ from prometheus_client.registry import Collector
 
 from gateway.latency_histogram import LatencyHistogram
 from gateway.model_labels import ByModel
+from gateway.store.delivery_counts import DeliveryCounts
+from gateway.store.stream_table import StreamTable
 from shared.vllm_metric_names import VllmNames
 
 # vLLM's, cut at 160 s
@@ -150,32 +152,29 @@ class ModelMetrics(_Metrics):
         self.ready_workers = self._gauge("gateway_ready_workers", "Workers whose heartbeats say ready")
 
 
-class DeliveryCounts(Protocol):
-    """What an inference client counts by itself."""
-
-    num_journal_reads: int
-    num_bad_messages: int
-    num_restored_requests: int
-    num_gaps: int
-    num_torn_streams: int
+class Deliveries(Protocol):
+    """What counts by itself in an inference client."""
 
     @property
-    def num_repeated_tokens(self) -> int: ...
+    def counts(self) -> DeliveryCounts: ...
+
+    @property
+    def streams(self) -> StreamTable: ...
 
 
 class DeliveryCollector(Collector):
     """Reads the client's own counts at a scrape; nothing is done per token."""
 
-    def __init__(self, counts: DeliveryCounts) -> None:
-        self._counts = counts
+    def __init__(self, deliveries: Deliveries) -> None:
+        self._deliveries = deliveries
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        counts = self._counts
+        counts, streams = self._deliveries.counts, self._deliveries.streams
         for name, documentation, value in (
             ("journal_reads", "Journals read: after a gap, a reconnect, or quiet", counts.num_journal_reads),
             ("bad_messages", "Messages of the store that were no frames", counts.num_bad_messages),
             ("pubsub_gaps", "Reconnects of the subscription, in which messages may be lost", counts.num_gaps),
-            ("repeated_tokens", "Tokens that came more than once, and were left out", counts.num_repeated_tokens),
+            ("repeated_tokens", "Tokens that came more than once, and were left out", streams.num_repeated_tokens),
             ("torn_streams", "Streams whose lost tokens a worker made otherwise", counts.num_torn_streams),
             ("restored_requests", "Requests given back to a store that lost them", counts.num_restored_requests),
         ):

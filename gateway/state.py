@@ -85,7 +85,7 @@ class GatewayState:
 
     async def write_probe(self) -> float:
         """Seconds that one write of the store took; it is one for all models. Raises StoreUnavailable."""
-        return await next(iter(self.models)).client.write_probe()
+        return await next(iter(self.models)).client.probe.write_seconds()
 
     async def load_models(self) -> None:
         try:

@@ -122,7 +122,7 @@ async def _generate(client: InferenceClient, index: int, prompt: list[int]) -> l
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
     request = GenerationRequest(request_id=f"exactness-{index}", prompt_token_ids=prompt, sampling=sampling)
     token_ids: list[int] = []
-    async for event in await client.submit(request):
+    async for event in await client.submission.submit(request):
         if isinstance(event, TokenEvent):
             token_ids += event.token_ids
     return token_ids

@@ -137,7 +137,7 @@ async def _new_reply(
 
 async def _fleet_seconds(service: ModelService) -> float:
     try:
-        return await service.client.fleet_seconds()
+        return await service.client.probe.fleet_seconds()
     except StoreUnavailable as error:
         raise unavailable("store_unavailable", "The request store does not take requests now.") from error
 

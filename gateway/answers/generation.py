@@ -130,7 +130,9 @@ class Generation:
         """`keeps`: one a prompt, of an answer that is kept; `share`: what its key may hold in the store. Raises
         Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
         try:
-            streams = await self._client.submit_all([request.request for request in self._requests], keeps, share)
+            streams = await self._client.submission.submit_all(
+                [request.request for request in self._requests], keeps, share
+            )
         except ShareFull as error:
             self.service.metrics.rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error
@@ -145,7 +147,7 @@ class Generation:
     async def attach(self, keeps: Sequence[Keep]) -> None:
         """Raises Unavailable, or RequestGone for an answer that the store has no more."""
         try:
-            streams = await self._client.attach_all([request.request for request in self._requests], keeps)
+            streams = await self._client.submission.attach_all([request.request for request in self._requests], keeps)
         except StoreUnavailable as error:
             raise unavailable("store_unavailable", "The request store cannot be read now.") from error
         self._read_from(streams)
@@ -242,7 +244,7 @@ class Generation:
 
     def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
         if request.stream is not None:
-            self.service.background.start(self._client.release(request.stream, reason, request.ended_at))
+            self.service.background.start(self._client.submission.release(request.stream, reason, request.ended_at))
 
 
 class _RequestProgress:

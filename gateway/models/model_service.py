@@ -74,9 +74,9 @@ class ModelService:
         logger.info("tokenizer of %s ready", self.name)
 
     def readiness(self) -> Readiness:
-        last_ready = self.client.last_ready
+        last_ready = self.client.fleet.last_ready
         return assess(
-            self.client.fleet,
+            self.client.fleet.snapshot(),
             model_loaded=self.model is not None,
             was_ready=last_ready is not None,
             is_waited_for=last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds,
@@ -97,7 +97,7 @@ class ModelService:
             draining=self._open_requests.draining,
             model_loaded=self.model is not None,
             ready_workers=readiness.ready_workers,
-            was_ready=self.client.last_ready is not None,
+            was_ready=self.client.fleet.last_ready is not None,
             is_waited_for=readiness.state == "waiting",
             open_requests=self._open_requests.num_open,
             store_has_room=self.client.store_memory.has_room,
@@ -110,7 +110,7 @@ class ModelService:
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
         """Those of a request that is admitted now: nobody waits for ever for a worker that is to come."""
-        return timeouts if ready_workers(self.client.fleet) else without_worker(timeouts)
+        return timeouts if ready_workers(self.client.fleet.snapshot()) else without_worker(timeouts)
 
     def share_of(self, account: Account) -> Share | None:
         """What the account's requests may hold in the store; None: as much as there is."""
@@ -120,8 +120,8 @@ class ModelService:
     def limits(self, model: ServedModel) -> ModelLimits:
         """The smallest context of all: any worker may be the one that takes the request. While none is ready, the next
         one is taken to be like the last."""
-        ready = ready_workers(self.client.fleet)
-        if not ready and (last_ready := self.client.last_ready) is not None:
+        ready = ready_workers(self.client.fleet.snapshot())
+        if not ready and (last_ready := self.client.fleet.last_ready) is not None:
             ready = [last_ready.heartbeat]
         told = [beat.max_model_len for beat in ready if beat.max_model_len]
         return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)

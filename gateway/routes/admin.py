@@ -96,7 +96,7 @@ async def _refresh_model(service: ModelService) -> bool:
     gauges = service.metrics
     gauges.ready_workers.set(service.readiness().ready_workers)
     try:
-        stats = await service.client.queue_stats()
+        stats = await service.client.probe.queue_stats()
     except StoreUnavailable:
         return False
     for name, load in {_ALL_QUEUES: stats.all, **stats.queues}.items():

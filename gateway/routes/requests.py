@@ -42,7 +42,7 @@ async def cancel_request(http: web.Request) -> web.Response:
     """Also of one that has ended: it stays as it was."""
     answer = await _find(http)
     for request in answer.requests:
-        await answer.service.client.cancel(request)
+        await answer.service.client.submission.cancel(request)
     return await _shown(http, await _find(http))
 
 

@@ -108,7 +108,7 @@ async def _find(http: web.Request) -> KeptAnswer:
 
 async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
     for request in kept.requests:
-        await kept.service.client.cancel(request)
+        await kept.service.client.submission.cancel(request)
     return await _find(http)
 
 

@@ -1,4 +1,4 @@
-"""ACCEPT as one gateway calls it: the requests of an answer all or none, and what the store has lost once more.
+"""ACCEPT and ATTACH as one gateway calls them: an answer's requests all or none, and what the store has lost again.
 
 Who is refused for the length of the queue, or for what the key holds, has left nothing in the store.
 """
@@ -15,7 +15,7 @@ from gateway.store.store_share import reserved_bytes
 from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
-from shared.redis_scripts import AcceptStatus, RedisScripts
+from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
@@ -23,7 +23,10 @@ TORN_MESSAGE = "the store lost tokens that were sent already, and the answer wen
 
 
 class Acceptance:
-    def __init__(self, gateway_id: str, max_queued_requests: int, max_queued_tokens: int | None) -> None:
+    def __init__(
+        self, scripts: RedisScripts, gateway_id: str, max_queued_requests: int, max_queued_tokens: int | None
+    ) -> None:
+        self._scripts = scripts
         self._gateway_id = gateway_id
         self._max_queued_requests = max_queued_requests
         self._max_queued_tokens = max_queued_tokens
@@ -36,9 +39,9 @@ class Acceptance:
         if num_waiting_tokens and num_waiting_tokens + num_new > self._max_queued_tokens:
             raise QueueFull(f"prompts of {num_waiting_tokens} tokens wait")
 
-    async def accept(self, scripts: RedisScripts, streams: Sequence[ResponseStream], share: Share | None) -> None:
+    async def accept(self, streams: Sequence[ResponseStream], share: Share | None) -> None:
         """The new requests of one answer. Raises Refused, StoreUnavailable or NameTaken."""
-        status = await self._repeated(scripts, streams, share)
+        status = await self._repeated(streams, share)
         if status is AcceptStatus.BUSY:
             priority_class = streams[0].request.priority_class
             raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are queued")
@@ -46,16 +49,14 @@ class Acceptance:
             assert share is not None
             raise ShareFull(share.max_bytes)
 
-    async def _repeated(
-        self, scripts: RedisScripts, streams: Sequence[ResponseStream], share: Share | None
-    ) -> AcceptStatus:
+    async def _repeated(self, streams: Sequence[ResponseStream], share: Share | None) -> AcceptStatus:
         requests = [
             NewRequest(stream.request_id, encode(stream.request), b"", stream.keep, reserved_bytes(stream.request))
             for stream in streams
         ]
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
-                return await scripts.accept_all(
+                return await self._scripts.accept_all(
                     requests,
                     gateway_id=self._gateway_id,
                     priority_class=streams[0].request.priority_class,
@@ -68,24 +69,29 @@ class Acceptance:
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
 
-    async def mend(self, scripts: RedisScripts, stream: ResponseStream) -> ErrorEvent | None:
+    async def attach(self, stream: ResponseStream, *, again: bool = False) -> AttachStatus:
+        """This gateway listens to a kept request; `again`: it did before."""
+        assert stream.keep is not None
+        return await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id, again=again)
+
+    async def mend(self, stream: ResponseStream) -> ErrorEvent | None:
         """A torn stream: the store lost the end of its journal, and a worker went on otherwise.
 
         The request is taken back and given to the store with the tokens that its reader has, to go on behind them. One
         that has ended, or that others read too, has its answer in the store: this reader alone gets an error.
         """
-        if stream.keep is None and await scripts.cancel(stream.request_id, stream.request.priority_class):
-            await self.restore(scripts, stream)
+        if stream.keep is None and await self._scripts.cancel(stream.request_id, stream.request.priority_class):
+            await self.restore(stream)
             return None
         return ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE)
 
-    async def restore(self, scripts: RedisScripts, stream: ResponseStream) -> None:
+    async def restore(self, stream: ResponseStream) -> None:
         """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens already sent. Its
         name is not restored."""
         keep = replace(stream.keep, name="", fingerprint="") if stream.keep else None
         journal = b"".join(map(encode, stream.frames))
         stream.is_torn = False
-        await scripts.accept_all(
+        await self._scripts.accept_all(
             [NewRequest(stream.request_id, encode(stream.request), journal, keep)],
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,

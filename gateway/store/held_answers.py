@@ -4,7 +4,8 @@ Each of them would expire at a time of its own; prolonged until the end of the l
 and its name can be had for KEEP_SECONDS after its end, and not longer.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from gateway.store.response_stream import ResponseStream
 from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS
@@ -12,7 +13,9 @@ from shared.redis_scripts import RedisScripts
 
 
 class HeldAnswers:
-    def __init__(self) -> None:
+    def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scripts = scripts
+        self._clock = clock
         self._open: list[Sequence[ResponseStream]] = []
         self._prolonged_at = 0.0
 
@@ -29,21 +32,22 @@ class HeldAnswers:
         """They go on without this gateway, for as long as they were last prolonged."""
         self._open.clear()
 
-    async def prolong(self, scripts: RedisScripts, now: float) -> None:
+    async def prolong(self) -> None:
         """Those that have ended here at once, the others every PROLONG_SECONDS. May raise the store's errors, and be
-        repeated. `now`: monotonic seconds."""
+        repeated."""
+        now = self._clock()
         is_due = now - self._prolonged_at >= PROLONG_SECONDS
         for parts in list(self._open):
             is_over = all(part.has_ended for part in parts)
             if is_over or is_due:
-                await self._prolong(scripts, parts, is_over=is_over)
+                await self._prolong(parts, is_over=is_over)
         if is_due:
             self._prolonged_at = now
 
-    async def _prolong(self, scripts: RedisScripts, parts: Sequence[ResponseStream], *, is_over: bool) -> None:
+    async def _prolong(self, parts: Sequence[ResponseStream], *, is_over: bool) -> None:
         keep = parts[0].keep
         assert keep is not None
         name_seconds = KEEP_SECONDS if is_over else keep.name_seconds
-        await scripts.prolong([part.request_id for part in parts], keep.name, name_seconds)
+        await self._scripts.prolong([part.request_id for part in parts], keep.name, name_seconds)
         if is_over and parts in self._open:
             self._open.remove(parts)

@@ -1,8 +1,7 @@
 """Ends requests whose time is over, in the store first: what a worker began with just in time is not called waiting."""
 
-from collections.abc import Iterable
-
 from gateway.store.response_stream import ResponseStream
+from gateway.store.stream_table import StreamTable
 from shared.fleet_clock import FleetClock
 from shared.messages import PROTOCOL_VERSION, ErrorCode, ErrorEvent, EventBatch, encode
 from shared.redis_scripts import RedisScripts
@@ -14,23 +13,22 @@ _MESSAGES = {
 
 
 class OverdueRequests:
-    def __init__(self, scripts: RedisScripts, fleet_clock: FleetClock) -> None:
+    def __init__(self, scripts: RedisScripts, fleet_clock: FleetClock, streams: StreamTable) -> None:
         self._scripts = scripts
         self._clock = fleet_clock
+        self._streams = streams
 
-    async def end(self, streams: Iterable[ResponseStream]) -> list[tuple[ResponseStream, ErrorEvent]]:
-        """Those that are ended now, for whoever holds them. May raise the store's errors, and be repeated."""
-        ended = []
-        for stream in streams:
+    async def end(self) -> None:
+        """For whoever holds them. May raise the store's errors, and be repeated."""
+        for stream in self._streams:
             code = self._code_of(stream)
             if code is None:
                 continue
             event = ErrorEvent(stream.request_id, code, _MESSAGES[code])
             if await self._cancel(stream, event) or await self._is_gone(stream):
-                ended.append((stream, event))
+                self._streams.end(stream, event)
             else:
                 stream.has_begun = stream.is_behind = True  # or it has ended: the journal knows
-        return ended
 
     def _code_of(self, stream: ResponseStream) -> ErrorCode | None:
         request, now = stream.request, self._clock.now()

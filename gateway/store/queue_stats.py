@@ -1,10 +1,9 @@
-"""How full the queues are, and whether the store takes writes: for metrics and readiness. Decides nothing.
+"""How full the queues are: for metrics and readiness. Decides nothing.
 
 An entry stays in its queue until its request has ended, so the length of a queue is what is accepted and unfinished.
 The age of the oldest entry is told by the server's clock from the entry's id. It is shown, never acted on.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +51,6 @@ async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
     now_milliseconds = seconds * 1000 + microseconds // 1000
     oldest = max((now_milliseconds - added for added in oldest_milliseconds), default=0)
     return QueueStats(queues, max(oldest, 0) / 1000, await redis.xlen(keys.dead_letters))
-
-
-async def timed_write(redis: Redis, keys: RedisKeys, clock: Callable[[], float]) -> float:
-    """Seconds that one write took, by `clock`."""
-    started = clock()
-    await redis.set(keys.write_probe, b"1")
-    return clock() - started
 
 
 async def _group(redis: Redis, queue: str) -> dict[str, Any] | None:

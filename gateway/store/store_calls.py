@@ -63,10 +63,14 @@ class StoreCalls:
         except (RedisError, OSError) as error:
             raise StoreUnavailable(str(error)) from error
 
+    async def finish(self, call: Coroutine[Any, Any, Any]) -> None:
+        """It goes on when the caller is cancelled, and raises what it raises."""
+        await asyncio.shield(self.own(call))
+
     async def try_within(self, seconds: float, call: Coroutine[Any, Any, Any]) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.shield(self.own(call))
+                await self.finish(call)
 
     async def aclose(self) -> None:
         await cancel_and_wait(self._tasks)

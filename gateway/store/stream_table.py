@@ -1,14 +1,21 @@
-"""The open ResponseStreams of a gateway by request id: one, or several where clients attached to the same request."""
+"""The open ResponseStreams of a gateway by request id: one, or several where clients attached to the same request.
 
-from collections.abc import Iterator
+Submission opens them, listening and recovery give them what comes, and all three end them here. `wake` tells recovery
+that one of them misses something. Knows no Redis.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator
 
 from gateway.store.response_stream import ResponseStream
+from shared.messages import TerminalEvent
 
 
 class StreamTable:
-    def __init__(self) -> None:
+    def __init__(self, wake: asyncio.Event) -> None:
         self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
         self._num_repeated_tokens = 0  # of streams that are here no more
+        self._wake = wake
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
@@ -35,6 +42,7 @@ class StreamTable:
 
     def add(self, stream: ResponseStream) -> None:
         self._by_request_id[stream.request_id] = (*self.of(stream.request_id), stream)
+        stream.on_caught_up = self._wake.set
 
     def discard(self, *streams: ResponseStream) -> None:
         for stream in streams:
@@ -45,3 +53,21 @@ class StreamTable:
                 self._by_request_id[stream.request_id] = left
             else:
                 self._by_request_id.pop(stream.request_id, None)
+
+    def end(self, stream: ResponseStream, terminal: TerminalEvent) -> None:
+        """For its reader; the store is not told."""
+        stream.end(terminal)
+        self.discard(stream)
+
+    def settle(self, stream: ResponseStream) -> None:
+        """After it was given something: it may have ended, or miss what came before."""
+        if stream.has_ended:
+            self.discard(stream)
+        elif stream.is_behind:
+            self._wake.set()
+
+    def mark_behind(self, streams: Iterable[ResponseStream]) -> None:
+        """Nobody knows what they miss: their journals do."""
+        for stream in streams:
+            stream.is_behind = True
+        self._wake.set()

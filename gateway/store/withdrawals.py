@@ -1,5 +1,7 @@
 """Requests that this gateway lets go of, until the store has heard it. Repeating a cancel is harmless."""
 
+import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -10,8 +12,10 @@ from shared.redis_scripts import RedisScripts
 
 
 class Withdrawals:
-    def __init__(self, scripts: RedisScripts) -> None:
+    def __init__(self, scripts: RedisScripts, wake: asyncio.Event) -> None:
+        """`wake` is set when there is something to send."""
         self._scripts = scripts
+        self._wake = wake
         self._open: dict[tuple[str, str], tuple[str, TerminalEvent]] = {}  # (request id, holder) -> class, its end
 
     def __len__(self) -> int:
@@ -22,6 +26,11 @@ class Withdrawals:
         holder = stream.keep.holder if stream.keep else ""
         terminal = terminal or cancelled_event(stream)
         self._open[stream.request_id, holder] = stream.request.priority_class, terminal
+        self._wake.set()
+
+    def add_all(self, streams: Iterable[ResponseStream]) -> None:
+        for stream in streams:
+            self.add(stream)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Whoever holds it."""

@@ -22,7 +22,7 @@ class Reader:
         self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client, keep))
 
     async def _read(self, client: InferenceClient, keep: Keep | None) -> FinishEvent:
-        stream = await client.submit(self.request, keep=keep)
+        stream = await client.submission.submit(self.request, keep=keep)
         heard_at = time.monotonic()
         async for event in stream:
             silence_seconds, heard_at = time.monotonic() - heard_at, time.monotonic()

@@ -133,7 +133,7 @@ async def test_a_group_survives_the_kill_of_its_worker(
     """Samples go on where each was; a search begins anew. Every choice comes whole, once."""
     first = start("w0", "--script-step-seconds", "0.01")
     request = make_request(20, ignore_eos=True, max_tokens=60, **sampling)
-    stream = await client.submit(request)
+    stream = await client.submission.submit(request)
     async with asyncio.timeout(STOP_SECONDS):
         # A search only says that it goes on: three bytes of the journal a step.
         while await connections.commands.strlen(keys.journal(request.request_id)) < 100:

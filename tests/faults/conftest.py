@@ -109,7 +109,7 @@ class World:
                 await asyncio.sleep(0.02)
 
     def _ready_names(self) -> set[str]:
-        beats = [status.heartbeat for status in self.client.fleet]
+        beats = [status.heartbeat for status in self.client.fleet.snapshot()]
         return {beat.worker_id.split(".")[0] for beat in beats if beat.phase is WorkerPhase.READY}
 
     async def logged(self, name: str, text: str, times: int = 1) -> None:

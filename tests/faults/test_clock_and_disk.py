@@ -135,9 +135,9 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
             while await asyncio.to_thread(takes_writes, client):
                 await asyncio.sleep(0.05)
         with pytest.raises(StoreUnavailable):
-            await world.client.submit(make_request(5))
+            await world.client.submission.submit(make_request(5))
         with pytest.raises(StoreUnavailable):  # what /readyz asks
-            await world.client.write_probe()
+            await world.client.probe.write_seconds()
         assert not any(reader.finished.done() for reader in readers)
         ballast.unlink()
     await world.all_complete(readers)
@@ -153,7 +153,7 @@ async def test_a_store_that_syncs_each_write_ends_on_a_full_disk(
     assert store.process is not None
     assert await asyncio.to_thread(store.process.wait, STOP_SECONDS) == 1
     with pytest.raises(StoreUnavailable):
-        await world.client.submit(make_request(5))
+        await world.client.submission.submit(make_request(5))
     ballast.unlink()
     store.start()
     await world.all_complete(readers)

@@ -88,5 +88,5 @@ async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: St
     await world.logged("w0", "is ended: its gateway g0 is gone")
     proxy.is_down = False
     await reader.check_complete()
-    assert world.client.num_restored_requests == 1
+    assert world.client.counts.num_restored_requests == 1
     await world.nothing_is_left()

@@ -38,7 +38,7 @@ async def outlive(world: World, *flags: str, until: "asyncio.Task[object]") -> i
 
 async def read_to_error(world: World) -> tuple[list[int], ErrorEvent]:
     tokens: list[int] = []
-    async for event in await world.client.submit(poison()):
+    async for event in await world.client.submission.submit(poison()):
         if isinstance(event, TokenEvent):
             assert event.index == len(tokens)
             tokens += event.token_ids

@@ -21,7 +21,7 @@ async def test_killed_and_restarted_with_its_file(start_world: StartWorld, store
     await world.all_have(readers, 20)
     store.kill()
     with pytest.raises(StoreUnavailable):
-        await world.client.submit(make_request(5))
+        await world.client.submission.submit(make_request(5))
     await asyncio.sleep(2)  # the fault's length
     store.start()
     await world.all_complete(readers)
@@ -40,7 +40,7 @@ async def test_restarted_empty(start_world: StartWorld, store: Store) -> None:
     store.kill()
     store.start()
     await world.all_complete(readers)
-    assert world.client.num_restored_requests >= len(readers)
+    assert world.client.counts.num_restored_requests >= len(readers)
     await world.nothing_is_left()
 
 
@@ -65,7 +65,7 @@ async def test_listeners_are_dropped_again_and_again(start_world: StartWorld, st
             client.client_kill_filter(_type="pubsub")
             await asyncio.sleep(0.2)  # the fault's rhythm
     await world.all_complete(readers)
-    assert world.client.num_journal_reads > 0
+    assert world.client.counts.num_journal_reads > 0
 
 
 async def test_out_of_memory_and_relieved(start_world: StartWorld, store: Store) -> None:
@@ -77,7 +77,7 @@ async def test_out_of_memory_and_relieved(start_world: StartWorld, store: Store)
     with store.client() as client:
         client.config_set("maxmemory", "1")
         with pytest.raises(StoreUnavailable):
-            await world.client.submit(make_request(5))
+            await world.client.submission.submit(make_request(5))
         before = [len(reader.tokens) for reader in readers]
         await asyncio.sleep(1.5)  # the fault's length
         client.config_set("maxmemory", "0")

@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+from gateway.store.delivery_counts import DeliveryCounts
 from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
 from gateway.store.queue_stats import QueueLoad
 from gateway.store.store_memory import StoreMemory
+from gateway.store.stream_table import StreamTable
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
     FinishEvent,
@@ -95,12 +97,8 @@ class FakeInferenceClient:
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
-        self.num_journal_reads = 0
-        self.num_bad_messages = 0
-        self.num_restored_requests = 0
-        self.num_gaps = 0
-        self.num_torn_streams = 0
-        self.num_repeated_tokens = 0
+        self.counts = DeliveryCounts()
+        self.streams = StreamTable(asyncio.Event())
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
         self._last_ready: WorkerHeartbeat | None = None
@@ -110,7 +108,7 @@ class FakeInferenceClient:
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
         self.kv = FakeKVWatch()
-        self.archive = self
+        self.submission = self.archive = self.probe = self.fleet = self
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()
 
@@ -168,8 +166,7 @@ class FakeInferenceClient:
                 self._last_ready = beat
         return self._last_ready and WorkerStatus(self._last_ready, self.seconds_without_worker)
 
-    @property
-    def fleet(self) -> list[WorkerStatus]:
+    def snapshot(self) -> list[WorkerStatus]:
         return [WorkerStatus(beat, 0.1) for beat in self.workers]
 
     async def queue_stats(self) -> QueueStats:
@@ -177,7 +174,7 @@ class FakeInferenceClient:
             raise self.store_error
         return QueueStats({"interactive": QueueLoad(4, 2), "batch": QueueLoad(1, 0)}, oldest_waiting_seconds=1.5)
 
-    async def write_probe(self) -> float:
+    async def write_seconds(self) -> float:
         if self.store_error is not None:
             raise self.store_error
         return 0.001

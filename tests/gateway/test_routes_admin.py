@@ -171,7 +171,7 @@ async def test_metrics_of_an_answer(gateway: Gateway) -> None:
 
 
 async def test_scrape(gateway: Gateway) -> None:
-    gateway.engine.num_journal_reads = 4
+    gateway.engine.counts.num_journal_reads = 4
     async with gateway.session.get("/metrics") as response:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain; version=")

@@ -25,6 +25,7 @@ from gateway.text.served_model import ServedModel, load_served_model
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
 from tests.engine_worker.worker_harness import PATIENCE_SECONDS, WorkerHarness
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -49,6 +50,7 @@ class Gateway:
     client: InferenceClient
     session: aiohttp.ClientSession
     keys: dict[str, str] = field(default_factory=dict)
+    scripts: RedisScripts | None = None  # of its client, for who loses their replies
 
     async def post(self, route: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
         async with self.session.post(route, json=body, headers=_names(headers)) as reply:
@@ -125,6 +127,7 @@ class World:
             max_queued_requests=settings.get("max_num_queued_reqs", 1024),
             max_queued_tokens=settings.get("max_num_queued_tokens"),
             quiet_seconds=0.3,
+            scripts=(scripts := RedisScripts(self.connections.commands, self.keys)),
         )
         options = GatewaySettings(model=model, served_model_name=(self.keys.model_name,), port=0, **settings)
         (served,) = model_options(options)
@@ -135,7 +138,7 @@ class World:
         host, port = runner.addresses[0][:2]
         try:
             async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
-                gateway = Gateway(app[STATE], client, session)
+                gateway = Gateway(app[STATE], client, session, scripts=scripts)
                 await app[STATE].models_loaded.wait()
                 await self._hears_the_worker(gateway)
                 self.gateways.append(gateway)
@@ -150,7 +153,7 @@ class World:
 
     async def _hears_the_worker(self, gateway: Gateway) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not gateway.client.fleet:
+            while not gateway.client.fleet.snapshot():
                 await self.beat()
                 await asyncio.sleep(0.01)
 

@@ -138,9 +138,12 @@ class LossyReader:
 
 class LossyClient(InferenceClient):
     def __init__(self, world: "World", gateway_id: str) -> None:
-        super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock)
-        self._scripts = LossyScripts(world, world.connections)
+        scripts = LossyScripts(world, world.connections)
+        super().__init__(world.connections, world.keys, gateway_id, clock=fast_clock, scripts=scripts)
+        self.gateway_id = gateway_id
         self._world = world
+        self._hear = self._listening.understand
+        self._listening.understand = self._understand  # type: ignore[method-assign]
         self._returns: set[asyncio.Task[None]] = set()
 
     def _understand(self, message: Message) -> None:
@@ -152,13 +155,13 @@ class LossyClient(InferenceClient):
         elif self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
-            super()._understand(message)
+            self._hear(message)
 
     async def _return(self, request_id: str) -> None:
         """Its request was ended while it was away: it is accepted anew."""
-        for stream in self._streams.of(request_id):
+        for stream in self.streams.of(request_id):
             with suppress(ConnectionError):  # the next reading of journals finds it missing
-                await self._restore(stream)
+                await self._recovery._restore(stream)
 
 
 class GapBlindStream(ResponseStream):
@@ -331,11 +334,11 @@ class World:
         while True:
             await asyncio.sleep(self.random.random() * self.faults.cut_off_seconds)
             client = self.random.choice(self.gateways)
-            accepted = [stream for stream in client._streams if stream.is_accepted]
+            accepted = [stream for stream in client.streams if stream.is_accepted]
             if not accepted:
                 continue
             self.tally.cut_offs += 1
-            request, gateway_id = self.random.choice(accepted).request, client._gateway_id
+            request, gateway_id = self.random.choice(accepted).request, client.gateway_id
             with suppress(ConnectionError):  # the reply was lost
                 await self.scripts.cancel(request.request_id, request.priority_class, gone_gateway_id=gateway_id)
             channel = self.keys.gateway_channel(gateway_id)
@@ -354,7 +357,7 @@ class World:
         for _ in range(num_requests):
             request, client = self._draw_request(), self.random.choice(self.gateways)
             try:
-                stream = await client.submit(request)
+                stream = await client.submission.submit(request)
             except StoreUnavailable:
                 self.cancelled.add(request.request_id)  # three lost replies in a row: the client got its 503
                 continue
@@ -392,7 +395,7 @@ class World:
                 if cancel_at is not None and len(tokens) >= cancel_at:
                     self.tally.cancels += 1
                     self.cancelled.add(request_id)
-                    await client.release(stream)
+                    await client.submission.release(stream)
             else:
                 terminal = event
         _require(terminal is not None, f"{request_id} has no end")
@@ -522,7 +525,7 @@ async def run_world(
         await world.check_answers()
         await world.check_store_is_empty(stall_seconds)
     finally:
-        world.tally.journal_reads = sum(gateway.num_journal_reads for gateway in world.gateways)
+        world.tally.journal_reads = sum(gateway.counts.num_journal_reads for gateway in world.gateways)
         clients.cancel()
         await asyncio.gather(clients, return_exceptions=True)
         await cancel_and_wait([disasters, *background])

@@ -49,7 +49,7 @@ async def test_what_was_begun_in_time_is_not_ended_by_the_queue_timeout(world: W
     begun = asyncio.create_task(world.gateways[0].post(COMPLETIONS, {**BODY, "queue_timeout_seconds": 1.0}))
     while not world.worker.gate.batches:
         await asyncio.sleep(0.005)
-    while not any(stream.has_begun for stream in world.gateways[0].client._streams):  # it was looked at, over its time
+    while not any(stream.has_begun for stream in world.gateways[0].client.streams):  # it was looked at, over its time
         await asyncio.sleep(0.01)
     world.worker.gate.allow(FOREVER_STEPS)
     assert (await begun)[0] == 200
@@ -104,7 +104,7 @@ async def test_prompts_that_wait_are_bounded_in_tokens(one_seat: World, demo_mod
     running = await occupy(one_seat)
     async with one_seat.another_gateway(demo_model_dir, max_num_queued_tokens=100) as gateway:
         waiting = asyncio.create_task(gateway.post(COMPLETIONS, {**BODY, "prompt": [5] * 60}))
-        while gateway.client._streams.num_waiting_tokens < 60:
+        while gateway.client.streams.num_waiting_tokens < 60:
             await asyncio.sleep(0.005)
         status, error = await gateway.post(COMPLETIONS, {**BODY, "prompt": [5] * 41})
         assert (status, error["error"]["code"]) == (503, "queue_full")

@@ -84,11 +84,11 @@ async def test_new_tokens_reach_the_other_gateway_without_reading_the_journal(wo
     ) as reply:
         attached = type(reader)(reply)
         await attached.take(1)  # the fourth token, out of the journal
-        num_reads = client.num_journal_reads
+        num_reads = client.counts.num_journal_reads
         for _ in range(10):
             world.worker.gate.allow(1)
             await attached.take(1)
-        assert client.num_journal_reads - num_reads <= 2  # the hint and the first token may race
+        assert client.counts.num_journal_reads - num_reads <= 2  # the hint and the first token may race
 
 
 async def test_the_whole_answer_is_the_one_of_an_unstreamed_request(world: World) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from gateway.store.inference_client import InferenceClient
 from shared.messages import GenerationRequest
 from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS, Keep
+from shared.redis_scripts import RedisScripts
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, eventually
 from tests.integration.conftest import COMPLETIONS, World
 
@@ -86,7 +86,7 @@ class TestAfterARefusal:
     async def test_of_a_store_whose_replies_are_lost(self, world: World) -> None:
         """It has accepted the request, which is withdrawn when it can be reached again."""
         world.worker.gate.allow(FOREVER_STEPS)
-        with lost_replies(world.gateways[0].client, "accept"):
+        with lost_replies(world.gateways[0].scripts, "accept"):
             status, error = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
         assert (status, error["error"]["code"]) == (503, "store_unavailable")
         for gateway in world.gateways:
@@ -127,7 +127,7 @@ class TestAnswersThatNobodyHad:
     async def test_a_repeat_that_sees_it_run_and_attaches_too_late(self, world: World) -> None:
         """Between the look at the name and the attachment its last holder lets go: it is made anew."""
         world.worker.gate.allow(1)
-        other = world.gateways[1].client
+        other = world.gateways[1].client.submission
         attach_all, num_attached = other.attach_all, 0
         async with world.gateways[0].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as reader:
             await reader.take(1)
@@ -163,7 +163,7 @@ class TestAnswersThatNobodyHad:
         assert (await world.gateways[1].shown(answer_id))[0] == 404
         status, again = await world.gateways[1].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
         assert status == 200 and again["id"] != answer["id"]
-        assert sum(gateway.client.num_restored_requests for gateway in world.gateways) == 0
+        assert sum(gateway.client.counts.num_restored_requests for gateway in world.gateways) == 0
 
 
 async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
@@ -180,9 +180,9 @@ async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
 
 
 @contextmanager
-def lost_replies(client: InferenceClient, script: str) -> Iterator[None]:
+def lost_replies(scripts: RedisScripts, script: str) -> Iterator[None]:
     """The store does what it is told, and nobody learns of it."""
-    call = client._scripts._call
+    call = scripts._call
 
     async def lossy(name: str, *arguments: Any) -> Any:
         reply = await call(name, *arguments)
@@ -190,11 +190,11 @@ def lost_replies(client: InferenceClient, script: str) -> Iterator[None]:
             raise ConnectionError("the reply was lost")
         return reply
 
-    client._scripts._call = lossy  # type: ignore[method-assign,assignment]
+    scripts._call = lossy  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        client._scripts._call = call  # type: ignore[method-assign]
+        scripts._call = call  # type: ignore[method-assign]
 
 
 async def becomes(ask: Callable[[], Awaitable[Any]], expected: Any) -> None:

@@ -112,7 +112,7 @@ async def test_a_request_travels_through_tls(tls_server, certificates: Path, key
         scripts = RedisScripts(connections.commands, keys)
         await scripts.register("w.1")
         request = make_request(max_tokens=2)
-        stream = await client.submit(request)
+        stream = await client.submission.submit(request)
         (entry,) = (await scripts.take("w.1", Wish(1))).entries
         await scripts.claim("w.1", [entry])
         token = TokenEvent(request.request_id, 0, [5, 6])

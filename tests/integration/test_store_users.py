@@ -80,10 +80,10 @@ async def test_the_protocol_runs_under_the_users(
         first = start_worker(fleet, store, keys, "w0", "--script-step-seconds", "0.02")
         reader = Reader(client, max_tokens=150)
         cancelled = make_request(max_tokens=1500, ignore_eos=True)
-        await client.submit(cancelled)
+        await client.submission.submit(cancelled)
         async with snapshots_of([client.kv]) as snapshots:
             assert (await asyncio.wait_for(anext(snapshots), 40)).worker.startswith("w0.")
-        await client.cancel(cancelled)
+        await client.submission.cancel(cancelled)
         await reader.has(20)
         first.kill()
         first.wait()
@@ -92,9 +92,9 @@ async def test_the_protocol_runs_under_the_users(
         second = start_worker(fleet, store, keys, "w1")
         await reader.check_complete()
         kept = make_request(max_tokens=3, ignore_eos=True)
-        await client.submit(kept, keep=Keep(b"record", "first", name="digest", fingerprint="f"))
+        await client.submission.submit(kept, keep=Keep(b"record", "first", name="digest", fingerprint="f"))
         assert await client.archive.named("digest") == (kept.request_id, "f")
-        (held,) = await client.attach_all([kept], [Keep(b"record", "second", name="digest")])
+        (held,) = await client.submission.attach_all([kept], [Keep(b"record", "second", name="digest")])
         assert isinstance([event async for event in held][-1], FinishEvent)
         (stored,) = await client.archive.stored([kept.request_id])
         assert stored is not None
@@ -102,7 +102,7 @@ async def test_the_protocol_runs_under_the_users(
         await asyncio.to_thread(second.wait, STOP_SECONDS)
         assert "NOPERM" not in fleet.all_logs() and "permission" not in fleet.all_logs()
 
-        stream = await client.submit(make_request())
+        stream = await client.submission.submit(make_request())
         scripts = RedisScripts(as_worker.commands, keys)
         for life in ("w2.1", "w2.2", "w2.3"):  # each reads the request and dies
             await scripts.register(life)
@@ -114,8 +114,8 @@ async def test_the_protocol_runs_under_the_users(
         (letter,) = await letters.list()
         await letters.retry(letter)
         assert await letters.list() == []
-        assert (await client.queue_stats()).all.unfinished == 1
-        assert await client.write_probe() < 10
+        assert (await client.probe.queue_stats()).all.unfinished == 1
+        assert await client.probe.write_seconds() < 10
         assert client.store_memory.has_room
     finally:
         await client.close()

@@ -80,7 +80,7 @@ class Deployment:
 async def _hear_a_worker(client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
     beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not client.fleet:
+        while not client.fleet.snapshot():
             await connections.commands.publish(keys.heartbeat_channel, beat)
             await asyncio.sleep(0.01)
 

@@ -5,10 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from redis.exceptions import ConnectionError
 
 from gateway.store.inference_client import InferenceClient, QueueFull, ResponseStream, StoreUnavailable
-from gateway.store.overdue import OverdueRequests
 from gateway.store.response_stream import cancelled_event
 from shared.messages import (
     ErrorCode,
@@ -83,8 +81,14 @@ def worker(scripts: RedisScripts) -> HandPlayedWorker:
 
 
 @pytest.fixture
-async def client(connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[InferenceClient]:
-    client = InferenceClient(connections, keys, "g", max_queued_requests=3, quiet_seconds=0.2)
+def flaky(connections: RedisConnections, keys: RedisKeys) -> FlakyScripts:
+    """The client's own scripts."""
+    return FlakyScripts(connections.commands, keys)
+
+
+@pytest.fixture
+async def client(connections: RedisConnections, keys: RedisKeys, flaky: FlakyScripts) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(connections, keys, "g", max_queued_requests=3, quiet_seconds=0.2, scripts=flaky)
     await client.start()
     await subscribed(connections, keys)
     yield client
@@ -106,7 +110,7 @@ async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
 
 
 async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:
-    stream = await client.submit(make_request(request_id))
+    stream = await client.submission.submit(make_request(request_id))
     assert await worker.claim() == [request_id]
     return stream
 
@@ -119,7 +123,7 @@ class TestStream:
         await worker.emit("a", 1, 6, 7)
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([6, 7], end)
-        assert client.num_journal_reads == 0
+        assert client.counts.num_journal_reads == 0
 
     async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
         stream = await start(client, worker)
@@ -163,12 +167,15 @@ class TestStream:
         await worker.emit("a", 0, 5)
         end = await worker.finish("a", 1)
         assert await rest(stream) == ([5], end)
-        assert client.num_bad_messages == 3
+        assert client.counts.num_bad_messages == 3
 
     @pytest.mark.parametrize("what", ["journal", "journal type", "request type", "end", "end of another"])
     async def test_an_unreadable_answer_ends_alone_with_an_error(self, client, worker, connections, keys, what):
         redis = connections.commands
-        stream, other = await client.submit(make_request("a")), await client.submit(make_request("b"))
+        stream, other = (
+            await client.submission.submit(make_request("a")),
+            await client.submission.submit(make_request("b")),
+        )
         await worker.claim()
         request, journal = keys.request("a"), keys.journal("a")
         if what == "journal":
@@ -209,35 +216,35 @@ class TestStream:
 
 class TestSubmit:
     async def test_a_full_queue_is_told(self, client):
-        first, *_ = [await client.submit(make_request(request_id)) for request_id in "abc"]
+        first, *_ = [await client.submission.submit(make_request(request_id)) for request_id in "abc"]
         with pytest.raises(QueueFull):
-            await client.submit(make_request("d"))
-        await client.submit(make_request("e", priority_class="batch"))
-        await client.release(first)
-        await client.submit(make_request("f"))
+            await client.submission.submit(make_request("d"))
+        await client.submission.submit(make_request("e", priority_class="batch"))
+        await client.submission.release(first)
+        await client.submission.submit(make_request("f"))
 
-    async def test_a_lost_reply_is_no_second_request(self, client, worker, connections, keys):
-        lose_replies(client, 2)
+    async def test_a_lost_reply_is_no_second_request(self, client, flaky, worker, connections, keys):
+        flaky.fail("accept", "lose", times=2)
         stream = await start(client, worker)
         assert await connections.commands.xlen(keys.queue("interactive")) == 1
         end = await worker.finish("a", 0)
         assert await rest(stream) == ([], end)
 
-    async def test_when_no_reply_comes_the_request_is_withdrawn(self, client, connections, keys):
-        lose_replies(client, 3)
+    async def test_when_no_reply_comes_the_request_is_withdrawn(self, client, flaky, connections, keys):
+        flaky.fail("accept", "lose", times=3)
         with pytest.raises(StoreUnavailable):
-            await client.submit(make_request())
+            await client.submission.submit(make_request())
         while await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
         assert await connections.commands.xlen(keys.queue("interactive")) == 0
 
     async def test_a_client_that_leaves_while_submitting_leaves_nothing(self, client, connections, keys):
-        task = asyncio.create_task(client.submit(make_request()))
+        task = asyncio.create_task(client.submission.submit(make_request()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while client._withdrawals or client._streams or await connections.commands.exists(keys.request("a")):
+        while client._withdrawals or client.streams or await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 
     async def test_a_store_that_is_away_is_told(self, keys, tmp_path):
@@ -246,11 +253,11 @@ class TestSubmit:
         await client.start()
         try:
             with pytest.raises(StoreUnavailable):
-                await client.submit(make_request())
+                await client.submission.submit(make_request())
             with pytest.raises(StoreUnavailable):
-                await client.write_probe()
+                await client.probe.write_seconds()
             with pytest.raises(StoreUnavailable):
-                await client.queue_stats()
+                await client.probe.queue_stats()
         finally:
             await client.close()
             await away.aclose()
@@ -264,17 +271,17 @@ class TestCancel:
         async with connections.subscriber.pubsub() as hints:
             await hints.subscribe(keys.control_channel(WORKER))
             await hints.get_message(timeout=20)
-            await client.release(stream)
+            await client.submission.release(stream)
             assert (await hints.get_message(timeout=20))["data"] == b"a"
         tokens, end = await rest(stream)
         assert (tokens, end.reason, end.usage.completion_tokens) == ([], FinishReason.CANCELLED, 1)
         assert await worker.emit("a", 1, 6) == ["a"]
-        await client.release(stream)
+        await client.submission.release(stream)
 
-    async def test_is_repeated_until_the_store_takes_it(self, client, worker, connections, keys):
+    async def test_is_repeated_until_the_store_takes_it(self, client, flaky, worker, connections, keys):
         stream = await start(client, worker)
-        refuse_calls(client, 2)
-        await client.release(stream)
+        flaky.fail("cancel", "refuse", times=2)
+        await client.submission.release(stream)
         while await connections.commands.exists(keys.request("a")):
             await asyncio.sleep(0)
 
@@ -292,10 +299,10 @@ class TestRepeatedTokens:
         await worker.emit("a", 0, 5, 6)
         await worker.emit("a", 1, 6, 7)  # as a late message or a journal has them
         assert await rest_until(stream, 3) == [5, 6, 7]
-        assert client.num_repeated_tokens == 1
+        assert client.streams.num_repeated_tokens == 1
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([], end)
-        assert client.num_repeated_tokens == 1
+        assert client.streams.num_repeated_tokens == 1
 
 
 class TestLostTail:
@@ -310,7 +317,7 @@ class TestLostTail:
         await worker.emit("a", 1, 66)
         await worker.emit("a", 2, 77, 88)  # of another text: behind 7 it would be nonsense
         async with asyncio.timeout(20):
-            while not client.num_torn_streams:
+            while not client.counts.num_torn_streams:
                 await asyncio.sleep(0.01)
         assert await worker.emit("a", 4, 99) == ["a"]  # the other text is nobody's any more
         assert "a" in await worker.claim()
@@ -318,7 +325,7 @@ class TestLostTail:
         await worker.emit("a", 3, 8)
         end = await worker.finish("a", 4)
         assert await rest(stream) == ([8], end)
-        assert client.num_torn_streams == 1
+        assert client.counts.num_torn_streams == 1
 
     async def test_the_same_tokens_made_again_are_no_tear(self, client, worker, connections, keys):
         stream = await start(client, worker)
@@ -329,14 +336,14 @@ class TestLostTail:
         await worker.emit("a", 2, 7, 8)
         end = await worker.finish("a", 4)
         assert await rest(stream) == ([8], end)
-        assert (client.num_torn_streams, client.num_repeated_tokens) == (0, 2)
+        assert (client.counts.num_torn_streams, client.streams.num_repeated_tokens) == (0, 2)
 
     @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
     @pytest.mark.parametrize("others", [[66, 77], []], ids=["other tokens", "an earlier end"])
     async def test_what_ended_otherwise_is_an_error_to_who_has_its_beginning(
         self, client, worker, connections, keys, keep, others
     ):
-        stream = await client.submit(make_request(), keep=keep)
+        stream = await client.submission.submit(make_request(), keep=keep)
         await worker.claim()
         await worker.emit("a", 0, 5, 6)
         assert await rest_until(stream, 2) == [5, 6]
@@ -351,7 +358,7 @@ class TestCutOff:
     """Its workers took this gateway for dead, and its client waits."""
 
     async def test_a_kept_request_goes_on_behind_what_its_client_has(self, client, worker, scripts, connections, keys):
-        stream = await client.submit(make_request(), keep=Keep(b"record", "h"))
+        stream = await client.submission.submit(make_request(), keep=Keep(b"record", "h"))
         await worker.claim()
         await worker.emit("a", 0, 5)
         assert await anext(stream) == TokenEvent("a", 0, [5])
@@ -365,10 +372,10 @@ class TestCutOff:
         await worker.emit("a", 2, 7)
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([6, 7], end)
-        assert client.num_restored_requests == 1
+        assert client.counts.num_restored_requests == 1
 
     async def test_an_end_that_another_gateway_was_asked_for_is_its_end(self, client, worker, scripts):
-        stream = await client.submit(make_request(), keep=Keep(b"record", "h"))
+        stream = await client.submission.submit(make_request(), keep=Keep(b"record", "h"))
         event = cancelled_event(stream)
         await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(event))
         await scripts.cancel("a", "interactive")
@@ -376,33 +383,27 @@ class TestCutOff:
 
 
 class TestQueueTimeout:
-    @pytest.fixture
-    def flaky(self, client, connections, keys) -> FlakyScripts:
-        scripts = FlakyScripts(connections.commands, keys)
-        client._overdue = OverdueRequests(scripts, client._fleet_clock)
-        return scripts
-
     @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
     @pytest.mark.parametrize("num_lost", [1, 3])
     async def test_a_cancel_whose_reply_is_lost_ends_it_all_the_same(self, client, flaky, scripts, keep, num_lost):
         """No worker is there: whoever is accepted anew here waits for ever."""
         flaky.fail("cancel", "lose", times=num_lost)
-        overdue = make_request(queue_deadline=await client.fleet_seconds())
-        stream = await client.submit(overdue, keep=keep)
+        overdue = make_request(queue_deadline=await client.probe.fleet_seconds())
+        stream = await client.submission.submit(overdue, keep=keep)
         tokens, end = await rest(stream)
         assert (tokens, end.code) == ([], ErrorCode.QUEUE_TIMEOUT)
         assert flaky.calls.count("cancel") == num_lost + 1
-        assert client.num_restored_requests == 0
+        assert client.counts.num_restored_requests == 0
         await scripts.register(WORKER)
         assert (await scripts.take(WORKER, Wish(9))).entries == []
 
     async def test_the_same_when_the_store_has_lost_it(self, client, connections):
-        stream = await client.submit(make_request(queue_deadline=await client.fleet_seconds() + 0.3))
+        stream = await client.submission.submit(make_request(queue_deadline=await client.probe.fleet_seconds() + 0.3))
         await connections.commands.flushall()
         assert (await rest(stream))[1].code is ErrorCode.QUEUE_TIMEOUT
 
     async def test_what_a_worker_had_and_gave_back_without_a_token_is_timed_out(self, client, worker, scripts):
-        stream = await client.submit(make_request(queue_deadline=await client.fleet_seconds() + 0.3))
+        stream = await client.submission.submit(make_request(queue_deadline=await client.probe.fleet_seconds() + 0.3))
         await worker.claim()
         async with asyncio.timeout(20):
             while not stream.has_begun:
@@ -426,7 +427,7 @@ class TestStoreReset:
         await successor.emit("a", 2, 7)
         end = await successor.finish("a", 3)
         assert await rest(stream) == ([7], end)
-        assert client.num_restored_requests == 1
+        assert client.counts.num_restored_requests == 1
 
 
 class TestViews:
@@ -434,28 +435,28 @@ class TestViews:
         heartbeat = WorkerHeartbeat(worker_id=WORKER, phase=WorkerPhase.LOAD, progress=0.5)
         for data in (b"\xc1", encode(heartbeat)):
             await connections.commands.publish(keys.heartbeat_channel, data)
-        while not client.fleet:
+        while not client.fleet.snapshot():
             await asyncio.sleep(0)
-        (status,) = client.fleet
+        (status,) = client.fleet.snapshot()
         assert status.heartbeat == heartbeat
         assert status.seconds_since_seen < 60
-        assert client.num_bad_messages == 1
+        assert client.counts.num_bad_messages == 1
 
     async def test_queue_stats_before_and_with_workers(self, client, worker):
-        assert (await client.queue_stats()).all.unfinished == 0
-        await client.submit(make_request("a"))
+        assert (await client.probe.queue_stats()).all.unfinished == 0
+        await client.submission.submit(make_request("a"))
         await worker.claim()
-        await client.submit(make_request("b"))
-        await client.submit(make_request("c", priority_class="batch"))
-        stats = await client.queue_stats()
+        await client.submission.submit(make_request("b"))
+        await client.submission.submit(make_request("c", priority_class="batch"))
+        stats = await client.probe.queue_stats()
         assert (stats.all.unfinished, stats.all.pending, stats.all.waiting) == (3, 1, 2)
         assert (stats.queues["interactive"].waiting, stats.queues["batch"].waiting) == (1, 1)
         assert 0 <= stats.oldest_waiting_seconds < 60
         await worker.claim()
-        assert (await client.queue_stats()).oldest_waiting_seconds == 0
+        assert (await client.probe.queue_stats()).oldest_waiting_seconds == 0
 
     async def test_the_write_probe_writes(self, client, connections, keys):
-        assert 0 < await client.write_probe() < 60
+        assert 0 < await client.probe.write_seconds() < 60
         assert await connections.commands.get(keys.write_probe) == b"1"
 
 
@@ -465,31 +466,3 @@ async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
         while len(token_ids) < num_tokens:
             token_ids += (await anext(stream)).token_ids
     return token_ids
-
-
-def lose_replies(client: InferenceClient, times: int) -> None:
-    """The next calls of scripts are applied, and nobody learns of it."""
-    call, left = client._scripts._call, times
-
-    async def lossy(*arguments: Any) -> Any:
-        nonlocal left
-        reply = await call(*arguments)
-        left -= 1
-        if left >= 0:
-            raise ConnectionError("the reply was lost")
-        return reply
-
-    client._scripts._call = lossy
-
-
-def refuse_calls(client: InferenceClient, times: int) -> None:
-    call, left = client._scripts._call, times
-
-    async def refusing(*arguments: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            raise ConnectionError("refused")
-        return await call(*arguments)
-
-    client._scripts._call = refusing

@@ -1,0 +1,147 @@
+"""The task that finds again what was lost: streams' tokens in the journals, the store's requests at this gateway.
+
+A stream is read from its journal when it has a hole, after every (re)subscribe, and after 2 s of quiet. A request whose
+hash is gone from the store, though nobody cancelled it, is accepted anew with the tokens already sent.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from gateway.store.acceptance import Acceptance
+from gateway.store.delivery_counts import DeliveryCounts
+from gateway.store.request_archive import RequestArchive
+from gateway.store.response_stream import ResponseStream
+from gateway.store.store_calls import RequestGone, StoreCalls
+from gateway.store.stored_request import STORED_END, is_missing
+from gateway.store.stream_table import StreamTable
+from gateway.store.withdrawals import Withdrawals
+from shared.messages import ErrorCode, ErrorEvent, FormatError
+from shared.redis_scripts import AttachStatus
+
+QUIET_SECONDS = 2.0
+TICK_SECONDS = 0.5
+BATCH_REQUESTS = 64
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    def __init__(
+        self,
+        streams: StreamTable,
+        acceptance: Acceptance,
+        archive: RequestArchive,
+        withdrawals: Withdrawals,
+        calls: StoreCalls,
+        counts: DeliveryCounts,
+        *,
+        quiet_seconds: float = QUIET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._streams = streams
+        self._acceptance = acceptance
+        self._archive = archive
+        self._withdrawals = withdrawals
+        self._calls = calls
+        self._counts = counts
+        self._quiet_seconds = quiet_seconds
+        self._clock = clock
+
+    async def run(self, wake: asyncio.Event, duties: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Owner task: at every wake, or tick, what else is due with the store, then what streams miss. `duties` may
+        raise the store's errors, and are repeated then."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await wake.wait()
+            wake.clear()
+            try:
+                for duty in duties:
+                    await duty()
+                await self._catch_up()
+            except (RedisError, OSError) as error:
+                logger.warning("cannot read journals: %s", error)
+                await asyncio.sleep(TICK_SECONDS)
+
+    async def attach(self, streams: Sequence[ResponseStream]) -> None:
+        """Those of a kept answer: each goes on from its journal, or has its end at once (`had_ended`). Raises
+        RequestGone, FormatError and the store's errors."""
+        for stream in streams:
+            if await self._attach(stream):
+                self._streams.mark_behind([stream])
+                continue
+            stream.had_ended = True
+            ((stored, journal),) = await self._archive.read([stream.request_id], STORED_END)
+            if is_missing(stored):
+                raise RequestGone(stream.request_id)
+            await self._replay(stream, stored, journal)
+
+    async def _attach(self, stream: ResponseStream, *, again: bool = False) -> bool:
+        status = await self._acceptance.attach(stream, again=again)
+        if status is AttachStatus.QUEUED_AGAIN:
+            self._counts.num_restored_requests += 1
+            logger.warning("request %s was ended while this gateway was cut off: it goes on", stream.request_id)
+        if stream not in self._streams:
+            self._withdrawals.add(stream)  # released meanwhile
+        return bool(status)
+
+    async def _catch_up(self) -> None:
+        quiet_since = self._clock() - self._quiet_seconds
+        due = [
+            stream
+            for stream in self._streams
+            if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_heard <= quiet_since)
+        ]
+        for stream in due:
+            if stream.keep and stream.last_heard <= quiet_since:
+                await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
+        for start in range(0, len(due), BATCH_REQUESTS):
+            await self._read_journals(due[start : start + BATCH_REQUESTS])
+
+    async def _read_journals(self, streams: list[ResponseStream]) -> None:
+        self._counts.num_journal_reads += len(streams)
+        replies = await self._archive.read([stream.request_id for stream in streams], STORED_END)
+        for stream, (stored, journal) in zip(streams, replies, strict=True):
+            stream.last_heard = self._clock()
+            if is_missing(stored):
+                await self._restore(stream)
+            else:
+                stream.is_behind = False
+                self._calls.own(self._replay(stream, stored, journal))  # nobody waits for another's long journal
+
+    async def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
+        try:
+            answer = await self._archive.decoded(stream.request, stored, journal)
+            is_behind = stream.is_behind  # by what was heard meanwhile
+            stream.offer_journal(*answer)
+            stream.is_behind |= is_behind
+            if stream.is_torn:
+                event = await self._acceptance.mend(stream)
+                self._counts.num_torn_streams += 1
+                if event is not None:
+                    self._streams.end(stream, event)
+        except FormatError as error:
+            logger.error("request %s cannot be read back: %s", stream.request_id, error)
+            stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
+            self._withdrawals.add(stream)
+        self._streams.settle(stream)
+
+    async def _restore(self, stream: ResponseStream) -> None:
+        """The store lost the request, unless it had ended: then it has expired, and nothing is left to be done."""
+        if stream not in self._streams:
+            return  # cancelled or ended meanwhile
+        if stream.had_ended:
+            event = ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is no longer kept")
+            self._streams.end(stream, event)
+            return
+        await self._acceptance.restore(stream)
+        self._counts.num_restored_requests += 1
+        logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
+        if stream not in self._streams:
+            self._withdrawals.add(stream)
