@@ -13,6 +13,7 @@ from gateway.answers.openai_response import ChatFormat, CompletionFormat, Respon
 from gateway.answers.responses_format import ResponsesFormat
 from gateway.requests.anthropic_schema import MessagesBody, parse_messages
 from gateway.requests.openai_schema import ChatBody, CompletionBody, CompletionRequest, parse_chat, parse_completion
+from gateway.requests.request_body import JsonBody, decode_body
 from gateway.requests.responses_body import ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody, parse_compaction
 from gateway.requests.responses_schema import EARLIER_ITEMS, parse_response
@@ -21,14 +22,19 @@ from gateway.requests.responses_schema import EARLIER_ITEMS, parse_response
 @dataclass(frozen=True, slots=True)
 class AnswerKind:
     name: str  # stored: it outlives a release
-    parse: Callable[[bytes], CompletionRequest]
+    parse: Callable[[JsonBody], CompletionRequest]
     make_format: Callable[..., ResponseFormat]
     fields: frozenset[str]  # that a body of it can have, but for those without effect
+    ids: str = ""  # the one of them that may list token ids
+
+    def decode(self, data: bytes) -> JsonBody:
+        """The one decoding of a body. Raises InvalidRequest."""
+        return decode_body(data, ids=self.ids)
 
 
 CHAT = AnswerKind("chat.completion", parse_chat, ChatFormat, frozenset(ChatBody.__struct_fields__))
 COMPLETION = AnswerKind(
-    "text_completion", parse_completion, CompletionFormat, frozenset(CompletionBody.__struct_fields__)
+    "text_completion", parse_completion, CompletionFormat, frozenset(CompletionBody.__struct_fields__), ids="prompt"
 )
 MESSAGE = AnswerKind("message", parse_messages, AnthropicFormat, frozenset(MessagesBody.__struct_fields__))
 RESPONSE = AnswerKind(

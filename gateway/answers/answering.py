@@ -34,6 +34,7 @@ from gateway.requests.deadlines import timeouts_of, with_deadlines
 from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.preparation import has_more_work, prepared
+from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from gateway.tracing import traceparent_of
 
@@ -42,15 +43,16 @@ MAX_LOOKS = 8  # at what a name stands for: each but the first because another r
 _Given = TypeVar("_Given")
 Begin: TypeAlias = Callable[[], Coroutine[Any, Any, None]]  # submits the reply's generation, or attaches to it
 Give: TypeAlias = Callable[[Reply, Begin], Awaitable[_Given]]
-Whole: TypeAlias = Callable[[Asker, bytes], Awaitable[bytes]]
+Whole: TypeAlias = Callable[[Asker, JsonBody], Awaitable[JsonBody]]
 GiveAgain: TypeAlias = Callable[[KeptAnswer], Awaitable[_Given]]
 
 
 async def answer(http: web.Request, kind: AnswerKind, whole: Whole | None = None) -> web.StreamResponse:
-    """`whole` makes the body that is read and stored of the one that was sent."""
+    """`whole` makes the fields that are read and stored of those that were sent."""
     arrived_at, state, asker = time.monotonic(), http.app[STATE], asker_of(http)
-    body = await read_body(http, state.settings.body_timeout_seconds)
+    data = await read_body(http, state.settings.body_timeout_seconds)
     with state.open_requests.counted(route_name(http)):
+        body = await asker.work(len(data), partial(kind.decode, data))
         if whole is not None:
             body = await whole(asker, body)
         return await answered(
@@ -59,13 +61,19 @@ async def answer(http: web.Request, kind: AnswerKind, whole: Whole | None = None
 
 
 async def answered(
-    asker: Asker, kind: AnswerKind, body: bytes, arrived_at: float, *, give: Give[_Given], give_again: GiveAgain[_Given]
+    asker: Asker,
+    kind: AnswerKind,
+    body: JsonBody,
+    arrived_at: float,
+    *,
+    give: Give[_Given],
+    give_again: GiveAgain[_Given],
 ) -> _Given:
     """What `give` makes of a new answer, or `give_again` of the kept one that the asker's name stands for."""
     state, account = asker.state, asker.account
-    completion = await asker.work(len(body), partial(kind.parse, body))
+    completion = await asker.work(body.num_bytes, partial(kind.parse, body))
     service = state.service(completion.model, account)
-    wish = await asker.work(len(body), partial(
+    wish = await asker.work(body.num_bytes, partial(
         wish_of, asker.headers, completion, kind.name, body, account.owner_key_hash,
         default_detach_seconds=asker.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
@@ -101,7 +109,7 @@ async def _new_reply(
     asker: Asker,
     service: ModelService,
     kind: AnswerKind,
-    body: bytes,
+    body: JsonBody,
     completion: CompletionRequest,
     wish: Wish | None,
     arrived_at: float,
@@ -112,7 +120,7 @@ async def _new_reply(
     timeouts = service.within_wait(timeouts)
     asked = asked_class(completion.fields.priority, asker.headers.get(PRIORITY_HEADER))
     completion, planned = await asker.work(
-        None if has_more_work(completion) else len(body),
+        None if has_more_work(completion) else body.num_bytes,
         partial(
             prepared, model, service.limits(model), completion,
             account.tenant, account.priority_class(asked), asker.traceparent,
@@ -123,7 +131,7 @@ async def _new_reply(
         planned = with_deadlines(planned, timeouts, await _fleet_seconds(service))
     created, answer_id = int(time.time()), planned[0].request.request_id
     keeps = (
-        await asker.work(len(body), partial(new_keeps, wish, planned, kind, body, completion.ignored, created))
+        await asker.work(body.num_bytes, partial(new_keeps, wish, planned, kind, body, completion.ignored, created))
         if wish
         else []
     )

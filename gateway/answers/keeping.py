@@ -21,6 +21,7 @@ from gateway.answers.kept_body import MIN_PACKED_BYTES, kept_body, packed, unpac
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
+from gateway.requests.request_body import JsonBody
 from shared.messages import GenerationRequest
 from shared.new_requests import Keep
 
@@ -57,7 +58,7 @@ class Wish:
 
 
 def wish_of(
-    headers: Mapping[str, str], request: CompletionRequest, kind: str, body: bytes, owner_key_hash: str,
+    headers: Mapping[str, str], request: CompletionRequest, kind: str, body: JsonBody, owner_key_hash: str,
     *, default_detach_seconds: float, max_detach_seconds: float,
 ) -> Wish | None:  # fmt: skip
     """None: an answer for this connection alone. Raises InvalidRequest."""
@@ -73,7 +74,7 @@ def wish_of(
         raise InvalidRequest(f"{NAME_HEADER}: expected 1 to 255 visible ASCII characters.", param=NAME_HEADER)
     if detach_seconds is None:
         detach_seconds = min(default_detach_seconds, max_detach_seconds)
-    canonical = json.dumps(json.loads(body), sort_keys=True).encode()
+    canonical = json.dumps(body.given, sort_keys=True).encode()
     fingerprint = _digest(kind.encode(), canonical)
     return Wish(owner_key_hash, detach_seconds, name_digest(owner_key_hash, name), fingerprint)
 
@@ -84,7 +85,12 @@ def name_digest(owner_key_hash: str, name: str) -> str:
 
 
 def new_keeps(
-    wish: Wish, planned: Sequence[PlannedRequest], kind: AnswerKind, body: bytes, ignored: Sequence[str], created: int
+    wish: Wish,
+    planned: Sequence[PlannedRequest],
+    kind: AnswerKind,
+    body: JsonBody,
+    ignored: Sequence[str],
+    created: int,
 ) -> list[Keep]:
     """One a planned request, for its ACCEPT. `ignored`: names of fields of `body` that nobody knows."""
     other_ids = [plan.request.request_id for plan in planned[1:]]

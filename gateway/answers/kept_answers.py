@@ -16,6 +16,7 @@ from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFou
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
+from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import RequestGone, StoreUnavailable
 from gateway.store.stored_request import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
@@ -35,6 +36,7 @@ class KeptAnswer:
     record: AnswerRecord
     encoded_record: bytes
     kind: AnswerKind
+    body: JsonBody  # what was stored of it
     completion: CompletionRequest  # the body, parsed again
     parts: Sequence[StoredRequest]  # one a prompt
     is_repeat: bool = False  # found by its client's own name: given if it stands, or made anew
@@ -131,7 +133,9 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
             raise _not_found()
         parts.append(other)
     kind = KINDS[record.kind]
-    return KeptAnswer(service, first.request.request_id, record, first.record, kind, kind.parse(record.body), parts)
+    body = kind.decode(record.body)
+    completion = kind.parse(body)
+    return KeptAnswer(service, first.request.request_id, record, first.record, kind, body, completion, parts)
 
 
 async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway.answers.answer_kinds import AnswerKind
+from gateway.requests.request_body import JsonBody
 
 MIN_PACKED_BYTES = 1024  # a shorter one is a fifth of what the store needs for a request anyway
 MAX_UNPACKED_BYTES = 16 * 2**20  # eight times the longest body that is read
@@ -25,13 +26,12 @@ _MADE_THE_REQUEST = frozenset(
 )  # fmt: skip
 
 
-def kept_body(kind: AnswerKind, body: bytes, ignored: Sequence[str]) -> bytes:
+def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes:
     """`body`: one that was read; `ignored`: the names in it that nobody knows."""
-    given: dict[str, Any] = json.loads(body)
     kept: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in body.given.items():
         if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
-            kept[name] = _PROMPTS[name](value, given) if name in _PROMPTS else value
+            kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
     kept |= dict.fromkeys(told_names(ignored))
     return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
 

@@ -14,7 +14,8 @@ from gateway.answers.answering import collect_again
 from gateway.answers.asker import Asker
 from gateway.answers.kept_answers import KeptAnswer, find_answer
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
-from gateway.requests.request_body import MAX_BODY_BYTES, decode_body
+from gateway.requests.json_structure import check_structure, check_values
+from gateway.requests.request_body import MAX_BODY_BYTES, JsonBody
 from gateway.requests.responses_body import ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import EARLIER_ITEMS
@@ -28,32 +29,37 @@ async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswe
         kept = await find_answer(asker.state.models, response_id, asker.account.owner_key_hash)
     except RequestNotFound:
         kept = None
-    if kept is None or kept.kind is not RESPONSE or _fields(kept).get("store") is False:
+    if kept is None or kept.kind is not RESPONSE or kept.body.given.get("store") is False:
         raise RequestNotFound(
             f"{param}: there is no such response of this key, or it is not kept any more.", param=param
         )
     return kept
 
 
-async def with_history(asker: Asker, body: bytes, kind: type[ResponsesBody | CompactionBody] = ResponsesBody) -> bytes:
-    """The body to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
+async def with_history(
+    asker: Asker, body: JsonBody, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
+) -> JsonBody:
+    """The fields to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
-    fields, given = await asker.work(len(body), partial(decode_body, body, kind))
-    if fields.previous_response_id is None:
+    if body.given.get(PARAM) is None:
         return body
+    fields = await asker.work(body.num_bytes, partial(body.typed, kind))
+    assert fields.previous_response_id is not None
     earlier = await _items_of(asker, fields.previous_response_id)
-    merged = {**given, "input": earlier + _given_items(given), EARLIER_ITEMS: len(earlier)}
+    merged = {**body.given, "input": earlier + _given_items(body.given), EARLIER_ITEMS: len(earlier)}
     whole = json.dumps(merged, ensure_ascii=False).encode()
     if len(whole) > MAX_BODY_BYTES:
         raise BodyTooLarge(
             f"{PARAM}: with its items the request has {len(whole)} bytes; at most {MAX_BODY_BYTES}.", param=PARAM
         )
-    return whole
+    check_structure(whole)
+    check_values([whole])
+    return JsonBody(merged, len(whole))
 
 
 def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
     """What came into a response."""
-    return _given_items(_fields(kept))
+    return _given_items(kept.body.given)
 
 
 async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
@@ -82,7 +88,3 @@ def _given_items(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`input` as a list, of a body that was checked."""
     given: str | list[dict[str, Any]] = fields.get("input") or []
     return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-
-
-def _fields(kept: KeptAnswer) -> dict[str, Any]:
-    return json.loads(kept.record.body)  # type: ignore[no-any-return]

@@ -142,7 +142,9 @@ class LineAnswers:
         async def give_again(kept: KeptAnswer) -> LineResult:
             return await give(*reply_again(asker, kept, kept.completion))
 
-        body = await with_history(asker, line.body) if self._kind is RESPONSE else line.body
+        body = await asker.work(len(line.body), partial(self._kind.decode, line.body))
+        if self._kind is RESPONSE:
+            body = await with_history(asker, body)
         return await answered(asker, self._kind, body, time.monotonic(), give=give, give_again=give_again)
 
 

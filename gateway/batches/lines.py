@@ -16,8 +16,7 @@ from msgspec import Meta
 
 from gateway.batches.records import BatchProblem
 from gateway.errors import GatewayError, InvalidJson, InvalidRequest
-from gateway.requests.json_structure import MAX_DEPTH
-from gateway.requests.request_body import MAX_BODY_BYTES, decode_body
+from gateway.requests.request_body import MAX_BODY_BYTES, decode_envelope
 
 MAX_LINES = 50_000  # OpenAI's
 MAX_PROBLEMS = 100  # told; the rest would only be more of the same
@@ -125,8 +124,7 @@ class LineChecks:
 
 def _line_or_problem(text: bytes, number: int, offset: int, endpoint: str) -> BatchLine | BatchProblem:
     try:
-        # The body is checked again as one; here it is a level deeper.
-        fields, _ = decode_body(text, _LineFields, ids="body", max_depth=MAX_DEPTH + 1)
+        fields = decode_envelope(text, _LineFields, content="body")
         body = bytes(fields.body).strip()
         if fields.url != endpoint:
             raise InvalidRequest(f"url: expected {endpoint}, as the batch has; got {fields.url[:100]!r}.", param="url")

@@ -34,7 +34,7 @@ from gateway.requests.openai_schema import (
     chat_request,
     check_other_fields,
 )
-from gateway.requests.request_body import decode_body
+from gateway.requests.request_body import JsonBody
 
 System: TypeAlias = str | list[TextPart]
 
@@ -90,9 +90,9 @@ _WORDS = (
 )
 
 
-def parse_messages(body: bytes) -> CompletionRequest:
-    fields, given = decode_body(body, MessagesBody)
-    ignored = check_other_fields(MessagesBody, given, UNSUPPORTED)
+def parse_messages(body: JsonBody) -> CompletionRequest:
+    fields = body.typed(MessagesBody)
+    ignored = check_other_fields(MessagesBody, body.given, UNSUPPORTED)
     chat = ChatBody(
         max_tokens=fields.max_tokens,
         temperature=fields.temperature,
@@ -107,10 +107,10 @@ def parse_messages(body: bytes) -> CompletionRequest:
     return replace(request, must_think=_must_think(fields), repeated={"shows_thoughts": shows_thoughts})
 
 
-def parse_count(body: bytes) -> CompletionRequest:
+def parse_count(body: JsonBody) -> CompletionRequest:
     """Of /v1/messages/count_tokens: the prompt alone."""
-    fields, given = decode_body(body, PromptFields)
-    check_other_fields(MessagesBody, given, {})
+    fields = body.typed(PromptFields)
+    check_other_fields(MessagesBody, body.given, {})
     return _of_chat(fields, ChatBody(**_prompt(fields)), ())
 
 

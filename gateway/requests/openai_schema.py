@@ -18,7 +18,7 @@ from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
 from gateway.requests.extra_fields import ExtraFields, check_extra_fields
 from gateway.requests.grammar_fields import AskedGrammar, asked_grammar
-from gateway.requests.request_body import decode_body, is_neutral
+from gateway.requests.request_body import JsonBody, is_neutral
 from gateway.requests.token_fields import TokenId, Words, check_token_fields
 from gateway.requests.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
 from gateway.text.chat_template import ChatMessage
@@ -191,9 +191,9 @@ class CompletionRequest:
         return max((count for count in asked if count is not None), default=None)
 
 
-def parse_chat(body: bytes) -> CompletionRequest:
-    fields, given = decode_body(body, ChatBody)
-    return chat_request(fields, check_other_fields(ChatBody, given))
+def parse_chat(body: JsonBody) -> CompletionRequest:
+    fields = body.typed(ChatBody)
+    return chat_request(fields, check_other_fields(ChatBody, body.given))
 
 
 def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: bool = False) -> CompletionRequest:
@@ -221,9 +221,9 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: b
     return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True, include_usage=include_usage)
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    fields, given = decode_body(body, CompletionBody, ids="prompt")
-    ignored = check_other_fields(CompletionBody, given)
+def parse_completion(body: JsonBody) -> CompletionRequest:
+    fields = body.typed(CompletionBody)
+    ignored = check_other_fields(CompletionBody, body.given)
     request = _request(
         fields,
         _prompts(fields.prompt),

@@ -1,4 +1,8 @@
-"""Bytes of a request body -> a typed struct, or an error that names the field and what was allowed. Pure.
+"""Bytes of a request body -> its fields, decoded once, and those -> a typed struct, or an error that names the field
+and what was allowed. Pure.
+
+    body = decode_body(data)       # one decoding: every other form of the request is made of what it gives
+    fields = body.typed(ChatBody)
 
 Stricter than JSON parsers are by themselves: no NaN, no lone surrogates, no duplicate top-level keys (the last would
 win silently), no nesting deeper than 32, no bool or "1" for a number. Knows no field of any API.
@@ -6,6 +10,7 @@ win silently), no nesting deeper than 32, no bool or "1" for a number. Knows no 
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -22,53 +27,119 @@ _MAX_SEARCHED_BYTES = 2**16  # a lone surrogate's place is looked for value by v
 _MISSING_FIELD = "Object missing required field `"
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+_Value = TypeVar("_Value")
 
 
 class _Name(str):
-    """Of a top-level field. A type of its own, for msgspec then shows each to its hook."""
+    """The name of a top-level field. Two that are equal are two keys of a dictionary, so that neither is lost."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
-class GivenFields(Mapping[str, Any]):
-    """The top-level fields as they came. A value is decoded when it is asked for: most have a type, and were."""
-
-    def __init__(self, values: Mapping[_Name, msgspec.Raw]) -> None:
-        self._values: Mapping[Any, msgspec.Raw] = values
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._values[name]
-        try:
-            return msgspec.json.decode(value)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"{name}: {str(error)[:_SHOWN_CHARS]}.", param=name) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+def _as_name(_: type, name: str) -> _Name:
+    return _Name(name)
 
 
-def decode_body(
-    body: bytes, kind: type[_Body], *, ids: str = "", max_depth: int = MAX_DEPTH
-) -> tuple[_Body, GivenFields]:
-    """The typed body, and all its top-level fields as they came, for those that `kind` does not have.
+_decoder = msgspec.json.Decoder(dict[_Name, Any], dec_hook=_as_name)
+_splitter = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=_as_name)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """A body that was decoded: what it gives by its top-level names, and how long it was."""
+
+    given: dict[str, Any]
+    num_bytes: int
+
+    def typed(self, kind: type[_Body]) -> _Body:
+        """The fields that `kind` has. Raises InvalidRequest."""
+        return typed_fields(self.given, kind)
+
+
+def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
+    """Raises InvalidJson, or InvalidRequest for a name.
 
     `ids`: the field that may list token ids, as many as a body has room for.
     """
-    if not body.strip():
-        raise InvalidJson("The request body is empty; expected a JSON object.")
-    check_structure(body, max_depth)
+    text = _checked_text(data, MAX_DEPTH)
+    if data.count(b",") > MAX_VALUES:  # so many that the fields are told apart before they are decoded
+        check_values(bytes(raw) for name, raw in _split(text).items() if name != ids)
     try:
-        text = body.decode()  # also what no field of `kind` reads
-        values = _top_level_fields(text)
-        if body.count(b",") > MAX_VALUES:
-            check_values(bytes(value) for name, value in values.items() if name != ids)
-        return msgspec.json.decode(text, type=kind), GivenFields(values)
+        return JsonBody(_by_name(_decoder.decode(text)), len(data))
+    except msgspec.ValidationError as error:  # it does not tell in which field, so they are looked at one by one
+        for name, raw in _split(text).items():
+            _value(name, raw)
+        raise invalid_field(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise _invalid_json(error, data) from error
+
+
+def decode_envelope(data: bytes, kind: type[_Body], *, content: str) -> _Body:
+    """An object that holds another body as its field `content`, which is a msgspec.Raw of `kind` and stays as it came.
+
+    Raises InvalidJson, or InvalidRequest."""
+    fields = _split(_checked_text(data, MAX_DEPTH + 1))
+    known = {name: raw for name, raw in fields.items() if name in kind.__struct_fields__}
+    return typed_fields({name: raw if name == content else _value(name, raw) for name, raw in known.items()}, kind)
+
+
+def typed_fields(given: Mapping[str, Any], kind: type[_Body]) -> _Body:
+    """Those of `given` that `kind` has. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        _refuse_lone_surrogate(body)
-        raise InvalidJson(f"The request body is not valid JSON: {str(error)[:_SHOWN_CHARS]}.") from error
+
+
+def _checked_text(data: bytes, max_depth: int) -> str:
+    if not data.strip():
+        raise InvalidJson("The request body is empty; expected a JSON object.")
+    check_structure(data, max_depth)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid_json(error, data) from error
+
+
+def _split(text: str) -> dict[str, msgspec.Raw]:
+    """The fields of an object told apart, none of them decoded."""
+    try:
+        return _by_name(_splitter.decode(text))
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise _invalid_json(error, text) from error
+
+
+def _by_name(values: Mapping[_Name, _Value]) -> dict[str, _Value]:
+    given: dict[str, _Value] = {}
+    for key, value in values.items():
+        name = str(key)
+        if len(name) > _MAX_NAME_CHARS:
+            raise InvalidRequest(f"{name[:40]}...: the name of a field has at most {_MAX_NAME_CHARS} characters.")
+        if name in given:
+            raise InvalidRequest(f"{name}: given more than once.", param=name)
+        if len(given) == MAX_FIELDS:
+            raise InvalidRequest(f"The request body has more than {MAX_FIELDS} fields.")
+        given[name] = value
+    return given
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as error:  # of what no value may be, such as 1e999
+        problem, path = _problem_and_path(str(error))
+        raise invalid_field(f"{problem} - at `$.{name}{path}`") from error
+
+
+def _invalid_json(error: Exception, body: bytes | str) -> InvalidJson:
+    _refuse_lone_surrogate(body)
+    return InvalidJson(f"The request body is not valid JSON: {str(error)[:_SHOWN_CHARS]}.")
 
 
 def invalid_field(message: str) -> InvalidRequest:
@@ -111,24 +182,7 @@ def _problem_and_path(message: str) -> tuple[str, str]:
     return problem, path.removeprefix(".").removesuffix("[...]")
 
 
-def _top_level_fields(text: str) -> dict[_Name, msgspec.Raw]:
-    seen = set[str]()
-
-    def checked(_: type, name: str) -> _Name:
-        if len(name) > _MAX_NAME_CHARS:
-            raise InvalidRequest(f"{name[:40]}...: the name of a field has at most {_MAX_NAME_CHARS} characters.")
-        if name in seen:
-            raise InvalidRequest(f"{name}: given more than once.", param=name)
-        if len(seen) == MAX_FIELDS:
-            raise InvalidRequest(f"The request body has more than {MAX_FIELDS} fields.")
-        seen.add(name)
-        return _Name(name)
-
-    values: dict[_Name, msgspec.Raw] = msgspec.json.decode(text, type=dict[_Name, msgspec.Raw], dec_hook=checked)
-    return values
-
-
-def _refuse_lone_surrogate(body: bytes) -> None:
+def _refuse_lone_surrogate(body: bytes | str) -> None:
     """JSON's grammar allows half a character, `"\\ud800"`; text that can be encoded does not."""
     if len(body) > _MAX_SEARCHED_BYTES:
         return  # msgspec's own words have to do

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from gateway.errors import MissingParameter
 from gateway.requests.openai_schema import NO_EFFECT, CompletionRequest, MessageFields, check_other_fields
-from gateway.requests.request_body import decode_body
+from gateway.requests.request_body import JsonBody
 from gateway.requests.responses_body import Input, ResponsesBody
 from gateway.requests.responses_schema import EARLIER_ITEMS, UNSUPPORTED, check_history, response_request
 
@@ -38,17 +38,17 @@ class CompactionBody(msgspec.Struct, kw_only=True):
     queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
 
 
-def parse_compaction(body: bytes) -> CompletionRequest:
+def parse_compaction(body: JsonBody) -> CompletionRequest:
     """Raises InvalidRequest."""
-    fields, given = decode_body(body, CompactionBody)
-    check_history(fields.previous_response_id, given)
+    fields = body.typed(CompactionBody)
+    check_history(fields.previous_response_id, body.given)
     if fields.input is None:
         raise MissingParameter("Missing required parameter: input.", param="input")
     no_effect = NO_EFFECT | {EARLIER_ITEMS, "prompt_cache_retention"}
-    ignored = check_other_fields(CompactionBody, given, UNSUPPORTED, no_effect)
+    ignored = check_other_fields(CompactionBody, body.given, UNSUPPORTED, no_effect)
     asked = ResponsesBody(store=False, **{name: getattr(fields, name) for name in CompactionBody.__struct_fields__})
     request = response_request(asked, ignored, [MessageFields("user", _ASK)])
-    return replace(request, default_max_tokens=MAX_SUMMARY_TOKENS, repeated={USER_ITEMS: _user_items(given)})
+    return replace(request, default_max_tokens=MAX_SUMMARY_TOKENS, repeated={USER_ITEMS: _user_items(body.given)})
 
 
 def _user_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from gateway.requests.openai_schema import (
     chat_request,
     check_other_fields,
 )
-from gateway.requests.request_body import decode_body
+from gateway.requests.request_body import JsonBody
 from gateway.requests.responses_body import ResponsesBody, TextFields
 from gateway.requests.responses_items import messages_of
 from gateway.requests.responses_repeated import repeated
@@ -56,11 +56,12 @@ _WORDS = (
 )
 
 
-def parse_response(body: bytes) -> CompletionRequest:
+def parse_response(body: JsonBody) -> CompletionRequest:
     """Raises InvalidRequest."""
-    fields, given = decode_body(body, ResponsesBody)
-    check_history(fields.previous_response_id, given)
-    return response_request(fields, check_other_fields(ResponsesBody, given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS}))
+    fields = body.typed(ResponsesBody)
+    check_history(fields.previous_response_id, body.given)
+    ignored = check_other_fields(ResponsesBody, body.given, UNSUPPORTED, NO_EFFECT | {EARLIER_ITEMS})
+    return response_request(fields, ignored)
 
 
 def check_history(previous_response_id: str | None, given: Mapping[str, Any]) -> None:

@@ -46,9 +46,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {}
 
 async def create_batch(http: web.Request) -> web.Response:
     service, owner = http.app[BATCHES], http[ACCOUNT].owner_key_hash
-    body = await read_body(http, http.app[STATE].settings.body_timeout_seconds)
-    fields, given = decode_body(body, CreateBatchBody)
-    ignored = check_other_fields(CreateBatchBody, given, _UNSUPPORTED)
+    body = decode_body(await read_body(http, http.app[STATE].settings.body_timeout_seconds))
+    fields = body.typed(CreateBatchBody)
+    ignored = check_other_fields(CreateBatchBody, body.given, _UNSUPPORTED)
     record = await find_file(service, fields.input_file_id, owner)
     if record is None or record.purpose != "batch":
         raise _no_input()

@@ -11,6 +11,7 @@ from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 from gateway.requests.anthropic_schema import MessagesBody, PromptFields, parse_count
 from gateway.requests.prompt_encoding import encode_prompts
+from gateway.requests.request_body import decode_body
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -22,7 +23,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_body(request, state.settings.body_timeout_seconds)
 
     def count() -> int:
-        counted = parse_count(body)
+        counted = parse_count(decode_body(body))
         service = state.service(counted.model, account)
         model = service.require_model()
         (token_ids,) = encode_prompts(model, service.limits(model), counted)

@@ -85,11 +85,12 @@ async def list_input_items(http: web.Request) -> web.Response:
 async def count_input_tokens(http: web.Request) -> web.Response:
     """As many as the same body's usage would tell."""
     state, asker = http.app[STATE], asker_of(http)
-    given = await read_body(http, state.settings.body_timeout_seconds)
-    body = await with_history(asker, given, CountedBody)
+    body = await read_body(http, state.settings.body_timeout_seconds)
+    decoded = await asker.work(len(body), partial(RESPONSE.decode, body))
+    decoded = await with_history(asker, decoded, CountedBody)
 
     def count() -> int:
-        counted = parse_response(body)
+        counted = parse_response(decoded)
         service = state.service(counted.model, asker.account)
         model = service.require_model()
         (token_ids,) = encode_prompts(model, service.limits(model), counted)

@@ -53,7 +53,7 @@ async def _worked(request: web.Request, work: Callable[[bytes, GatewayState, Acc
 
 
 def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
-    fields, _ = decode_body(body, TokenizeBody)
+    fields = decode_body(body).typed(TokenizeBody)
     service = state.service(fields.model, account)
     model = service.require_model()
     limits = service.limits(model)
@@ -69,7 +69,7 @@ def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
 
 
 def _detokenized(body: bytes, state: GatewayState, account: Account) -> object:
-    fields, _ = decode_body(body, DetokenizeBody, ids="tokens")
+    fields = decode_body(body, ids="tokens").typed(DetokenizeBody)
     model = state.service(fields.model, account).require_model()
     if fields.tokens and max(fields.tokens) >= model.vocab_size:
         raise InvalidRequest(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.requests.anthropic_schema import parse_messages
+from gateway.requests.request_body import decode_body
 from shared.messages import FinishReason
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
@@ -234,7 +235,7 @@ async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gatew
 
 
 def parse(**fields: Any) -> Any:
-    return parse_messages(json.dumps({**HI, **fields}).encode())
+    return parse_messages(decode_body(json.dumps({**HI, **fields}).encode()))
 
 
 @pytest.mark.parametrize(

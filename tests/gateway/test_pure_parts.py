@@ -10,6 +10,7 @@ from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
 from gateway.models.model_options import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, plan_requests
+from gateway.requests.request_body import decode_body
 from gateway.settings import GatewaySettings
 from shared.choice_seeds import choice_seed
 from shared.settings import SettingsError, load_settings
@@ -71,9 +72,8 @@ def test_a_chunk_from_the_template_is_the_encoded_object(usage_in_chunks: bool) 
 
 def test_seeds() -> None:
     def seeds(fields: str) -> list[int]:
-        request = parse_chat(
-            b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
-        )
+        body = b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
+        request = parse_chat(decode_body(body))
         (planned,) = plan_requests(request, [[1]], LIMITS)
         return [choice_seed(planned.request.sampling.seed, choice) for choice in range(3)]
 
@@ -85,13 +85,13 @@ def test_seeds() -> None:
 
 
 def test_default_length_fits_into_what_is_left() -> None:
-    request = parse_completion(b'{"prompt":[1]}')
+    request = parse_completion(decode_body(b'{"prompt":[1]}'))
     lengths = [plan_requests(request, [[1] * size], LIMITS)[0].request.sampling.max_tokens for size in (1, 84, 85, 99)]
     assert lengths == [16, 16, 15, 1]
 
 
 def test_tiny_temperature_is_greedy() -> None:
-    request = parse_completion(b'{"prompt":[1],"temperature":1e-300}')
+    request = parse_completion(decode_body(b'{"prompt":[1],"temperature":1e-300}'))
     assert plan_requests(request, [[1]], LIMITS)[0].request.sampling.is_greedy
 
 

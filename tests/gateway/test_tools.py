@@ -13,6 +13,7 @@ from gateway.answers.message_parsing import reads_special_mark
 from gateway.errors import InvalidRequest
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
 from gateway.requests.openai_schema import CompletionRequest, parse_chat
+from gateway.requests.request_body import decode_body
 from gateway.settings import GatewaySettings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.served_model import ServedModel
@@ -44,7 +45,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 def parse(**fields: Any) -> CompletionRequest:
-    return parse_chat(json.dumps({"messages": HI, "tools": [WEATHER, CLOCK], **fields}).encode())
+    return parse_chat(decode_body(json.dumps({"messages": HI, "tools": [WEATHER, CLOCK], **fields}).encode()))
 
 
 def schema_of(request: CompletionRequest) -> Any:

@@ -10,6 +10,7 @@ from gateway.answers.continuous_usage import ContinuousUsage
 from gateway.answers.openai_response import UsageCount
 from gateway.errors import GatewayError, GenerationFailed
 from gateway.requests.openai_schema import parse_completion
+from gateway.requests.request_body import decode_body
 from shared.messages import FinishReason
 
 Ready = Callable[[], Iterator[list[ChoiceUpdate]]]
@@ -27,7 +28,7 @@ class Counted:
 
 def usage_of(*ended: int) -> ContinuousUsage:
     body = {"prompt": "hi", "stream": True, "n": 2}
-    return ContinuousUsage(parse_completion(json.dumps(body).encode()), Counted(set(ended)))
+    return ContinuousUsage(parse_completion(decode_body(json.dumps(body).encode())), Counted(set(ended)))
 
 
 def token(index: int, text: str) -> ChoiceUpdate:

@@ -52,15 +52,15 @@ EXTRAS = {"user": MEGABYTES, "metadata": {"a": "b"}, "x_new": MEGABYTES, "no nam
 
 
 def kept(kind: AnswerKind, body: dict[str, Any]) -> tuple[CompletionRequest, bytes]:
-    encoded = json.dumps(body).encode()
-    request = kind.parse(encoded)
-    return request, kept_body(kind, encoded, request.ignored)
+    decoded = kind.decode(json.dumps(body).encode())
+    request = kind.parse(decoded)
+    return request, kept_body(kind, decoded, request.ignored)
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
 def test_an_answer_is_written_by_it_as_by_the_whole_body(kind: AnswerKind, body: dict[str, Any]) -> None:
     whole, short = kept(kind, body)
-    again = kind.parse(short)
+    again = kind.parse(kind.decode(short))
     for name in (
         "choices", "n", "max_tokens", "stops", "stream", "include_usage", "continuous_usage", "echo", "is_chat",
         "must_think", "background", "repeated", "num_logprobs", "num_prompt_logprobs", "tools",
@@ -78,7 +78,10 @@ def test_of_fields_without_effect_nothing_is_kept_and_of_unknown_ones_their_name
     body = next(body for of_kind, body in BODIES if of_kind is kind)
     whole, short = kept(kind, {**body, **EXTRAS})
     names = ["x_new", *(f"f{i}" for i in range(9))]
-    assert list(kind.parse(short).ignored) == names and [name for name in whole.ignored if name != "no name"] == names
+    assert (
+        list(kind.parse(kind.decode(short)).ignored) == names
+        and [name for name in whole.ignored if name != "no name"] == names
+    )
     assert len(short) < 600
 
 
@@ -91,7 +94,7 @@ def test_a_response_keeps_what_is_read_again() -> None:
 
 def test_with_echo_a_completion_keeps_its_prompts() -> None:
     whole, short = kept(COMPLETION, {"prompt": ["a b", "c"], "echo": True})
-    assert COMPLETION.parse(short).prompts == whole.prompts == ("a b", "c")
+    assert COMPLETION.parse(COMPLETION.decode(short)).prompts == whole.prompts == ("a b", "c")
 
 
 class TestRecords:
@@ -120,7 +123,7 @@ class TestRecords:
             others: list[GenerationRequest] = []
 
         _, encoded = record_of(CHAT, {"messages": HI}, num_prompts=1)
-        assert CHAT.parse(msgspec.msgpack.decode(encoded, type=Previous).body).n == 1
+        assert CHAT.parse(CHAT.decode(msgspec.msgpack.decode(encoded, type=Previous).body)).n == 1
         for kind, body, num_prompts in ((COMPLETION, {"prompt": ["a", "b"]}, 2), (RESPONSE, {"input": NOISE}, 1)):
             _, encoded = record_of(kind, body, num_prompts)
             with pytest.raises(msgspec.ValidationError, match="body"):
@@ -139,7 +142,7 @@ class TestRecords:
 
 def record_of(kind: AnswerKind, body: dict[str, Any], num_prompts: int) -> tuple[AnswerRecord, bytes]:
     planned = [PlannedRequest(index, index, generation(f"{index}")) for index in range(num_prompts)]
-    first, *_ = new_keeps(Wish("", 1.0), planned, kind, json.dumps(body).encode(), (), 1)
+    first, *_ = new_keeps(Wish("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
     record = decode_record(first.record)
     assert record is not None and record.other_ids == [plan.request.request_id for plan in planned[1:]]
     return record, first.record

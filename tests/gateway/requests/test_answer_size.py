@@ -9,6 +9,7 @@ from gateway.errors import InvalidRequest
 from gateway.requests.answer_size import MAX_VALUES
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, PlannedRequest, plan_requests
+from gateway.requests.request_body import decode_body
 from shared.messages import (
     MAX_JOURNAL_BYTES,
     JournalExtras,
@@ -22,11 +23,11 @@ LIMITS = ModelLimits(max_model_len=2**20, vocab_size=2**31)
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_completion(json.dumps({"prompt": [1], **fields}).encode())
+    return parse_completion(decode_body(json.dumps({"prompt": [1], **fields}).encode()))
 
 
 def chat(**fields: Any) -> CompletionRequest:
-    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+    return parse_chat(decode_body(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()))
 
 
 def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int = 1) -> list[PlannedRequest]:

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import parse_chat, parse_completion
+from gateway.requests.request_body import decode_body
 from shared.messages import Grammar, GrammarKind
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish, says
@@ -19,8 +20,8 @@ ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 
 def grammar_of(**fields: Any) -> tuple[Grammar, str] | None:
-    asked = parse_chat(json.dumps({"messages": HI, **fields}).encode()).grammar
-    assert parse_completion(json.dumps({"prompt": "hi", **fields}).encode()).grammar == asked
+    asked = parse_chat(decode_body(json.dumps({"messages": HI, **fields}).encode())).grammar
+    assert parse_completion(decode_body(json.dumps({"prompt": "hi", **fields}).encode())).grammar == asked
     return (asked.grammar, asked.param) if asked else None
 
 
