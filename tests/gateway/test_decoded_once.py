@@ -85,7 +85,6 @@ async def test_a_body_is_decoded_once(
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [("/v1/completions", {"prompt": "the end"}), ("/v1/responses", {"input": "hi", "prompt": None})],
-    [("/v1/completions", {"prompt": "the end"}), ("/v1/responses", {"input": "hi", "prompt": None})],
 )
 async def test_the_body_of_a_line_is_decoded_once(
     start_gateway: Callable[..., Any], tmp_path: Path, endpoint: str, body: dict[str, Any]
