@@ -1,7 +1,7 @@
 """Every error the gateway tells a client, and its OpenAI form: {"error": {message, type, param, code}}, all four keys.
 
     GatewayError                        status  code
-    ├── InvalidRequest                  400     invalid_value
+    ├── InvalidRequest                  400     invalid_value | previous_response_not_found
     │   ├── InvalidJson                 400     invalid_json
     │   ├── MissingParameter            400     missing_required_parameter
     │   ├── UnsupportedParameter        400     unsupported_parameter
@@ -23,7 +23,8 @@
     ├── UnsupportedMediaType            415     unsupported_media_type
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
     │                                           | max_concurrent_exceeded | max_waiting_exceeded
-    ├── GenerationFailed                500     request_failed, or what the worker said
+    │                                           | store_share_exceeded
+    ├── GenerationFailed                500     request_failed | request_cancelled, or what the worker said
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served
     ├── Unavailable                     503     starting | no_worker | draining | queue_full | queue_timeout

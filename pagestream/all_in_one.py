@@ -30,7 +30,7 @@ from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
 from pagestream.gguf_model import ModelUnavailable
-from pagestream.installation import check_packages
+from pagestream.installation import foreign_packages
 from pagestream.phases import PhaseConsole
 from pagestream.restart_policy import GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
@@ -97,9 +97,8 @@ class _AllInOne:
         require_free_port(settings.host, settings.port)
         num_workers = sum(model.num_workers for model in models)
         self.console.print(banner.opening([model.name for model in models], settings.gateways, num_workers))
-        for finding in check_packages():
-            if finding.status == "warn":
-                self.console.print(f"  warning   {finding.message}\n            -> {finding.hint}")
+        for foreign in foreign_packages():
+            self.console.print(f"  warning   {foreign.message}\n            -> {foreign.hint}")
         async with (
             self._store() as (url, is_fresh),
             self._links(url, models) as links,

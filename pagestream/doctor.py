@@ -22,7 +22,7 @@ from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
 from pagestream.finding import Finding
-from pagestream.installation import check_packages
+from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.serve_settings import DEMO
 from pagestream.store_checks import check_embedded_store, check_redis
 
@@ -66,6 +66,12 @@ def examine(model: str, redis_url: str, host: str, port: int) -> list[Finding]:
     findings += [check_port(host, port), check_model(model)]
     findings += [check_disk("disk (cache)", cache_directory()), check_disk("disk (state)", state_directory())]
     return findings
+
+
+def check_packages() -> list[Finding]:
+    """One warning for each of our names that somebody else's package has, else that they are ours."""
+    warnings = [Finding("packages", "warn", foreign.message, foreign.hint) for foreign in foreign_packages()]
+    return warnings or [Finding("packages", "ok", f"{', '.join(PACKAGES)} in {HOME}")]
 
 
 def check_python(version: tuple[int, ...]) -> Finding:

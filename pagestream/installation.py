@@ -6,10 +6,9 @@ Asks the metadata of installed distributions and Python's own search for modules
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-from pagestream.finding import Finding
 
 DISTRIBUTION = "pagestream"
 # The top-level packages of the wheel. The names are common words, so another distribution can bring one of them too.
@@ -18,6 +17,14 @@ HOME = Path(__file__).parents[1]  # site-packages, or the root of a clone
 _OF_EXTRA = re.compile(
     r"([\w.-]+)[^;]*; extra == \"(\w+)\""
 )  # what a platform adds to an extra (triton) is passed over
+
+
+@dataclass(frozen=True)
+class ForeignPackage:
+    """Somebody else's package under one of our names: what it is, and what would help."""
+
+    message: str
+    hint: str
 
 
 def missing(*extras: str) -> list[str]:
@@ -32,27 +39,20 @@ def missing_told(extra: str, *parts: str) -> str:
     return f"{', '.join(absent)} not installed: pip install '{DISTRIBUTION}[{extra}]'" if absent else ""
 
 
-def check_packages() -> list[Finding]:
-    """One warning for each of our names that somebody else's package has, else that they are ours."""
-    foreign = foreign_packages(metadata.packages_distributions())
-    return foreign or [Finding("packages", "ok", f"{', '.join(PACKAGES)} in {HOME}")]
-
-
-def foreign_packages(owners: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """`owners`: the distributions that hold files of each top-level package."""
-    findings = []
+def foreign_packages(owners: Mapping[str, Sequence[str]] | None = None) -> list[ForeignPackage]:
+    """`owners`: the distributions that hold files of each top-level package; default: as this environment has them."""
+    owners = metadata.packages_distributions() if owners is None else owners
+    foreign = []
     for name in PACKAGES:
         others = sorted({owner for owner in owners.get(name, []) if owner != DISTRIBUTION})
         if others:
             told = f"{', '.join(others)} installs a package `{name}` too, which stands in for ours or mixes with it"
             hint = f"pip uninstall {' '.join(others)}; pip install --force-reinstall --no-deps {DISTRIBUTION}"
-            findings.append(Finding("packages", "warn", told, hint))
+            foreign.append(ForeignPackage(told, hint))
         elif (found := _location(name)) != HOME / name:
             told = f"the package `{name}` is {found or 'nowhere'}, not {HOME / name}"
-            findings.append(
-                Finding("packages", "warn", told, f"take it away, or give {DISTRIBUTION} an environment of its own")
-            )
-    return findings
+            foreign.append(ForeignPackage(told, f"take it away, or give {DISTRIBUTION} an environment of its own"))
+    return foreign
 
 
 def _location(name: str) -> Path | None:

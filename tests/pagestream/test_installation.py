@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pagestream import cli, installation
-from pagestream.installation import HOME, PACKAGES, check_packages, foreign_packages, missing_told
+from pagestream.doctor import check_packages
+from pagestream.installation import HOME, PACKAGES, foreign_packages, missing_told
 
 REQUIRES = [
     "redis>=8.1",
@@ -43,16 +44,16 @@ def test_a_command_without_its_extra_says_so(
 
 
 def test_our_packages_are_ours() -> None:
+    assert foreign_packages() == []
     (finding,) = check_packages()
     assert finding.status == "ok"
     assert str(HOME) in finding.message
 
 
 def test_a_distribution_with_a_package_of_our_name_is_told() -> None:
-    (finding,) = foreign_packages({"kernels": ["kernels", "pagestream"], "shared": ["pagestream"]})
-    assert (finding.check, finding.status) == ("packages", "warn")
-    assert "kernels installs a package `kernels` too" in finding.message
-    assert finding.hint.startswith("pip uninstall kernels; pip install --force-reinstall --no-deps pagestream")
+    (foreign,) = foreign_packages({"kernels": ["kernels", "pagestream"], "shared": ["pagestream"]})
+    assert "kernels installs a package `kernels` too" in foreign.message
+    assert foreign.hint.startswith("pip uninstall kernels; pip install --force-reinstall --no-deps pagestream")
 
 
 def test_a_folder_that_is_found_before_ours_is_told(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_folder_that_is_found_before_ours_is_told(tmp_path: Path) -> None:
 import sys
 import pagestream.installation as installation
 sys.path.insert(0, {str(tmp_path)!r})
-print(*[finding.message for finding in installation.foreign_packages({{}})], sep="\\n")
+print(*[foreign.message for foreign in installation.foreign_packages({{}})], sep="\\n")
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HOME).stdout
     assert told == f"the package `shared` is {tmp_path / 'shared'}, not {HOME / 'shared'}\n"

@@ -1,0 +1,150 @@
+"""What the code has, for the claims of docs/ to be held against: routes, errors, commands, flags, store names, metrics.
+
+Read from the code's own tables where there is one, and from its syntax tree where there is none. Imports no page.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+from collections import defaultdict
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import gateway.routes
+from bench.__main__ import PROGRAMS
+from engine_worker.settings import WorkerSettings
+from gateway import errors
+from gateway.settings import GatewaySettings
+from pagestream import cli
+from pagestream.serve_settings import ServeSettings
+from shared.redis_keys import RedisKeys
+from tests.docs.pages import gateway_metrics, model_metrics, worker_metrics
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"serve": ServeSettings, "gateway": GatewaySettings, "worker": WorkerSettings}
+# What is no setting: common to the three programs (shared/settings.py) or to every parser.
+COMMON_FLAGS = {"--config", "--show-config", "--help", "--version"}
+
+
+@cache
+def files() -> frozenset[str]:
+    """Tracked and new files, and their folders, as paths from the root."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {name for name in listed if (ROOT / name).exists()}
+    folders = {str(parent) for name in names for parent in Path(name).parents}
+    return frozenset(names | folders)
+
+
+@cache
+def routes() -> dict[str, dict[str, set[int]]]:
+    """Path with `{}` for each parameter -> method -> statuses, of a gateway with every route and of a worker."""
+    found: dict[str, dict[str, set[int]]] = defaultdict(dict)
+    for module in pkgutil.iter_modules(gateway.routes.__path__):
+        for operation in importlib.import_module(f"gateway.routes.{module.name}").OPERATIONS:
+            statuses = {int(operation.status), *map(int, operation.other_statuses)}
+            statuses |= {error.status for error in operation.errors}
+            found[re.sub(r"\{[^}]*\}", "{}", operation.path)][operation.method] = statuses
+    health = (ROOT / "engine_worker" / "health.py").read_text()
+    for path in re.findall(r'web\.get\("([^"]+)"', health):
+        found[path].setdefault("GET", set())
+    return dict(found)
+
+
+@cache
+def error_codes() -> dict[int, set[str]]:
+    """Status -> codes, by the tree at the top of gateway/errors.py."""
+    found: dict[int, set[str]] = defaultdict(set)
+    status = 0
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"[\s│├└─]+\w+ +(\d{3}) +([\w |]+)", line):
+            status = int(match[1])
+            found[status] |= set(re.findall(r"\w+", match[2].partition(", or")[0]))
+        elif match := re.match(r"\s+│?\s+\| ([\w |]+)", line):
+            found[status] |= set(re.findall(r"\w+", match[1]))
+    return dict(found)
+
+
+def raised_codes() -> set[tuple[int, str]]:
+    """(status, code) as the gateway's source raises them: each class's own, and those that are given as a constant."""
+    kinds = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, errors.GatewayError)}
+    found = {(kind.status, kind.default_code) for kind in kinds.values() if kind not in (errors.RateLimited,)}
+    for path in sorted((ROOT / "gateway").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (kind := kinds.get(ast.unparse(node.func).split(".")[-1])):
+                found |= {
+                    (kind.status, word.value.value)
+                    for word in node.keywords
+                    if word.arg == "code" and isinstance(word.value, ast.Constant)
+                }
+    return found
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Of every program and script of the repository."""
+    found = set(COMMON_FLAGS)
+    for settings in SETTINGS.values():
+        for field in fields(settings):
+            flag = field.name.replace("_", "-")
+            found |= {f"--{flag}", f"--no-{flag}", *field.metadata["aliases"]}
+    for folder in ("pagestream", "engine_worker", "bench", "tests", "requirements"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found |= set(re.findall(r'(?:add_argument|addoption)\(\s*(?:"-\w", )?"(--[\w-]+)"', path.read_text()))
+    return frozenset(found)
+
+
+@cache
+def commands() -> frozenset[str]:
+    """Of `pagestream`."""
+    return frozenset(re.findall(r"(?m)^  ([\w-]+) ", cli._COMMANDS))
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    (line,) = re.findall(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text())
+    return frozenset(line.split())
+
+
+def benchmarks() -> frozenset[str]:
+    return frozenset(PROGRAMS)
+
+
+@cache
+def metrics() -> frozenset[str]:
+    """As they are exposed, histograms by their base name."""
+    tables = worker_metrics() + gateway_metrics() + model_metrics()
+    return frozenset(re.findall(r"`(pagestream_\w+)`", tables))
+
+
+@cache
+def redis_names() -> frozenset[str]:
+    """Every name in the store of the model `m`, with `*` for an id."""
+    keys = RedisKeys("m")
+    found: set[str] = set()
+    for name, member in inspect.getmembers(RedisKeys):
+        if name.startswith("_") or name == "model_name":
+            continue
+        if isinstance(member, property):
+            value = getattr(keys, name)
+            found |= set(value if isinstance(value, tuple) else [value])
+        elif name == "queue":
+            continue  # `queues` has them
+        else:
+            found.add(getattr(keys, name)("*"))
+    names = {name + "*" if name.endswith(":") else name for name in found}
+    return frozenset(names | {"{m}:q:*"})
+
+
+def scripts() -> frozenset[str]:
+    return frozenset(path.stem for path in (ROOT / "shared" / "redis_scripts").glob("*.lua"))
+
+
+def decisions() -> frozenset[int]:
+    """The numbers of docs/adr."""
+    return frozenset(int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("[0-9]*.md"))

@@ -1,0 +1,114 @@
+"""What the pages say of routes, errors, the store, commands, flags, files, metrics and models is so.
+
+Every kind is seen to find a planted falsehood; and what the code has and a page is to have whole is there.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_worker.model.architectures import MODULES
+from tests.docs import claims, facts
+
+PAGES = [
+    *(facts.ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md") if (facts.ROOT / name).exists()),
+    *sorted((facts.ROOT / "docs").glob("*.md")),
+    *sorted((facts.ROOT / "docs" / "adr").glob("*.md")),
+]
+ARCHITECTURE = (facts.ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("check", claims.CHECKS, ids=lambda check: check.__name__)
+def test_no_page_says_what_is_not_so(check: Callable[[str], list[str]]) -> None:
+    found = {path.name: check(path.read_text()) for path in PAGES}
+    assert {name: false for name, false in found.items() if false} == {}
+
+
+NOT_THERE = "## Not there, and why\n| vLLM | `/v1/models`, `/tokenize` with `content` | no |\n"
+PLANTED = [
+    ("see `/v1/chats`", claims.false_routes, ["/v1/chats"]),
+    ("`PUT /v1/files/ID` does", claims.false_routes, ["PUT /v1/files/{}"]),
+    (NOT_THERE, claims.routes_that_are_there, ["/v1/models"]),
+    ("- `/v1/embeddings` answers 404", claims.false_statuses, ["/v1/embeddings 404"]),
+    ("then 504 `queue_timeout`", claims.false_statuses, ["504 queue_timeout"]),
+    ("**ACCEPT** and **GIVE**, in `emits.lua`", claims.false_scripts, ["emits", "give"]),
+    ("`{m}:w:<wid>`, `{m}:worker:<wid>`", claims.false_store_names, ["{m}:worker:*"]),
+    ("`pagestream start` or `make install`", claims.false_commands, ["pagestream start", "make install"]),
+    ("`python -m bench speed`", claims.false_commands, ["bench speed"]),
+    ("```\npython -m bench.papers\n```\n", claims.false_commands, ["python -m bench.papers"]),
+    ("`--max-num-sequences`", claims.false_flags, ["--max-num-sequences"]),
+    ("```\npagestream serve --gpu 1 --port 9\n```\n", claims.false_flags, ["--gpu"]),
+    ("`gateway/store/test_none.py`, `test_pages.py::test_none`", claims.false_files,
+     ["gateway/store/test_none.py", "test_pages.py::test_none"]),
+    ("`tests/unit/`", claims.false_files, ["tests/unit/"]),
+    ("## Layout\n```\ngateway/  HTTP\n  app.py main.py    the root\n```\n", claims.false_layout, ["gateway/main.py"]),
+    ("`pagestream_kv_blocks_free` rises", claims.false_metrics, ["pagestream_kv_blocks_free"]),
+    ("ADRs 0001, 0003 and 9000", claims.false_decisions, ["ADR 9000"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "check", "found"), PLANTED, ids=[plant[0][:40] for plant in PLANTED])
+def test_a_planted_falsehood_is_found(text: str, check: Callable[[str], list[str]], found: list[str]) -> None:
+    assert check(text) == found
+
+
+def test_a_family_that_is_refused_or_forgotten_is_found() -> None:
+    found = claims.false_families(
+        "It serves dense decoders with full attention (Llama, Gemma 3 and Qwen3) on one device"
+    )
+    assert found[0] == "Gemma 3"
+    assert "not named: Mistral" in found
+
+
+def test_every_kind_is_planted() -> None:
+    assert {check for _, check, _ in PLANTED} | {claims.false_families} == set(claims.CHECKS)
+
+
+def test_enough_is_looked_at() -> None:
+    """A pattern that matches nothing would find nothing false."""
+    text = "\n".join(path.read_text() for path in PAGES)
+    assert len(list(claims.told_routes(text))) > 60
+    assert len(re.findall(r"\b[45]\d\d `[a-z]+_\w+`", text)) > 10
+    assert len(claims.spans(text)) > 1000
+
+
+def test_every_family_has_a_name() -> None:
+    """A new one is named in README.md and in FAMILY_NAMES."""
+    kinds = set(claims.FAMILY_NAMES.values()) | {"glm"}  # of GLM-4 there are two
+    assert kinds == set(MODULES)
+
+
+def test_the_store_is_told_whole() -> None:
+    """Its names and its scripts, in docs/architecture.md."""
+    told = {re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"\{m\}:(?:[\w:-]|<[^>]+>)+", ARCHITECTURE)}
+    classes = {name for name in facts.redis_names() if re.fullmatch(r"\{m\}:q:\w+", name)}  # `q:<class>` is all of them
+    assert facts.redis_names() - classes - told == set()
+    scripts = {name.lower() for name in re.findall(r"\*\*([A-Z]{3,})\*\*", ARCHITECTURE)}
+    assert facts.scripts() - scripts == set()
+
+
+def test_every_command_is_told() -> None:
+    text = "\n".join(path.read_text() for path in PAGES if path.parent.name != "adr")
+    assert [name for name in sorted(facts.commands()) if f"pagestream {name}" not in text] == []
+
+
+def test_the_trees_have_every_folder_of_code() -> None:
+    """README.md's tree has the second level; what is deeper stands there or in docs/architecture.md."""
+    readme = (facts.ROOT / "README.md").read_text().split("<!-- tree -->")[1]
+    packages = {name.removesuffix("/__init__.py") for name in facts.files() if name.endswith("/__init__.py")}
+    layout = ARCHITECTURE.split("## Layout")[1].split("## ")[0]
+    deeper = {f"{folder}/" for folder in re.findall(r"\b(\w+)/", layout)}
+    told = {
+        name
+        for name in packages
+        if f"\n{name} " in readme or f"\n{name}/ " in readme or f"{Path(name).name}/" in deeper
+    }
+    assert packages - told == set()
+
+
+def test_the_tree_of_errors_is_what_is_raised() -> None:
+    """gateway/errors.py opens with every status and its codes."""
+    told = {(status, code) for status, codes in facts.error_codes().items() for code in codes}
+    assert facts.raised_codes() - told == set()
