@@ -22,6 +22,7 @@ from gateway.requests.deadlines import Timeouts
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.text.served_model import ModelFilesError
+from gateway.turns import LoopTurns
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +42,7 @@ class GatewayState:
         self.started_at_unix = int(time.time())
         self.models_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # its directory is there and cannot be served: nothing to wait for
+        turns = LoopTurns()
         self.models = ModelTable(
             [
                 ModelService(
@@ -49,6 +51,7 @@ class GatewayState:
                     metrics.of_model(options.name),
                     self.open_requests,
                     self.background,
+                    turns,
                     worker_wait_seconds=settings.no_worker_wait_seconds if settings.no_worker == "wait" else 0.0,
                     num_models=len(clients),
                 )

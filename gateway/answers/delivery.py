@@ -1,6 +1,5 @@
 """An answer on its way to its client: updates of its choices as events of a stream, or collected into one body."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,12 @@ from gateway.answers.answer_extras import AnswerExtras
 from gateway.answers.continuous_usage import continuous_usage
 from gateway.answers.generation import ChoiceUpdate, Generation
 from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount
+from gateway.answers.reading import Reading, Sink
 from gateway.errors import GatewayError, InternalError
 from gateway.http.event_numbers import EventNumbers
 from gateway.http.event_stream import EventStream
 from gateway.parsing.message import whole_calls
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.turns import Turn
 from shared.messages import FinishReason
 
 logger = logging.getLogger("gateway")
@@ -60,9 +59,7 @@ class _Chunks:
         self._counts = continuous_usage(reply.completion, reply.generation)
         self._begun: set[int] = set()
 
-    def ready(self) -> Iterator[Sequence[ChoiceUpdate]]:
-        """What there is to be told now. Raises GatewayError when a choice fails."""
-        ready = self.generation.ready()
+    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
         if self._counts is None or self._numbers is not None:  # what is numbered may not depend on what came together
             return ready
         return self._counts.with_ends(ready)
@@ -119,77 +116,50 @@ class _Chunks:
         return event if self._numbers is None else self._numbers.of_end(event)
 
 
-class _LiveEvents:
-    """Written by the task that hears of them, as they come: to wake one of the answer's own took 6 us a token. That one
-    waits here for the end, for what went wrong, and for a client that does not keep up."""
+class _LiveEvents(Sink):
+    """Written as they come, and in pieces where there are many."""
 
     def __init__(self, stream: EventStream, chunks: _Chunks) -> None:
         self._stream = stream
         self._chunks = chunks
-        self._generation = chunks.generation
-        self._failure: Exception | None = None
-        self._is_told = False  # to its end
-        self._stands = asyncio.get_running_loop().create_future()  # nothing is written until write_all() went on
+        self._data = b""
 
-    async def write_all(self) -> None:
-        """Raises GatewayError, what this answer's own text breaks with, and ConnectionError."""
-        self._generation.listen(self._write_ready)
-        while True:
-            self._stands = asyncio.get_running_loop().create_future()
-            self._write_ready()
-            await self._stands
-            if self._failure is not None:
-                raise self._failure
-            if self._is_told:
-                return
-            await self._stream.drain()
+    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
+        return self._chunks.among(ready)
 
-    def stop(self) -> None:
-        if not self._stands.done():
-            self._stands.set_result(None)
+    def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+        self._data += self._chunks.of(updates)
+        return len(self._data) < _WRITE_BYTES or self.end_turn()
 
-    def _write_ready(self) -> None:
-        if self._stands.done():
-            return
-        try:
-            self._write()
-        except Exception as error:
-            self._failure = error
-            self.stop()
+    def end_turn(self) -> bool:
+        data, self._data = self._data, b""
+        return self._stream.push(data)
 
-    def _write(self) -> None:
-        """Until there is nothing more now, the client does not keep up, or it is the turn of others: what is not
-        written stays where it is."""
-        data, turn = b"", Turn()
-        try:
-            for updates in self._chunks.ready():
-                data += self._chunks.of(updates)
-                if len(data) >= _WRITE_BYTES:
-                    data, ready = b"", data
-                    if not self._stream.push(ready):
-                        self.stop()
-                        return
-                if turn.is_over:
-                    asyncio.get_running_loop().call_soon(self._write_ready)
-                    return
-            self._is_told = self._generation.is_over
-        finally:
-            if data and not self._stream.push(data):
-                self.stop()
-        if self._is_told:
-            self.stop()
+    async def caught_up(self) -> None:
+        await self._stream.drain()
+
+
+class _Collected(Sink):
+    """By choice."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.updates: list[list[ChoiceUpdate]] = [[] for _ in range(num_choices)]
+
+    def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+        for update in updates:
+            self.updates[update.index].append(update)
+        return True
 
 
 async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
     """200 leaves here, as the store has the request. An error from now on is an event of the stream."""
     chunks = _Chunks(reply)
     await stream.open()
-    events = _LiveEvents(stream, chunks)
     try:
         if beginning := chunks.begin():
             await stream.write(beginning)
         try:
-            await events.write_all()
+            await Reading(reply.generation, _LiveEvents(stream, chunks)).to_end()
             ending = chunks.last()
         except GatewayError as error:
             ending = chunks.error(error)
@@ -200,7 +170,6 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
             ending = chunks.error(InternalError())
         await stream.end(ending)
     finally:
-        events.stop()
         stream.close()
     return stream.response
 
@@ -208,20 +177,18 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 async def collect_reply(reply: Reply) -> bytes:
     """The body: made where it holds up nobody, as it may be long."""
     completion, generation = reply.completion, reply.generation
-    collected: dict[int, list[ChoiceUpdate]] = {index: [] for index in range(len(completion.prompts) * completion.n)}
-    async for updates in generation.updates():
-        for update in updates:
-            collected[update.index].append(update)
+    collected = _Collected(len(completion.prompts) * completion.n)
+    await Reading(generation, collected).to_end()
     num_values = generation.usage.completion_tokens * (1 if completion.num_logprobs is None else 20)
     num_values += sum(map(len, generation.prompt_scores)) * 20 * completion.n
-    work = partial(_collected, reply, collected, generation.usage)
+    work = partial(_body_of, reply, collected.updates, generation.usage)
     return await reply.work(num_values * _BYTES_OF_VALUE, work, may_refuse=False)
 
 
-def _collected(reply: Reply, collected: Mapping[int, list[ChoiceUpdate]], usage: UsageCount) -> bytes:
+def _body_of(reply: Reply, collected: Sequence[list[ChoiceUpdate]], usage: UsageCount) -> bytes:
     completion, extras, scores = reply.completion, reply.extras, reply.generation.prompt_scores
     results = []
-    for index, parts in collected.items():
+    for index, parts in enumerate(collected):
         token_ids = [token_id for part in parts for token_id in part.token_ids]
         logprobs = [entry for part in parts for entry in part.logprobs]
         result = ChoiceResult(

@@ -2,7 +2,7 @@
 
     generation = Generation(service, model, request, planned, arrived_at)
     await generation.submit()                       # accepted, all or none
-    async for updates in generation.updates(): ...  # ChoiceUpdates that came together; or listen(), and ready()
+    generation.listen(listener)                     # hears that ready() has ChoiceUpdates; see reading.py
     generation.leave()                              # always, at the end: withdraws what has not finished
 
 A kept answer is attached to instead of submitted, any number of times, and goes on for a while when it is left.
@@ -11,7 +11,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.admission import share_full, unavailable
 from gateway.answers.best_of import BestOf
@@ -19,6 +19,7 @@ from gateway.answers.choice_progress import ChoiceProgress, ChoiceUpdate
 from gateway.answers.message_parsing import message_parsers, parsed, reads_special_mark
 from gateway.answers.openai_response import UsageCount
 from gateway.answers.prompt_echo import Scores, prompt_echo
+from gateway.answers.reading import Reading, Sink
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
 from gateway.metrics import ModelMetrics
 from gateway.models.model_service import ModelService
@@ -34,10 +35,9 @@ from gateway.store.inference_client import (
     ShareFull,
     StoreUnavailable,
 )
-from gateway.store.response_stream import news_of
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
-from gateway.turns import Turn
+from gateway.turns import KeyTurns
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
 
 __all__ = ["ChoiceUpdate", "Generation"]
@@ -58,6 +58,7 @@ class Generation:
         metrics = metrics or service.metrics
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
+        self.turns: KeyTurns = service.turns.of(planned[0].request.tenant)
         self._ended_at = ended_at
         spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
         self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
@@ -197,20 +198,6 @@ class Generation:
                 if updates:
                     yield updates
 
-    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
-        """Those and all that follow, to the end, with rests: others have the event loop in between."""
-        while True:
-            turn, has_rested = Turn(), False
-            for updates in self.ready():
-                yield updates
-                if turn.is_over:
-                    await asyncio.sleep(0)
-                    turn, has_rested = Turn(), True  # of what was read through there may be more by now
-            if self.is_over:
-                return
-            if not has_rested:
-                await news_of(self._streams)
-
     @property
     def _streams(self) -> list[ResponseStream]:
         return [request.stream for request in self._requests if request.stream is not None]
@@ -228,8 +215,7 @@ class Generation:
     async def _linger(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(grace_seconds):
-                async for _ in self.updates():
-                    pass
+                await Reading(self, Sink()).to_end()
             self._abandon()
         except (TimeoutError, GatewayError):
             self._abandon()  # not when this gateway ends: then the store's own grace begins

@@ -1,6 +1,6 @@
 """One served model at this gateway: its files, its queue and workers in the store, its metrics, who is let in.
 
-What all models share (the count of open requests, background work) is handed in. Knows no HTTP.
+What all models share (open requests, background work, turns of the event loop) is handed in. Knows no HTTP.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from gateway.requests.planning import ModelLimits
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.store.store_share import share_of
 from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
+from gateway.turns import LoopTurns
 
 logger = logging.getLogger("gateway")
 
@@ -36,6 +37,7 @@ class ModelService:
         metrics: ModelMetrics,
         open_requests: OpenRequests,
         background: BackgroundWork,
+        turns: LoopTurns,
         *,
         worker_wait_seconds: float,
         num_models: int = 1,
@@ -47,6 +49,7 @@ class ModelService:
         self.metrics = metrics
         self.unrecorded = ModelMetrics(CollectorRegistry())  # for answers given again: each is measured once
         self.background = background
+        self.turns = turns
         self.loaded = asyncio.Event()
         self.model: ServedModel | None = None
         self._open_requests = open_requests

@@ -32,8 +32,8 @@ from shared.messages import (
 from shared.new_requests import Keep
 
 MAX_UNREAD_SCORES = 512  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
-# Tokens of one event: to read, understand and write them takes 2 us each, or 200 with 20 log-probabilities.
-MAX_READ_TOKENS = 1024
+# Tokens of one event: to read, understand and write them takes 15 us each, or 40 with 20 log-probabilities.
+MAX_READ_TOKENS = 64
 MAX_READ_SCORES = 16
 
 

@@ -27,6 +27,7 @@ from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 
 NUM_TOKENS = 200
+LEAST_SLICE = 1e-9  # less than any work takes
 BODY = {"prompt": [5], "max_tokens": NUM_TOKENS}
 
 
@@ -56,8 +57,8 @@ async def test_an_answer_that_is_there_at_once_is_told_in_turns(
 ) -> None:
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)))
     counts = []
-    for seconds in (0.0, 3600.0):
-        monkeypatch.setattr("gateway.turns.TURN_SECONDS", seconds)
+    for seconds in (LEAST_SLICE, 3600.0):
+        monkeypatch.setattr("gateway.turns.SLICE_SECONDS", seconds)
         async with turns_of_others() as turns, gateway.session.post("/v1/completions", json=body) as reply:
             text = await reply.text()
             counts.append(turns.count)
@@ -69,7 +70,7 @@ async def test_an_answer_that_is_there_at_once_is_told_in_turns(
 async def test_nothing_is_left_out_between_turns(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, counts: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("gateway.turns.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
     gateway.engine.script = says(*([5] for _ in range(NUM_TOKENS)), reason=FinishReason.LENGTH)
     body = {**BODY, "stream": True, "prompt": [[5], [6]], "n": 2, "return_token_ids": True, **counts}
     async with gateway.session.post("/v1/completions", json=body) as reply:
@@ -87,13 +88,13 @@ async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    make = delivery._collected
+    make = delivery._body_of
 
     def watched(*arguments: Any) -> bytes:
         threads.append(threading.get_ident())
         return make(*arguments)
 
-    monkeypatch.setattr("gateway.answers.delivery._collected", watched)
+    monkeypatch.setattr("gateway.answers.delivery._body_of", watched)
     monkeypatch.setattr("gateway.fair_pool._Queue.has_room", lambda queue, num_bytes: False)
     for num_tokens in (10, 2000):
         gateway.engine.script = says([5] * num_tokens)

@@ -1,0 +1,113 @@
+"""An answer read to its end, a piece in each turn of its key.
+
+    await Reading(generation, sink).to_end()
+
+What comes is handed to the sink by the task that hears of it, while the key's slice of the event loop lasts: to wake a
+task of the answer's own took 6 us a token. That one waits here, for the end, for what went wrong, and for a sink that
+does not keep up. Knows nothing of what is made of the answer.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.turns import KeyTurns
+
+
+class Readable(Protocol):
+    """What of Generation is asked."""
+
+    @property
+    def turns(self) -> KeyTurns: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def listen(self, listener: Callable[[], None]) -> None: ...
+
+    def ready(self) -> Iterator[Sequence[ChoiceUpdate]]: ...
+
+
+class Sink:
+    """Takes everything, and does nothing with it."""
+
+    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
+        """What is to be taken of what there is. Raises GatewayError when a choice fails."""
+        return ready
+
+    def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+        """Whether it keeps up; else nothing more comes before caught_up() returned."""
+        return True
+
+    def end_turn(self) -> bool:
+        """Nothing more comes for now; as take()."""
+        return True
+
+    async def caught_up(self) -> None:
+        pass
+
+
+class Reading:
+    def __init__(self, generation: Readable, sink: Sink) -> None:
+        self._generation = generation
+        self._sink = sink
+        self._turns = generation.turns
+        self._failure: Exception | None = None
+        self._is_told = False  # to its end
+        self._waits = False  # for a turn
+        self._stands = asyncio.get_running_loop().create_future()  # nothing is read until to_end() went on
+
+    async def to_end(self) -> None:
+        """Raises GatewayError, and what the sink raises."""
+        self._generation.listen(self._hear)
+        try:
+            while True:
+                self._stands = asyncio.get_running_loop().create_future()
+                self._hear()
+                await self._stands
+                if self._failure is not None:
+                    raise self._failure
+                if self._is_told:
+                    return
+                await self._sink.caught_up()
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        if not self._stands.done():
+            self._stands.set_result(None)
+
+    def _hear(self) -> None:
+        if not self._waits and not self._stands.done():
+            self._waits = True
+            self._turns.begin(self._read)
+
+    def _read(self) -> bool:
+        """Until there is nothing more now, the sink does not keep up, or the slice is over: what is not read stays
+        where it is. Whether there is more to do."""
+        has_more = False
+        if not self._stands.done():
+            try:
+                has_more = self._read_ready()
+            except Exception as error:
+                self._failure = error
+                self._stop()
+        self._waits = has_more
+        return has_more
+
+    def _read_ready(self) -> bool:
+        has_more, keeps_up = False, True
+        try:
+            for updates in self._sink.among(self._generation.ready()):
+                keeps_up = self._sink.take(updates)
+                has_more = keeps_up and self._turns.is_over
+                if has_more or not keeps_up:
+                    break
+            else:
+                self._is_told = self._generation.is_over
+        finally:
+            keeps_up = self._sink.end_turn() and keeps_up
+        if self._is_told or not keeps_up:
+            self._stop()
+        return has_more and keeps_up

@@ -1,0 +1,220 @@
+"""The share of the event loop by key, in turns and pieces that are counted: the clock moves by what is done alone."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.answers.reading import Reading, Sink
+from gateway.turns import ROUND_SECONDS, SLICE_SECONDS, KeyTurns, LoopTurns
+from shared.messages import FinishReason
+
+PIECE_SECONDS = SLICE_SECONDS / 4
+MOST_OF_A_SLICE = 5  # pieces: the last one may begin before the slice is over, as sums of quarters are not exact
+
+
+class Work:
+    """Pieces of a key that are done one after the other, and written down in one log with those of others."""
+
+    def __init__(self, loop: "CountedLoop", key: str, num_pieces: int, seconds: float = PIECE_SECONDS) -> None:
+        self._loop = loop
+        self._key = key
+        self._seconds = seconds
+        self.num_left = num_pieces
+        self.turns = loop.turns.of(key)
+
+    def begin(self) -> None:
+        self.turns.begin(self._do)
+
+    def _do(self) -> bool:
+        while self.num_left:
+            self.num_left -= 1
+            self._loop.now += self._seconds
+            self._loop.log.append(self._key)
+            if self.turns.is_over:
+                break
+        return self.num_left > 0
+
+
+class CountedLoop:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []  # whose piece was done
+        self.turns = LoopTurns(lambda: self.now)
+
+    async def run(self, while_true: Callable[[], bool]) -> list[list[str]]:
+        """Whose pieces were done in each iteration of the loop."""
+        iterations = []
+        while while_true():
+            before = len(self.log)
+            await asyncio.sleep(0)
+            iterations.append(self.log[before:])
+        return iterations
+
+
+async def test_what_fits_is_done_at_once_and_the_rest_in_turns() -> None:
+    loop = CountedLoop()
+    small, large = Work(loop, "small", 1), Work(loop, "large", 1000)
+    small.begin()
+    large.begin()
+    assert small.num_left == 0 and 1000 - large.num_left <= MOST_OF_A_SLICE
+    iterations = await loop.run(lambda: large.num_left > 0)
+    assert all(0 < len(done) <= MOST_OF_A_SLICE for done in iterations[1:])
+
+
+@pytest.mark.parametrize("num_works", [1, 128])
+async def test_nobody_waits_for_more_than_a_slice_of_another_key(num_works: int) -> None:
+    """However much that has waiting, in one answer or in many."""
+    loop = CountedLoop()
+    hostile = [Work(loop, "hostile", 100_000 // num_works) for _ in range(num_works)]
+    for work in hostile:
+        work.begin()
+    assert len(loop.log) <= MOST_OF_A_SLICE, "by the task that hears of them all"
+    for _ in range(50):
+        await loop.run(iter([True, True, False]).__next__)
+        before = len(loop.log)
+        polite = Work(loop, "polite", 1)
+        asyncio.get_running_loop().call_soon(polite.begin)  # as what a socket brings is heard of
+        await loop.run(lambda polite=polite: polite.num_left > 0)  # type: ignore[misc]
+        waited_for = loop.log[before : loop.log.index("polite", before)]
+        assert len(waited_for) <= MOST_OF_A_SLICE
+
+
+async def test_keys_with_more_than_there_is_time_for_have_equal_shares() -> None:
+    loop = CountedLoop()
+    works = [*(Work(loop, "many", 1_000) for _ in range(20)), Work(loop, "one", 1_000)]
+    for work in works:
+        work.begin()
+    await loop.run(lambda: works[-1].num_left > 0)
+    done = loop.log[: len(loop.log) - loop.log[::-1].index("one")]
+    assert abs(done.count("many") - done.count("one")) <= 2 * MOST_OF_A_SLICE
+
+
+async def test_what_was_taken_too_much_is_owed() -> None:
+    """One whose pieces are ten slices long, as a long tool call is, has as much time as one of short pieces."""
+    loop = CountedLoop()
+    coarse, fine = Work(loop, "coarse", 50, 10 * SLICE_SECONDS), Work(loop, "fine", 2_000)
+    coarse.begin()
+    fine.begin()
+    await loop.run(lambda: fine.num_left > 0 and coarse.num_left > 0)
+    seconds = [loop.log.count("coarse") * 10 * SLICE_SECONDS, loop.log.count("fine") * PIECE_SECONDS]
+    assert abs(seconds[0] - seconds[1]) <= 11 * SLICE_SECONDS
+
+
+async def test_who_is_alone_waits_for_nobody() -> None:
+    loop = CountedLoop()
+    alone = Work(loop, "alone", 50, 10 * SLICE_SECONDS)
+    alone.begin()
+    iterations = await loop.run(lambda: alone.num_left > 0)
+    assert all(done for done in iterations[1:]), "a debt to nobody is no reason to stand still"
+
+
+async def test_a_round_is_bounded_however_many_keys_wait() -> None:
+    loop = CountedLoop()
+    works = [Work(loop, f"key {number}", 100) for number in range(40)]
+    for work in works:
+        work.begin()
+    iterations = await loop.run(lambda: any(work.num_left for work in works))
+    most = ROUND_SECONDS / SLICE_SECONDS * MOST_OF_A_SLICE
+    assert max(map(len, iterations)) <= most
+    firsts = loop.log[: 40 * MOST_OF_A_SLICE]
+    assert len(set(firsts)) == 40, "nobody is passed over"
+
+
+class Tokens:
+    """What of a Generation is read: so many updates that are there already."""
+
+    def __init__(self, turns: KeyTurns, num_tokens: int) -> None:
+        self.turns = turns
+        self.waiting = deque([ChoiceUpdate(0, "x", None)] * (num_tokens - 1))
+        self.waiting.append(ChoiceUpdate(0, "", FinishReason.STOP))
+        self.listener: Callable[[], None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return not self.waiting
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self.listener = listener
+
+    def ready(self) -> Iterator[Sequence[ChoiceUpdate]]:
+        while self.waiting:
+            yield [self.waiting.popleft()]
+
+
+class Taker(Sink):
+    def __init__(self, loop: CountedLoop, key: str, refuses: int = 0) -> None:
+        self._loop = loop
+        self._key = key
+        self._refuses = refuses
+        self._num_taken = 0
+        self.may_go_on = asyncio.Event()
+
+    def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+        self._loop.now += PIECE_SECONDS
+        self._loop.log.append(self._key)
+        self._num_taken += 1
+        return self._num_taken != self._refuses
+
+    async def caught_up(self) -> None:
+        await self.may_go_on.wait()
+
+
+async def test_a_first_token_beside_a_hundred_thousand_waits_for_a_few_slices() -> None:
+    loop = CountedLoop()
+    many = [Tokens(loop.turns.of("hostile"), 1_000) for _ in range(100)]
+    readings = [asyncio.create_task(Reading(tokens, Taker(loop, "hostile")).to_end()) for tokens in many]
+    await asyncio.sleep(0)
+    before = len(loop.log)
+    await asyncio.create_task(Reading(Tokens(loop.turns.of("polite"), 1), Taker(loop, "polite")).to_end())
+    assert loop.log[before:].index("polite") <= 2 * MOST_OF_A_SLICE
+    assert sum(len(tokens.waiting) for tokens in many) > 99_000
+    await asyncio.gather(*readings)
+    assert loop.log.count("hostile") == 100_000, "and nothing is left out"
+
+
+async def test_a_slow_reader_costs_its_own_answer_alone() -> None:
+    """It has no turns before it has caught up, and what it has not taken stays where it was."""
+    loop = CountedLoop()
+    slow, quick = Tokens(loop.turns.of("a"), 100), Tokens(loop.turns.of("a"), 100)
+    taker = Taker(loop, "slow", refuses=3)
+    reading = asyncio.create_task(Reading(slow, taker).to_end())
+    await Reading(quick, Taker(loop, "quick")).to_end()
+    assert loop.log.count("slow") == 3 and len(slow.waiting) == 97
+    assert slow.listener is not None
+    slow.listener()
+    await asyncio.sleep(0)
+    assert loop.log.count("slow") == 3
+    taker.may_go_on.set()
+    await reading
+    assert loop.log.count("slow") == 100
+
+
+async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:
+    class Failing(Sink):
+        def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
+            raise ValueError("no such text")
+
+    loop = CountedLoop()
+    Work(loop, "a", 100).begin()  # so that it is read in a later turn
+    with pytest.raises(ValueError, match="no such text"):
+        await Reading(Tokens(loop.turns.of("a"), 10), Failing()).to_end()
+    other = Work(loop, "a", 100)
+    other.begin()
+    await loop.run(lambda: other.num_left > 0)
+
+
+async def test_an_answer_that_nobody_reads_any_more_has_no_turns() -> None:
+    loop = CountedLoop()
+    Work(loop, "a", 8).begin()
+    tokens = Tokens(loop.turns.of("a"), 1_000)
+    reading = asyncio.create_task(Reading(tokens, Taker(loop, "gone")).to_end())
+    await asyncio.sleep(0)
+    num_waiting = len(tokens.waiting)
+    reading.cancel()
+    await asyncio.wait([reading])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert num_waiting - len(tokens.waiting) <= MOST_OF_A_SLICE
