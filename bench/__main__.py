@@ -35,12 +35,20 @@ PROGRAMS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    if argv and argv[0] in PROGRAMS:
-        return int(import_module(f"bench.{PROGRAMS[argv[0]]}").main(argv[1:]))
-    from bench.serving.load_generator import main as load_main  # noqa: PLC0415
+OURS = {"bench", "engine_worker", "gateway", "kernels", "pagestream", "shared"}
 
-    return load_main(argv)
+
+def main(argv: list[str]) -> int:
+    name, arguments = (argv[0], argv[1:]) if argv and argv[0] in PROGRAMS else ("", argv)
+    module = PROGRAMS.get(name, "serving.load_generator")
+    try:
+        return int(import_module(f"bench.{module}").main(arguments))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OURS:
+            raise
+        program = f"bench {name}".rstrip()
+        sys.stderr.write(f"{program} needs the package {error.name}, which serving does not: install it (make dev)\n")
+        return 2
 
 
 if __name__ == "__main__":

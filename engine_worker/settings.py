@@ -13,6 +13,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 OFFLOADED_PREFIXES = ("reused", "all")
+CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class WorkerSettings:
 
     cudagraph_mode: str = setting(
         "full",
-        choices=("none", "full_decode_only", "full"),
+        choices=CUDAGRAPH_MODES,
         help="steps that run as CUDA graphs: none, those that only decode, or small ones with prompts too",
     )
     enforce_eager: bool = setting(False, help="the same as --cudagraph-mode none")

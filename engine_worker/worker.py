@@ -80,10 +80,6 @@ class Worker:
         self._draining = asyncio.Event()
         self._outbox: asyncio.Queue[Turn | _Cancelled | _Aborted] = asyncio.Queue()
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def tenants(self) -> dict[str, str]:
         """Whose the held requests are, by id."""
         return {request_id: held.claimed.request.tenant for request_id, held in self._held.items()}

@@ -1,12 +1,6 @@
 """Rotary position embedding of new queries and keys, and their way into the paged KV cache, in one pass.
 
-    rotate_and_store(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, norms=None) -> None
-        qkv                      [T, Hq + 2 * Hkv, D]  queries, keys, values of each token; contiguous, D even
-        positions                [T]                   int32 or int64, each in [0, max_len)
-        cos_sin_table            [max_len, D]          float32, contiguous: D / 2 cosines, then D / 2 sines
-        key_cache, value_cache   [N, Hkv, BS, D]       equal strides (views of one pool); D is contiguous
-        slot_mapping             [T]                   int32 or int64: block * BS + offset; -1 = padding, not stored
-        norms                    weights [D] of an RMSNorm of each query head and each key head before they are rotated
+    rotate_and_store(RotaryInput(...)) -> None
 
 Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
 rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
@@ -37,6 +31,19 @@ class QkNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class RotaryInput:
+    """The queries and keys to rotate, and the slots of the KV cache for the keys and values."""
+
+    qkv: Tensor  # [T, Hq + 2 * Hkv, D]: queries, keys, values of each token; contiguous, D even
+    positions: Tensor  # [T] int32 or int64, each in [0, max_len)
+    cos_sin_table: Tensor  # [max_len, D] float32, contiguous: D / 2 cosines, then D / 2 sines
+    key_cache: Tensor  # [N, Hkv, BS, D] with the strides of value_cache (views of one pool); D is contiguous
+    value_cache: Tensor
+    slot_mapping: Tensor  # [T] int32 or int64: block * BS + offset; -1 = padding, not stored
+    norms: QkNorms | None = None  # of each query head and each key head, before they are rotated
+
+
 def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
     """heads [T, H, D] -> rotated copy."""
     cos, sin = cos_sin_table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
@@ -44,24 +51,16 @@ def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) ->
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
-def rotate_and_store_reference(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_table: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    norms: QkNorms | None = None,
-) -> None:
-    num_kv_heads = key_cache.shape[1]
-    rotated, value = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+def rotate_and_store_reference(inputs: RotaryInput) -> None:
+    num_kv_heads, norms = inputs.key_cache.shape[1], inputs.norms
+    rotated, value = inputs.qkv[:, :-num_kv_heads], inputs.qkv[:, -num_kv_heads:]
     exact = rotated.to(torch.promote_types(rotated.dtype, torch.float32))
     if norms is not None:
         query, key = exact[:, :-num_kv_heads], exact[:, -num_kv_heads:]
         normed = (rms_norm_reference(query, norms.query, norms.eps), rms_norm_reference(key, norms.key, norms.eps))
         exact = torch.cat(normed, dim=1)
-    rotated.copy_(rotate_reference(exact, positions, cos_sin_table))
-    store_kv_reference(rotated[:, -num_kv_heads:], value, key_cache, value_cache, slot_mapping)
+    rotated.copy_(rotate_reference(exact, inputs.positions, inputs.cos_sin_table))
+    store_kv_reference(rotated[:, -num_kv_heads:], value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
 
 
 def store_kv_reference(
@@ -129,15 +128,9 @@ def _rotate_and_store_kernel(
     tl.store(value_cache + target + HALF_DIM, second, mask=is_value)
 
 
-def rotate_and_store_triton(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_table: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    norms: QkNorms | None = None,
-) -> None:
+def rotate_and_store_triton(inputs: RotaryInput) -> None:
+    qkv, positions, cos_sin_table, norms = inputs.qkv, inputs.positions, inputs.cos_sin_table, inputs.norms
+    key_cache, value_cache, slot_mapping = inputs.key_cache, inputs.value_cache, inputs.slot_mapping
     num_tokens, num_qkv_heads, head_dim = qkv.shape
     num_kv_heads = key_cache.shape[1]
     assert qkv.is_contiguous() and positions.is_contiguous() and slot_mapping.is_contiguous()
@@ -169,14 +162,6 @@ def rotate_and_store_triton(
     )
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin_table: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    norms: QkNorms | None = None,
-) -> None:
-    operation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    operation(qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, norms)
+def rotate_and_store(inputs: RotaryInput) -> None:
+    operation = rotate_and_store_triton if inputs.qkv.is_cuda else rotate_and_store_reference
+    operation(inputs)

@@ -20,7 +20,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence, St
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.block_pool import PADDING_BLOCK_ID
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.kv_events import KVEventLog
+from engine_worker.scheduling.kv_events import KVEventKind, KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
@@ -97,6 +97,13 @@ def make_scheduler(
         num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier, events=events
     )
     return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
+
+
+def preempted(scheduler: Scheduler, batch: ScheduledBatch) -> list[str]:
+    """Ids of the requests that lost their place when `batch` was scheduled."""
+    kinds = (KVEventKind.SWAP_OUT, KVEventKind.RECOMPUTE)
+    events = scheduler.kv_events(0)["events"]
+    return [event["request_id"] for event in events if event["step"] == batch.number and event["kind"] in kinds]
 
 
 class FakeModelRunner:

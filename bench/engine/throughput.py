@@ -14,7 +14,8 @@ import platform
 import random
 import statistics
 import time
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CHECK_MARGIN_DEVIATIONS = 0.1
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
+    if options.check or options.compare == "transformers":
+        import_module("transformers")  # before the model is loaded and minutes are gone
     runner, load_seconds = _load(options)
     result: dict[str, Any] = {
         "command": " ".join(["python -m bench engine", *argv]),
@@ -159,13 +162,21 @@ def _print_table(runs: list[dict[str, Any]], ttft: list[dict[str, Any]], ttft_to
         print(f"{side:14} TTFT of {ttft_tokens} tokens: {seconds:.3f} s")
 
 
+def _version(package: str) -> str | None:
+    """The version of a package that the benchmark can do without; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _machine(runner: ModelRunner) -> dict[str, Any]:
     machine: dict[str, Any] = {
         "device": runner.device_type,
         "dtype": runner.dtype_name,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "transformers": _version("transformers"),
         "threads": torch.get_num_threads(),
     }
     if runner.device_type == "cuda":

@@ -40,7 +40,7 @@ from bench.kernel.cases import (
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from kernels.rotary_embedding import QkNorms, rotate_and_store, rotate_reference, store_kv_reference
+from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store, rotate_reference, store_kv_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES, tiles_for
@@ -113,7 +113,7 @@ def check_rotation(shape: str, num_tokens: int, dtype: torch.dtype, block_size: 
             exact = torch.cat((query, key), dim=1)
         exact = rotate_reference(exact, positions, table.double())
         values, expected = qkv[:, rotated:].clone(), pool.clone()
-        rotate_and_store(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots, norms)
+        rotate_and_store(RotaryInput(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots, norms))
         store_kv_reference(qkv[:, heads.num_heads : rotated], values, expected[:, 1, 0], expected[:, 1, 1], slots)
         return [
             measure_error(qkv[:, :rotated], exact, rounding_tolerance(dtype)),

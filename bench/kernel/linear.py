@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from bench.kernel.graph_time import graph_microseconds
 from engine_worker.execution.deterministic import use_batch_invariant_products
 from kernels.rms_norm import add_rms_norm
-from kernels.rotary_embedding import rotate_and_store
+from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for
@@ -121,11 +121,11 @@ def measure_small_kernels(layers: Layers) -> list[dict[str, Any]]:
         pool = torch.zeros(1024, 2, NUM_KV_HEADS, 16, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         positions, table = torch.arange(rows, device="cuda"), torch.rand(1024, HEAD_DIM, device="cuda")
         gate_up = layers.random(rows, 2 * INTERMEDIATE)
-        rotation = (qkv, positions, table, pool[:, 0], pool[:, 1], positions)
+        rotation = RotaryInput(qkv, positions, table, pool[:, 0], pool[:, 1], positions)
 
         calls: dict[str, Callable[[], object]] = {
             "add_rms_norm": lambda x=x, weight=weight: add_rms_norm(x, x, weight, 1e-5),
-            "rotate_and_store": lambda rotation=rotation: rotate_and_store(*rotation),
+            "rotate_and_store": lambda rotation=rotation: rotate_and_store(rotation),
             "silu_and_mul": lambda gate_up=gate_up: silu_and_mul(gate_up),
         }
         times = {f"{name}_microseconds": graph_microseconds([call] * 16) for name, call in calls.items()}

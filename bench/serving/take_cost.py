@@ -30,7 +30,7 @@ async def _best_of(redis: Redis, keys: RedisKeys, num_peers: int, num_entries: i
             await redis.zadd(held, {f"w{number}.x": 1_000_000 + number for number in range(1, 1 + num_peers)})
         async with redis.pipeline(transaction=False) as pipeline:
             for number in range(CALLS * num_entries):
-                pipeline.xadd(keys.queue("interactive"), {"r": f"{number:032x}", "a": "1", "s": "0"})
+                pipeline.xadd(keys.queue("interactive"), {"r": f"{number:032x}", "s": "0"})
             await pipeline.execute()
         await scripts.take(WORKER, Wish(0))  # the script is known from here on
         await redis.config_resetstat()

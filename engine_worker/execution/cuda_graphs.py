@@ -23,8 +23,6 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch
 
-CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
-
 # Larger steps run for longer than their launches take: 350 of them are up to 10 ms of the host.
 MAX_GRAPH_TOKENS = 512
 # Of a mixed step: all rows of a larger head product would be computed for a few that are wanted.
@@ -65,7 +63,7 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphKey]:
-    """What a worker captures in one of CUDAGRAPH_MODES."""
+    """What a worker captures in one of settings.CUDAGRAPH_MODES."""
     decodes = [GraphKey(size, mixed=False) for size in decode_sizes(max_num_seqs)] if mode != "none" else []
     mixed = [GraphKey(size, mixed=True) for size in mixed_sizes(max_num_batched_tokens)] if mode == "full" else []
     return decodes + mixed

@@ -33,10 +33,6 @@ class GrammarCompiler:
         self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._cached_bytes = 0
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cache)
-
     def compile(self, grammar: Grammar) -> LLMatcher:
         """At its beginning; to be copied, not to be advanced. Raises GrammarError."""
         with self._cache_lock:

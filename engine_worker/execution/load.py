@@ -60,7 +60,7 @@ class ExecutionSettings:
     max_num_batched_tokens: int = 2048
     num_threads: int | None = None  # None = torch's choice (physical cores)
     deterministic: bool = False  # results do not depend on the batch; to be chosen before the process uses CUDA
-    cudagraph_mode: str = "full"  # of cuda_graphs.CUDAGRAPH_MODES
+    cudagraph_mode: str = "full"  # of settings.CUDAGRAPH_MODES
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:

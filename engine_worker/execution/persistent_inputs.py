@@ -31,7 +31,6 @@ class PersistentInputs:
         """`max_num_seqs` rows and `max_num_tokens` tokens at most in a step, padding included."""
         max_num_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
-        self._max_num_tokens = max_num_tokens
         self._descriptions = [
             _Description(max_num_seqs, max_num_tokens, max_num_blocks, device) for _ in range(NUM_DESCRIPTIONS)
         ]

@@ -19,11 +19,18 @@ class CpuDevice:
 
     def __init__(self, spec: ModelSpec, kv_pool: Tensor) -> None:
         self.spec = spec
-        self.tables: dict[int, Tensor] = {}  # of cosines and sines in the pool's dtype, by the id of the exact one
         self.kv_pool = kv_pool
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
         self.layers = [self.layout.layer(kv_pool[:, layer, 0]) for layer in range(spec.num_layers)]
         self.buffer = GatherBuffer()
+        self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
+
+    def table_of(self, attention: AttentionWeights) -> Tensor:
+        """The table of cosines and sines in the pool's dtype; the weights have it in float32."""
+        index = attention.rope_index
+        if index not in self._tables:
+            self._tables[index] = attention.cos_sin_table.to(self.kv_pool.dtype)
+        return self._tables[index]
 
     def begin_step(self, model_input: ModelInput) -> "CpuStep":
         return CpuStep(self, model_input)
@@ -36,7 +43,7 @@ class CpuStep:
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
-        self._tables, self._positions = device.tables, model_input.positions
+        self._device, self._positions = device, model_input.positions
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._plan = PagedAttentionPlan(
             device.layout,
@@ -66,7 +73,7 @@ class CpuStep:
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
         """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
         self._norm_queries_and_keys(qkv, attention)
-        cos, signed_sin = self._angles_of(attention.cos_sin_table, qkv.dtype)
+        cos, signed_sin = self._angles_of(attention)
         pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_heads + self._num_kv_heads, 2, -1)
         swapped = pairs.flip(2)
         pairs.mul_(cos).addcmul_(swapped, signed_sin)
@@ -82,15 +89,14 @@ class CpuStep:
         query.copy_(self.rms_norm(query, attention.query_norm))
         key.copy_(self.rms_norm(key, attention.key_norm))
 
-    def _angles_of(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles_of(self, attention: AttentionWeights) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the step's positions; layers mostly share one table."""
-        if id(table) not in self._angles:
-            if id(table) not in self._tables:
-                self._tables[id(table)] = table.to(dtype)
-            rows = self._tables[id(table)][self._positions]
+        index = attention.rope_index
+        if index not in self._angles:
+            rows = self._device.table_of(attention)[self._positions]
             cos, sin = rows.view(-1, 1, 2, self._head_dim // 2).chunk(2, dim=2)
-            self._angles[id(table)] = cos, torch.cat((-sin, sin), dim=2)
-        return self._angles[id(table)]
+            self._angles[index] = cos, torch.cat((-sin, sin), dim=2)
+        return self._angles[index]
 
     def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""

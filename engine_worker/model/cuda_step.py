@@ -11,7 +11,7 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelSpec, QkNorm
 from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rotary_embedding import QkNorms, rotate_and_store
+from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_for
@@ -66,7 +66,9 @@ class CudaStep:
                 key.copy_(self.rms_norm(key, attention.key_norm))
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         caches = self._device.layers[layer]
-        rotate_and_store(heads, inputs.positions, attention.cos_sin_table, *caches, inputs.slot_mapping, norms)
+        rotate_and_store(
+            RotaryInput(heads, inputs.positions, attention.cos_sin_table, *caches, inputs.slot_mapping, norms)
+        )
 
     def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""

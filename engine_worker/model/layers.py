@@ -79,10 +79,19 @@ class NormWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """One of the rotary tables of a network."""
+
+    index: int
+    cos_sin: Tensor  # [max_len, D] float32
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """What a layer has between its norms: products, rotation, norms of queries and keys."""
 
     spec: AttentionSpec
+    rope_index: int  # layers of one network whose positions turn alike have the same one, and the same table
     cos_sin_table: Tensor  # [max_len, D] float32
     qkv: Linear
     out: Linear
@@ -100,7 +109,13 @@ def load_linear(
 
 
 def load_attention(
-    source: WeightSource, names: NamesSpec, prefix: str, spec: AttentionSpec, hidden: int, eps: float, table: Tensor
+    source: WeightSource,
+    names: NamesSpec,
+    prefix: str,
+    spec: AttentionSpec,
+    hidden: int,
+    eps: float,
+    table: RotaryTable,
 ) -> AttentionWeights:
     """Rows of queries and keys are put into the order of rotary.py, with their biases and norms."""
     order = rotary_order(spec.rope, spec.head_dim)
@@ -109,7 +124,8 @@ def load_attention(
     bias = _fused(source, [f"{prefix}{name}.bias" for name in names.qkv], sizes, ()) if spec.qkv_bias else None
     return AttentionWeights(
         spec=spec,
-        cos_sin_table=table,
+        rope_index=table.index,
+        cos_sin_table=table.cos_sin,
         qkv=Linear(_reordered(weight, spec, order), None if bias is None else _reordered(bias, spec, order)),
         out=load_linear(source, [prefix + names.out], [hidden], spec.query_size, bias=spec.out_bias),
         query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, eps, order),

@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead, load_attention, load_linear
+from engine_worker.model.layers import (
+    AttentionWeights,
+    Linear,
+    NormWeight,
+    OutputHead,
+    RotaryTable,
+    load_attention,
+    load_linear,
+)
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -42,7 +50,7 @@ class Device(Protocol):
 
 
 class DecoderLayer:
-    def __init__(self, model: ModelSpec, weights: WeightSource, index: int, table: Tensor) -> None:
+    def __init__(self, model: ModelSpec, weights: WeightSource, index: int, table: RotaryTable) -> None:
         spec, names, hidden = model.layers[index], model.names, model.hidden_size
         prefix = names.layer.format(index=index)
 
@@ -105,8 +113,12 @@ class Network:
         self.spec, self._is_deterministic = spec, is_deterministic
         names, shape = spec.names, (spec.vocab_size, spec.hidden_size)
         self._embedding = weights.get(names.embedding, shape)
-        ropes = {layer.attention.rope for layer in spec.layers}
-        tables = {rope: rotary_table(rope, spec.head_dim, max_len).to(self._embedding.device) for rope in ropes}
+        ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
+        device = self._embedding.device
+        tables = {
+            rope: RotaryTable(index, rotary_table(rope, spec.head_dim, max_len).to(device))
+            for index, rope in enumerate(ropes)
+        }
         self._layers = [
             DecoderLayer(spec, weights, index, tables[layer.attention.rope]) for index, layer in enumerate(spec.layers)
         ]

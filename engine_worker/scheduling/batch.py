@@ -7,7 +7,6 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
-from engine_worker.scheduling.sequence_group import SequenceGroup
 from shared.messages import PromptLogprobs, TokenLogprobs
 
 
@@ -75,7 +74,6 @@ class TransferTime:
 class ScheduledBatch:
     sequences: list[ScheduledSequence]
     block_copies: list[BlockCopy] = field(default_factory=list)
-    preempted: list[SequenceGroup] = field(default_factory=list)
     swap_out: list[BlockCopy] = field(default_factory=list)  # device block id -> host block id
     swap_in: list[BlockCopy] = field(default_factory=list)  # host block id -> device block id; for the next step
     number: int = 0  # counts batches; names their transfers in events

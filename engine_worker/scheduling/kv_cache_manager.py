@@ -73,11 +73,6 @@ class KVCacheManager:
         """To look at; None if there is no host tier."""
         return self._host.pool if self._host else None
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The most tokens whose KV exists at one time: the longest a sequence can get when it is alone."""
-        return self._pool.num_usable_blocks * self.block_size
-
     def num_missing_blocks(self, sequence: Sequence) -> int:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
         return -(-sequence.num_tokens // self.block_size) - len(sequence.block_table) + len(self._to_replace(sequence))
@@ -93,12 +88,12 @@ class KVCacheManager:
                 return True
         return False
 
-    def can_allocate(self, *sequences: Sequence, headroom_blocks: int = 0) -> bool:
-        """Whether all blocks that these miss together are available, and `headroom_blocks` would be left.
+    def can_allocate(self, *sequences: Sequence) -> bool:
+        """Whether all blocks that these miss together are available.
 
         Of those that share a block, the last to replace it keeps it if no other sequence holds it.
         """
-        num_available = self._pool.num_available_blocks - headroom_blocks
+        num_available = self._pool.num_available_blocks
         if len(sequences) == 1:
             return self.num_missing_blocks(sequences[0]) <= num_available
         num_missing = sum(map(self.num_missing_blocks, sequences))
@@ -112,11 +107,11 @@ class KVCacheManager:
         sequence.block_table += self._pool.allocate(self.num_missing_blocks(sequence))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
-        """Give a waiting sequence all blocks it needs, if `headroom_blocks` would be left: its own KV if it was swapped
-        out, else the cached prefix first. Its num_computed_tokens says then how much it need not compute.
+        """Give a waiting sequence all blocks it needs, if `headroom_blocks` would be left, the cached prefix first.
+
+        Its num_computed_tokens says then how much it need not compute. One that is swapped comes back by try_swap_in.
         """
-        if sequence.host_block_table:
-            return self.try_swap_in([sequence], headroom_blocks)
+        assert not sequence.host_block_table, f"{sequence.request_id} is swapped"
         if self._pool.num_available_blocks <= headroom_blocks:
             return False  # at least one new block is needed: a queue that waits is not looked up in every step
         match = self._match(sequence)
@@ -197,13 +192,11 @@ class KVCacheManager:
         if self._prefix_cache:
             self._prefix_cache.publish(sequence, num_computed_tokens, self._step)
 
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
-        """`child` begins with `num_tokens` (default: all) of the computed tokens of `parent`, and shares their blocks.
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """`child` begins with `num_tokens` of the computed tokens of `parent`, and shares their blocks.
 
         O(1) a block. The last one may be partly filled, and may hold tokens of the parent behind those that are shared.
         """
-        if num_tokens is None:
-            num_tokens = parent.num_computed_tokens
         assert not child.block_table, f"{child.request_id} has blocks"
         assert num_tokens <= parent.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
         assert child.num_tokens >= num_tokens, f"{child.request_id} lacks computed tokens"

@@ -66,8 +66,6 @@ class Scheduler:
         self._batch_share = BatchShare(config, kv_cache.num_usable_blocks)
         self._forecast = IntakeForecast(config, kv_cache.block_size)
         self._waits_for = ""  # what the first of the queue lacked in the last step
-        # The longest a lone sequence gets, prompt and output: the model's context, or the whole KV cache if smaller.
-        self.max_num_tokens = min(config.max_model_len, kv_cache.capacity_tokens)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -175,7 +173,6 @@ class Scheduler:
         return ScheduledBatch(
             plan.sequences,
             transfers.block_copies,
-            preempted,
             transfers.swap_out,
             transfers.swap_in,
             transfers.batch_number,

@@ -53,7 +53,7 @@ end
 for n = 1, count do
   local r, j = KEYS[2 + 2 * n], KEYS[3 + 2 * n]
   local id, body, journal, record, holder, grace = unpack(ARGV, 6 + 7 * n, 11 + 7 * n)
-  local entry = redis.call('XADD', q, '*', 'r', id, 'a', '1', 's', '0')
+  local entry = redis.call('XADD', q, '*', 'r', id, 's', '0')
   if journal == '' then
     redis.call('DEL', j)
   else

@@ -8,8 +8,8 @@
 local r, j, resumed = KEYS[1], KEYS[2], KEYS[3]
 local id, holder, gateway, prefix, again = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'attempt', 'solo')
-local state, worker, record, orphaned, attempt, solo = unpack(request)
+local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'solo')
+local state, worker, record, orphaned, solo = unpack(request)
 if not state or not record then
   return 0
 end
@@ -21,7 +21,7 @@ if state == 'done' then
   reply = 2
   redis.call('HDEL', r, 'orphaned', 'terminal', 'worker')
   redis.call('HSET', r, 'state', 'queued', 'jl', redis.call('STRLEN', j),
-    'entry', redis.call('XADD', resumed, '*', 'r', id, 'a', attempt or '1', 's', solo or '0'))
+    'entry', redis.call('XADD', resumed, '*', 'r', id, 's', solo or '0'))
   redis.call('PERSIST', r)
   redis.call('PERSIST', j)
 end

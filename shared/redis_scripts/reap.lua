@@ -53,7 +53,7 @@ for i = 1, (#KEYS - 6) / 2 do
         if strikes >= tonumber(max_strikes) then
           solo = '1'
         end
-        local again = redis.call('XADD', resumed, '*', 'r', id, 'a', attempt, 's', solo)
+        local again = redis.call('XADD', resumed, '*', 'r', id, 's', solo)
         redis.call('HDEL', r, 'worker')
         redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', strikes, 'jl', length, 'solo', solo,
           'entry', again)

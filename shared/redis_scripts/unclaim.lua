@@ -14,9 +14,9 @@ for i = 1, (#KEYS - 2) / 2 do
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
-    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'attempt', 'solo')
+    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo')
     if request[1] == worker and request[2] == entry then
-      local again = redis.call('XADD', KEYS[2], '*', 'r', id, 'a', request[3] or '1', 's', request[4] or '0')
+      local again = redis.call('XADD', KEYS[2], '*', 'r', id, 's', request[3] or '0')
       redis.call('HDEL', r, 'worker', 'claim')
       redis.call('HSET', r, 'state', 'queued', 'entry', again)
       requeued = requeued + 1

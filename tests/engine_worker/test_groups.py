@@ -17,6 +17,7 @@ from tests.builders import (
     expected_output,
     make_engine,
     make_request,
+    preempted,
     run_to_end,
 )
 
@@ -180,7 +181,7 @@ def test_a_group_is_preempted_as_a_whole_and_computes_its_prompt_once_again() ->
         engine.add_request(request)
     transcript = run_to_end(engine)
     assert [outputs(transcript, request) for request in requests] == [expected(request) for request in requests]
-    assert [group.request_id for batch in batches.seen for group in batch.preempted] == ["b"]
+    assert [name for batch in batches.seen for name in preempted(engine._scheduler, batch)] == ["b"]
     (again,) = [
         (batch.sequences[index].num_new_tokens, scheduled.sequence.choice)
         for batch in batches.seen[2:]

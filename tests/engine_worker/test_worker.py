@@ -24,7 +24,7 @@ async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConn
             tokens, end = await harness.finish(request.request_id)
             assert tokens == expected_output(request)
             assert end.usage == Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=len(tokens))
-        await eventually(lambda: harness.worker.num_held == 0)
+        await eventually(lambda: harness.num_held == 0)
         assert await harness.num_unacknowledged() == 0
 
 
@@ -46,7 +46,7 @@ async def test_a_new_request_joins_the_running_batch_within_one_step(
         await harness.submit(first)
         await eventually(lambda: len(harness.gate.batches) == 3)  # the third step has begun and waits
         await harness.submit(second)
-        await eventually(lambda: harness.worker.num_held == 2)
+        await eventually(lambda: harness.num_held == 2)
         harness.gate.allow(2)
         await eventually(lambda: len(harness.gate.batches) == 5)
         assert harness.gate.batches[2] == {first.request_id}
@@ -62,7 +62,7 @@ async def test_it_claims_what_fits_and_leaves_the_rest_to_others(
             await harness.submit(request)
         harness.gate.allow(10)
         await eventually(lambda: len(harness.gate.batches) == 11)
-        assert harness.worker.num_held == 2
+        assert harness.num_held == 2
         assert await harness.num_claimed() == 2
         harness.gate.allow(FOREVER_STEPS)
         for request in requests:
@@ -81,7 +81,7 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
         await eventually(lambda: len(harness.gate.batches) == 3)
         for request in waiting:
             await harness.submit(request)
-        await eventually(lambda: harness.worker.num_held == 7)
+        await eventually(lambda: harness.num_held == 7)
         calls = harness.thread._calls
         await eventually(lambda: calls.qsize() >= 7)  # six requests, and that the second step is stored
         before = calls.qsize()
@@ -90,7 +90,7 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
         assert (await harness.scripts.take(joiner, wish)).entries == []
         await eventually(lambda: calls.qsize() > before)  # the worker has seen it
         harness.gate.allow(1)
-        await eventually(lambda: harness.worker.num_held == 4)
+        await eventually(lambda: harness.num_held == 4)
         taken: list[str] = []
         while len(taken) < 3:
             taken += [entry.request_id for entry in (await harness.scripts.take(joiner, wish)).entries]
@@ -114,7 +114,7 @@ async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_befo
         harness.gate.allow(FOREVER_STEPS)
         tokens, end = await harness.finish(request.request_id)
         assert (tokens, end.reason) == (expected, FinishReason.LENGTH)
-        await eventually(lambda: harness.worker.num_held == 0)
+        await eventually(lambda: harness.num_held == 0)
         assert await harness.num_unacknowledged() == 0
 
 
@@ -125,7 +125,7 @@ async def test_a_cancelled_request_frees_its_blocks(connections: RedisConnection
     async with WorkerHarness(connections, keys, num_steps=4).serving() as harness:
         for request in (cancelled, other):
             await harness.submit(request)
-        await eventually(lambda: harness.worker.num_held == 2)
+        await eventually(lambda: harness.num_held == 2)
         await eventually(lambda: len(harness.gate.batches) == 5)
         if hint == "hint arrives":
             assert await harness.scripts.cancel(cancelled.request_id, "interactive")
@@ -151,7 +151,7 @@ async def test_a_hint_frees_the_blocks_before_the_next_step(connections: RedisCo
         await harness.scripts.cancel(request.request_id, "interactive")
         await eventually(lambda: harness.hinted)
         harness.gate.allow(1)
-        await eventually(lambda: harness.worker.num_held == 0)
+        await eventually(lambda: harness.num_held == 0)
         assert len(harness.gate.batches) == 4
         assert (await harness.thread.stats()).kv_cache.num_active_blocks == 0
 

@@ -91,6 +91,11 @@ class WorkerHarness:
         self.worker = Worker(self.thread, self._register, self._hear_cancels, metrics, drain_seconds, clock)
         self.running: asyncio.Task[None] | None = None
 
+    @property
+    def num_held(self) -> int:
+        """How many requests the worker holds."""
+        return len(self.worker.tenants())
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["WorkerHarness"]:
         self.thread.start(self.engine, self.worker.take_turn)

@@ -167,7 +167,7 @@ def load_once() -> Callable[..., ServedModel]:
 async def nothing_is_left(world: World) -> None:
     """No request is queued, claimed, or in the engine."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while await world.worker.num_unacknowledged() or world.worker.worker.num_held:
+        while await world.worker.num_unacknowledged() or world.worker.num_held:
             await asyncio.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ from kernels.paged_attention_decode import attend_decode
 from kernels.paged_attention_plan import plan_decode
 from kernels.paged_attention_prefill import attend_prefill
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from kernels.rotary_embedding import rotate_and_store_triton
+from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling_cuda import sample_tokens_triton
 from kernels.sampling_reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
@@ -123,7 +123,7 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
         add_rms_norm_triton(x, x, empty(hidden), 1e-5)
         silu_and_mul_triton(empty(1024, 2 * intermediate))
         table = empty(8192, head_dim, dtype=torch.float32)
-        rotate_and_store_triton(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots)
+        rotate_and_store_triton(RotaryInput(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots))
         copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))
 
     return launch

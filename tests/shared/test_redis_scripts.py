@@ -137,7 +137,7 @@ class TestTake:
         await accept(scripts, "slow", priority_class="batch")
         await accept(scripts, "fast1")
         await accept(scripts, "fast2")
-        await redis.xadd(keys.queue(RESUMED), {"r": "half", "a": "2", "s": "1"})
+        await redis.xadd(keys.queue(RESUMED), {"r": "half", "s": "1"})
         await scripts.register(WORKER)
         first = (await scripts.take(WORKER, Wish(2))).entries
         assert [(entry.request_id, entry.solo) for entry in first] == [("half", True), ("fast1", False)]
@@ -569,7 +569,7 @@ class TestCancel:
             assert (await heard.get_message(timeout=10))["data"] == b"a"
 
     async def test_does_not_touch_an_entry_of_another_request_with_the_same_id(self, scripts, redis, keys):
-        entry_id = await redis.xadd(keys.queue("interactive"), {"r": "b", "a": "1", "s": "0"})
+        entry_id = await redis.xadd(keys.queue("interactive"), {"r": "b", "s": "0"})
         await redis.hset(keys.request("a"), mapping={"body": "x", "state": "queued", "entry": entry_id})
         await scripts.cancel("a", "interactive")
         assert await redis.xlen(keys.queue("interactive")) == 1

@@ -18,7 +18,7 @@ MODULES = {
     "granite": "granite",
     "helium": "helium",
     "llama": "llama",
-    "mistral": "mistral",
+    "mistral": "llama",
     "olmo2": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",

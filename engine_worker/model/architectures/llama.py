@@ -1,4 +1,7 @@
-"""Llama 2 and 3, SmolLM2, and the many checkpoints that call themselves `llama`."""
+"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`; Mistral from 7B v0.2 on, Nemo and Small.
+
+The first Mistral 7B has a window: it is refused.
+"""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

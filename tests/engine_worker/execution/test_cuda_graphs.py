@@ -7,7 +7,6 @@ from typing import cast
 import pytest
 
 from engine_worker.execution.cuda_graphs import (
-    CUDAGRAPH_MODES,
     GraphInputs,
     GraphKey,
     StepGraphs,
@@ -17,7 +16,7 @@ from engine_worker.execution.cuda_graphs import (
 )
 from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
-from engine_worker.settings import WorkerSettings
+from engine_worker.settings import CUDAGRAPH_MODES, WorkerSettings
 from tests.builders import make_sequence
 
 
@@ -75,7 +74,8 @@ def test_more_logits_than_a_mixed_graph_has() -> None:
 def test_modes() -> None:
     (field,) = (field for field in fields(WorkerSettings) if field.name == "cudagraph_mode")
     assert field.metadata["choices"] == CUDAGRAPH_MODES
-    assert graph_keys("none", 1024, 8192) == []
+    keys = {mode: graph_keys(mode, 1024, 8192) for mode in CUDAGRAPH_MODES}
+    assert keys["none"] == [] and len(keys["full"]) > len(keys["full_decode_only"]) > 0
     decodes_only = graphs(20, "full_decode_only")
     assert decodes_only.key_for(batch(1, 1)) == GraphKey(2, mixed=False)
     assert decodes_only.key_for(batch(1, 2)) is None

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.cuda_graphs import CUDAGRAPH_MODES
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.settings import CUDAGRAPH_MODES
 from shared.messages import GenerationRequest
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine, run_engine, run_engine_to_end, write_model

@@ -239,7 +239,7 @@ def test_the_least_recently_used_grammars_are_forgotten(model_dir: Path, monkeyp
     b = compiler.compile(_regex("b"))
     assert compiler.compile(_regex("a")) is a
     compiler.compile(_regex("c"))
-    assert compiler.num_cached == 2
+    assert len(compiler._cache) == 2
     assert compiler.compile(_regex("a")) is a
     assert compiler.compile(_regex("b")) is not b
 

@@ -65,7 +65,7 @@ class KVWorld:
 
     def fork(self, parent: Sequence) -> Sequence:
         child = self._sequence(parent.prompt_token_ids, parent.output_token_ids)
-        self.manager.fork(parent, child)
+        self.manager.fork(parent, child, parent.num_computed_tokens)
         self.running.append(child)
         return child
 
@@ -106,7 +106,7 @@ class KVWorld:
     def swap_in(self, chosen: Iterable[Sequence]) -> None:
         """One step in which these come back, as far as there is room, and nothing is computed."""
         for sequence in chosen:
-            if self.manager.try_admit(sequence):
+            if self.manager.try_swap_in([sequence]):
                 self.swapped.remove(sequence)
                 self.running.append(sequence)
         self._execute([])
@@ -128,7 +128,8 @@ class KVWorld:
 
     def _admit(self, newcomer: Newcomer) -> Sequence | None:
         sequence = self._sequence(newcomer.prompt_token_ids, newcomer.output_token_ids)
-        if sequence.num_tokens > self.manager.capacity_tokens or not self.manager.try_admit(sequence):
+        num_slots = self.manager.num_usable_blocks * self._block_size
+        if sequence.num_tokens > num_slots or not self.manager.try_admit(sequence):
             return None
         self.num_cached_tokens += sequence.num_computed_tokens
         self.running.append(sequence)

@@ -53,10 +53,10 @@ def test_a_swapped_sequence_keeps_its_count_and_gets_all_its_blocks_back(caches:
     assert transfers.swap_out == [BlockCopy(1, 1), BlockCopy(2, 2), BlockCopy(3, 3)]
     kv_cache.check_integrity([sequence])
     filler = fill(kv_cache, 32)  # every block gets new content
-    assert not kv_cache.try_admit(sequence)
+    assert not kv_cache.try_swap_in([sequence])
     kv_cache.free(filler)
     kv_cache.take_transfers()
-    assert kv_cache.try_admit(sequence)
+    assert kv_cache.try_swap_in([sequence])
     assert kv_cache.is_arriving(sequence)
     copies = kv_cache.take_transfers().swap_in
     assert [copy.source_block_id for copy in copies] == [1, 2, 3]
@@ -71,7 +71,7 @@ def test_what_is_still_on_the_device_is_not_fetched() -> None:
     sequence = run(kv_cache, TOKENS[:10])
     kv_cache.preempt([sequence])
     kv_cache.take_transfers()
-    assert kv_cache.try_admit(sequence)
+    assert kv_cache.try_swap_in([sequence])
     assert sequence.block_table[:2] == [1, 2]
     (copy,) = kv_cache.take_transfers().swap_in  # the partly filled one has no hash to be found by
     assert copy == BlockCopy(3, sequence.block_table[2])
@@ -93,7 +93,7 @@ def test_a_group_that_shares_a_partly_filled_block_moves_as_a_whole() -> None:
     kv_cache = make_manager()
     parent = run(kv_cache, TOKENS[:6])
     child = make_sequence(TOKENS[:6])
-    kv_cache.fork(parent, child)
+    kv_cache.fork(parent, child, parent.num_computed_tokens)
     group = [parent, child]
     assert kv_cache.preempt(group) is SWAP
     assert len(kv_cache.take_transfers().swap_out) == 2

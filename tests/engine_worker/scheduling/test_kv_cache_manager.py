@@ -27,13 +27,13 @@ def test_one_block_more_only_when_the_output_crosses_an_edge() -> None:
     assert lengths == [1, 1, 2, 2, 2, 2, 3]  # 3, 4 | 5, 6, 7, 8 | 9 tokens
 
 
-def test_can_allocate_counts_missing_blocks_and_headroom() -> None:
+def test_can_allocate_counts_missing_blocks() -> None:
     kv_cache = KVCacheManager(num_blocks=5, block_size=4)
     sequence = make_sequence(12)
-    assert kv_cache.can_allocate(sequence, headroom_blocks=1)
-    assert not kv_cache.can_allocate(sequence, headroom_blocks=2)
+    assert kv_cache.can_allocate(sequence)
+    assert not kv_cache.can_allocate(sequence, make_sequence(5))
     kv_cache.allocate(sequence)
-    assert kv_cache.can_allocate(sequence, headroom_blocks=1)  # it has its blocks; one is left
+    assert kv_cache.can_allocate(sequence, make_sequence(4))  # it has its blocks; one is left
     assert not kv_cache.can_allocate(make_sequence(5))
 
 
@@ -64,7 +64,7 @@ def test_stats_of_two_sequences() -> None:
 
 def forked(kv_cache: KVCacheManager, parent: Sequence, *output_token_ids: int) -> Sequence:
     child = make_sequence(parent.prompt_token_ids, output_token_ids=[*parent.output_token_ids, *output_token_ids])
-    kv_cache.fork(parent, child)
+    kv_cache.fork(parent, child, parent.num_computed_tokens)
     return child
 
 
@@ -121,7 +121,7 @@ def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 6)
     child = make_sequence(parent.prompt_token_ids)
-    kv_cache.fork(parent, child)
+    kv_cache.fork(parent, child, parent.num_computed_tokens)
     parent.num_computed_tokens = child.num_computed_tokens = 4
     kv_cache.allocate(child)
     assert (child.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])

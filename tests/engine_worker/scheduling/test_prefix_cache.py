@@ -175,7 +175,7 @@ def test_a_child_that_continues_otherwise_does_not_inherit_its_parents_hashes() 
     parent.output_token_ids.append(TOKENS[7])
     child = make_sequence(TOKENS[:7], output_token_ids=[1])
     kv_cache.publish(parent, 8)  # block 1 of the parent holds its own token now
-    kv_cache.fork(parent, child)
+    kv_cache.fork(parent, child, parent.num_computed_tokens)
     assert (child.num_published_blocks, child.block_hashes) == (1, parent.block_hashes[:1])
     kv_cache.allocate(child)
     kv_cache.publish(child, 8)

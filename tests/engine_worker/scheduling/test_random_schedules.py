@@ -27,6 +27,7 @@ from tests.builders import (
     make_engine,
     make_prompt,
     make_request,
+    preempted,
     run_to_end,
 )
 
@@ -131,7 +132,8 @@ class Promises:
         scheduled = {item.sequence: item for item in batch.sequences}
         assert len(scheduled) == len(batch.sequences), "a sequence is in the batch twice"
         names = {sequence.request_id for sequence in scheduled}
-        assert not names & {group.request_id for group in batch.preempted}
+        yielded = preempted(scheduler, batch)
+        assert names.isdisjoint(yielded)
         ending = {
             sequence
             for group in groups
@@ -164,7 +166,7 @@ class Promises:
         assert not prompts or not any(map(self._is_batch, scheduled)), "a batch beside an interactive prompt"
         self.num_swapped_blocks += len(batch.swap_in)
         self.num_steps += 1
-        self.num_preempted += len(batch.preempted)
+        self.num_preempted += len(yielded)
 
     def _is_batch(self, sequence: Sequence) -> bool:
         return sequence.request_id.startswith("b")

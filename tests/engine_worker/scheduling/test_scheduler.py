@@ -9,7 +9,7 @@ from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 from shared.messages import FinishReason
-from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence
+from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence, preempted
 
 WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
 TOKEN_ID = 77
@@ -143,17 +143,17 @@ def test_an_admitted_sequence_is_not_preempted_for_block_size_steps() -> None:
 def _step_preempts(scheduler: Scheduler) -> bool:
     batch = scheduler.schedule()
     scheduler.apply(batch, answer(batch))
-    return bool(batch.preempted)
+    return bool(preempted(scheduler, batch))
 
 
 def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
     scheduler = make_scheduler(num_blocks=11, block_size=4, enable_prefix_caching=False)  # 10 blocks
     first, second, third = (add(scheduler, name, 8) for name in ("a", "b", "c"))
-    while not (batch := scheduler.schedule()).preempted:
+    while not preempted(scheduler, batch := scheduler.schedule()):
         scheduler.apply(batch, answer(batch))
     # a took the last block, b those of c
     assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
-    assert [group.request_id for group in batch.preempted] == [third.request_id]
+    assert preempted(scheduler, batch) == [third.request_id]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
     assert (third.status, third.block_table, third.num_computed_tokens, third.num_preemptions) == (WAITING, [], 0, 1)
     assert third.output_token_ids == [TOKEN_ID] * 5
@@ -169,9 +169,9 @@ def test_a_sequence_that_needs_a_block_and_is_the_newest_yields_itself() -> None
     add(scheduler, "a", 5)
     add(scheduler, "b", 5)
     newest = add(scheduler, "c", 6)  # always the first to cross into its next block
-    while not (batch := scheduler.schedule()).preempted:
+    while not preempted(scheduler, batch := scheduler.schedule()):
         scheduler.apply(batch, answer(batch))
-    assert [group.request_id for group in batch.preempted] == [newest.request_id]
+    assert preempted(scheduler, batch) == [newest.request_id]
     assert newest.num_known_tokens == 13
     assert plan(batch) == {"a": (11, 1, True), "b": (11, 1, True)}
 
@@ -182,7 +182,7 @@ def test_a_sequence_alone_grows_to_the_whole_cache_and_ends_by_length() -> None:
     updates: list[SequenceUpdate] = []
     while scheduler.num_running + scheduler.num_waiting:
         batch = scheduler.schedule()
-        assert not batch.preempted
+        assert not preempted(scheduler, batch)
         updates += scheduler.apply(batch, answer(batch))
     assert sequence.num_tokens == 12
     assert [update.finish_reason for update in updates] == [None] * 6 + [FinishReason.LENGTH]

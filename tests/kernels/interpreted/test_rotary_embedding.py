@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.kernel.cases import measure_error, rounding_tolerance
-from kernels.rotary_embedding import rotate_and_store_reference, rotate_and_store_triton, rotate_reference
+from kernels.rotary_embedding import RotaryInput, rotate_and_store_reference, rotate_and_store_triton, rotate_reference
 
 BLOCK_SIZE = 8
 
@@ -28,7 +28,7 @@ def test_rotates_in_place_and_stores(num_heads: int, num_kv_heads: int, head_dim
     positions, table = torch.tensor([0, 1, 255, 17, 17, 3]), angle_table(256, head_dim)
     slots = [6 * BLOCK_SIZE - 1, 0, -1, BLOCK_SIZE, 2 * BLOCK_SIZE - 1, 3]
     pool = empty_pool(num_kv_heads, head_dim, dtype)
-    rotate_and_store_triton(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], torch.tensor(slots))
+    rotate_and_store_triton(RotaryInput(qkv, positions, table, pool[:, 1, 0], pool[:, 1, 1], torch.tensor(slots)))
 
     rotated = num_heads + num_kv_heads
     exact = rotate_reference(before[:, :rotated].double(), positions, table.double())
@@ -50,7 +50,7 @@ def test_the_reference_does_the_same() -> None:
     outcomes = []
     for operation in (rotate_and_store_triton, rotate_and_store_reference):
         pool, heads = empty_pool(2, 32, torch.float32), qkv.clone()
-        operation(heads, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots)
+        operation(RotaryInput(heads, positions, table, pool[:, 1, 0], pool[:, 1, 1], slots))
         outcomes.append((heads, pool))
     # Products of float32 in another order: half a unit each.
     torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-6)
@@ -62,7 +62,9 @@ def test_values_that_are_not_finite_stay_as_they_are() -> None:
     qkv = torch.ones(1, 3, 16)
     qkv[0, 2] = torch.inf
     pool = empty_pool(1, 16, torch.float32)
-    rotate_and_store_triton(qkv, torch.tensor([3]), angle_table(4, 16), pool[:, 0, 0], pool[:, 0, 1], torch.tensor([8]))
+    rotate_and_store_triton(
+        RotaryInput(qkv, torch.tensor([3]), angle_table(4, 16), pool[:, 0, 0], pool[:, 0, 1], torch.tensor([8]))
+    )
     assert torch.equal(pool[1, 0, 1, :, 0], torch.full((1, 16), torch.inf))
 
 
@@ -71,7 +73,7 @@ def test_pairs_are_rotated_as_complex_numbers() -> None:
     qkv = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
     heads, positions, table = qkv[:, :3].clone(), torch.tensor([5, 0, 99]), angle_table(100, 64)
     pool = empty_pool(1, 64, torch.float32)
-    rotate_and_store_triton(qkv, positions, table, pool[:, 0, 0], pool[:, 0, 1], torch.full((3,), -1))
+    rotate_and_store_triton(RotaryInput(qkv, positions, table, pool[:, 0, 0], pool[:, 0, 1], torch.full((3,), -1)))
     numbers = torch.complex(heads[..., :32], heads[..., 32:])
     turned = numbers * torch.complex(table[positions, :32], table[positions, 32:])[:, None]
     torch.testing.assert_close(qkv[:, :3], torch.cat((turned.real, turned.imag), dim=-1), rtol=1e-6, atol=1e-6)
