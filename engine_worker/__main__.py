@@ -19,9 +19,8 @@ from engine_worker.metrics import EngineInfo
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVEventLog
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
-from engine_worker.scheduling.transfer_costs import TransferCosts
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
 from shared.garbage_collection import search_rarely

@@ -21,14 +21,13 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
-from engine_worker.scheduling.block_hashes import cache_root
 from engine_worker.scheduling.intake import Intake
+from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.request_checks import RequestLimits, RequestRefused, check_request
 from engine_worker.scheduling.scheduler import Scheduler, SequenceUpdate
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.scheduling.sequence import Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import ERROR, EngineStats, StepRecorder, StepStats
-from engine_worker.scheduling.stop_conditions import finish_reason
 from shared.choice_seeds import choice_seed
 from shared.messages import (
     ErrorCode,

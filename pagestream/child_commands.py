@@ -1,4 +1,8 @@
-"""The command lines of the gateway and the workers that `pagestream serve` runs."""
+"""The command lines of the gateway and the workers that `pagestream serve` runs, and the GPU that each worker sees.
+
+GPUs are found without CUDA, because the supervisor never loads torch. Each worker sees one of them alone, so that
+several workers are several copies of the model on as many GPUs.
+"""
 
 import os
 import sys
@@ -7,12 +11,13 @@ from pathlib import Path
 
 from pagestream.child_process import ChildCommand
 from pagestream.directories import state_directory
-from pagestream.gpus import environ_of_worker, visible_gpus
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, files_folder
 
 # Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
 WORKER_ID_PREFIX = "serve"
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU; in a container only those it was given
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_base_id(fleet_id: str, number: int, life: int) -> str:
@@ -91,3 +96,16 @@ def _model(model: ServedModel, names: Sequence[str]) -> list[str]:
 
 def _max_model_len(num_tokens: int | None) -> list[str]:
     return [] if num_tokens is None else ["--max-model-len", str(num_tokens)]
+
+
+def visible_gpus(environ: Mapping[str, str], driver_gpus: Path = DRIVER_GPUS) -> list[str]:
+    """Names as CUDA_VISIBLE_DEVICES has them: its own entries if it is set, else 0, 1, ... for those of the driver."""
+    chosen = environ.get(VISIBLE)
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(index) for index, _ in enumerate(driver_gpus.iterdir())] if driver_gpus.is_dir() else []
+
+
+def environ_of_worker(number: int, environ: Mapping[str, str], gpus: list[str]) -> dict[str, str]:
+    """That of worker `number`: in turn one GPU of several, else as it is."""
+    return {**environ, VISIBLE: gpus[number % len(gpus)]} if len(gpus) > 1 else dict(environ)

@@ -5,14 +5,16 @@
 """
 
 import argparse
+import hashlib
 import json
 import os
+import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagestream.new_key import main as new_key
 from pagestream.serve_settings import DEMO, ServeSettings, split_flags
 from shared.settings import SettingsError, build_parser, load_settings
 from shared.version import VERSION
@@ -26,6 +28,7 @@ MODULES = {
 }
 EXTRAS = {"gateway": "gateway", "worker": "engine", "run-batch": "gateway"}  # what each cannot do without
 CLONE = Path(__file__).parents[1]  # if this is one
+_KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as gateway/auth/api_keys.py allows
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
   serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command in MODULES:
         return _program(args.command, args.arguments)
     commands_here: dict[str, Callable[[list[str]], int]] = {
-        "serve": _serve, "bench": _bench, "new-key": new_key, "dlq": _dlq, "top": _top, "doctor": _doctor,
+        "serve": _serve, "bench": _bench, "new-key": _new_key, "dlq": _dlq, "top": _top, "doctor": _doctor,
         "config": _config,
     }  # fmt: skip
     return commands_here[args.command](args.arguments)
@@ -119,6 +122,22 @@ def _serve_help() -> str:
         "Every option of `pagestream gateway` and `pagestream worker` can be given too."
     )
     return parser.format_help()
+
+
+def _new_key(arguments: Sequence[str]) -> int:
+    """A random API key for the eyes, and its entry for the file of --api-keys-file.
+
+    `pagestream new-key team-a >> keys.toml`: the key itself goes to the terminal (stderr), once and nowhere else.
+    """
+    parser = argparse.ArgumentParser(prog="pagestream new-key", description="Make an API key of the gateway.")
+    parser.add_argument("name", help="whose it is: shown in logs, and the tenant whose prompts share cached KV")
+    name = parser.parse_args(arguments).name
+    if not _KEY_NAME.fullmatch(name):
+        parser.error(f"name {name!r}: expected 1 to 64 of letters, digits, '.', '_' and '-'")
+    key = f"ps-{secrets.token_urlsafe(32)}"
+    sys.stderr.write(f"{key}\n")
+    sys.stdout.write(f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n\n')
+    return 0
 
 
 def _doctor(arguments: Sequence[str]) -> int:

@@ -21,10 +21,9 @@ from pagestream.address import AddressInUse, require_free_port
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
-from pagestream.finding import Finding
 from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.serve_settings import DEMO
-from pagestream.store_checks import check_embedded_store, check_redis
+from pagestream.store_checks import Finding, check_embedded_store, check_redis
 
 PYTHON_MINIMUM, PYTHON_BELOW = (3, 11), (3, 13)
 DISK_FREE_BYTES = 2**30  # the demo's weights as a file and converted, with room for the append-only file

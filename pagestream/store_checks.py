@@ -8,17 +8,27 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from redis.exceptions import RedisError
 
 from pagestream.embedded_store import StoreError
-from pagestream.finding import Finding
 from shared.redis_client import connect
 
 REDIS_MINIMUM = (7, 0)
 NUM_CLOCK_READINGS = 5  # the quickest one says most
 # Queue times and traces put the store's clock beside a worker's; less than this is lost in what they are read for.
 CLOCK_SKEW_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `pagestream doctor`: what was looked at, how it is, and what would help."""
+
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    message: str
+    hint: str = ""
 
 
 @dataclass(frozen=True)

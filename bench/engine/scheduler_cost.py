@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_worker.scheduling.batch import StepResult
-from engine_worker.scheduling.block_hashes import extend_block_hashes
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.prefix_cache import extend_block_hashes
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.kernel.cases import HEAD_SHAPES
 from bench.kernel.gpu_check import READ_CEILING_BYTES_PER_SECOND
-from kernels.paged_attention import AttentionPlan
+from kernels.attention.paged_attention import AttentionPlan
 
 BLOCK_SIZE = 16
 MODEL_LEN_TOKENS = 131072

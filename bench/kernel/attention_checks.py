@@ -23,8 +23,8 @@ from bench.kernel.cases import (
     same_bits,
 )
 from kernels import paged_attention as serving
-from kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_triton
-from kernels.paged_attention_prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
+from kernels.attention.paged_attention import AttentionPlan, paged_attention, paged_attention_triton
+from kernels.attention.prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
 
 # (cached, new) tokens: decoding and prefill, without keys, at the ends of blocks and tiles, in many splits.
 MIXED = [(513, 1), (0, 0), (1024, 511), (63, 1), (0, 33), (2047, 1), (5, 2), (4000, 1)]

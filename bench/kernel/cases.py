@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import paged_attention_reference
+from kernels.attention.paged_attention import paged_attention_reference
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from bench.kernel.cases import (
     rounding_tolerance,
     same_bits,
 )
+from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
-from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store, rotate_reference, store_kv_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from engine_worker.execution.deterministic import use_batch_invariant_products
+from engine_worker.execution.load import use_batch_invariant_products
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul

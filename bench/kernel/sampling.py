@@ -18,8 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.sampling_cuda import sample_tokens_triton, sum_groups
-from kernels.sampling_reference import SamplingRows, sample_tokens_reference
+from kernels.sampling.cuda import sample_tokens_triton, sum_groups
+from kernels.sampling.reference import SamplingRows, sample_tokens_reference
 
 READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
 VOCABULARIES = (49_152, 128_256)

@@ -28,7 +28,7 @@ from triton.testing import do_bench_cudagraph
 from bench.kernel.cases import HEAD_SHAPES, AttentionBatch, HeadShape, attention_batch
 from engine_worker.execution.host_pool import CudaHostPool
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
-from kernels.paged_attention import paged_attention
+from kernels.attention.paged_attention import paged_attention
 
 OPT_13B = HeadShape(40, 40, 128)
 LLAMA_8B = HEAD_SHAPES["llama-8b"]

@@ -3,6 +3,7 @@
 Each phase reports its progress; a pool that cannot hold max_model_len tokens is refused with the measured numbers.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_worker.execution.cuda_graphs import GraphKey, graph_keys
-from engine_worker.execution.deterministic import use_batch_invariant_products
 from engine_worker.execution.host_pool import staging_bytes
 from engine_worker.execution.input_builder import HostInputs
 from engine_worker.execution.kv_cache import (
@@ -208,3 +208,19 @@ def _description(kv_cache: KVCache) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def use_batch_invariant_products() -> None:
+    """Make rows of a matrix product independent of how many rows there are, for the whole process.
+
+    cuBLAS chooses a kernel by the number of rows. On Hopper its kernels agree bit by bit, but for those that split the
+    inputs and add the parts: with almost no workspace there is nowhere to put parts (ADR 0027). It reads the variables
+    when CUDA starts, so RuntimeError is raised after that. skinny_linear never splits.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

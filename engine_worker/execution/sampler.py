@@ -39,7 +39,7 @@ from engine_worker.execution.sampling_inputs import (
 from engine_worker.execution.token_counts import PenaltyCounts
 from engine_worker.execution.token_rules import TokenRules, TokensInFlight
 from engine_worker.scheduling.sequence import Sequence
-from kernels.sampling import sample_tokens
+from kernels.sampling.sample_tokens import sample_tokens
 from kernels.token_bitmask import apply_token_bitmask
 from shared.messages import TokenLogprobs
 

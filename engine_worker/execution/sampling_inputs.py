@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine_worker.execution.token_counts import PenaltyCounts, TokenCounts
 from engine_worker.scheduling.sequence import Sequence
-from kernels.sampling import SamplingRows
+from kernels.sampling.sample_tokens import SamplingRows
 from shared.messages import SamplingParams
 
 # Below this a temperature divides fp32 logits to infinity; far above it the draw already is the argmax.

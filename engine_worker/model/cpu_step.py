@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelSpec, QkNorm
-from kernels.paged_attention_cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
+from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 
 
 class CpuDevice:

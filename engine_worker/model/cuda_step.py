@@ -9,7 +9,7 @@ from torch import Tensor
 from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelSpec, QkNorm
-from kernels.paged_attention import AttentionPlan, paged_attention
+from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul

@@ -7,7 +7,8 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
-from shared.messages import PromptLogprobs, TokenLogprobs
+from engine_worker.scheduling.sequence_group import SequenceGroup
+from shared.messages import FinishReason, PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: one is made for each token
@@ -113,3 +114,25 @@ class FinishedStep:
 
     def collect(self) -> StepResult:
         return self.result
+
+
+@dataclass(slots=True)  # not frozen, which takes three times as long: one is made for each token
+class SequenceUpdate:
+    """What one step did to one sequence. It has ended if there is a `finish_reason` or an `error`.
+
+    A beam search gives updates without tokens until it is over; then one for each answer, with all its tokens.
+    """
+
+    sequence: Sequence
+    new_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    new_logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
+    ended_group: SequenceGroup | None = None  # set if the whole request is complete with this update
+
+    @property
+    def index(self) -> int:
+        """Of the first new token in the output. A beam search has no output before its end."""
+        if self.sequence.sampling.use_beam_search:
+            return 0
+        return self.sequence.num_output_tokens - len(self.new_token_ids)

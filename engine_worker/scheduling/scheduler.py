@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine_worker.scheduling.batch import ScheduledBatch, StepResult
+from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.batch_share import BatchShare
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
@@ -42,13 +42,10 @@ from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.preemption import PreemptionMode
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus
+from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus, finish_reason
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.sequence_update import SequenceUpdate
 from engine_worker.scheduling.stats import KVCacheStats
-from engine_worker.scheduling.step_plan import StepPlan
-from engine_worker.scheduling.stop_conditions import finish_reason
-from engine_worker.scheduling.survey import survey
+from engine_worker.scheduling.step_plan import StepPlan, survey
 from shared.messages import TokenLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]

@@ -1,14 +1,70 @@
-"""The tokens of one step, while they are chosen: what is added counts as computed, and forks what becomes due with it.
+"""The tokens of one step: what the running sequences want of it, and what of that is chosen.
 
-Decides nothing of order or budget: those are the scheduler's.
+    survey()    one pass over every running sequence, in every step:
+                decodes   lack one token
+                behind    lack more: prompts in chunks, and what is computed again
+                needing   lack a block, or write into one that others share: by group, because a group gets all it needs
+                          or yields
+    StepPlan    what is added to it counts as computed, and forks what becomes due with it
+
+Oldest group first in each list, interactive requests apart from those of the class `batch`. A sequence whose last token
+is in flight wants nothing. Order and budget are decided by the scheduler, not here.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledSequence
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
+
+
+@dataclass(slots=True)
+class Survey:
+    """What the running groups of one class want of the next step."""
+
+    decodes: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
+    behind: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
+    needing: list[tuple[SequenceGroup, list[Sequence]]] = field(default_factory=list)
+
+    def first_decodes(self, num_seats: int) -> list[tuple[SequenceGroup, Sequence]]:
+        """Those of the oldest groups, as whole groups, until so many seats are taken."""
+        chosen: list[tuple[SequenceGroup, Sequence]] = []
+        for place in self.decodes:
+            if len(chosen) >= num_seats and place[0] is not chosen[-1][0]:
+                break
+            chosen.append(place)
+        return chosen
+
+    def drop(self, groups: Iterable[SequenceGroup]) -> None:
+        """These have lost their place."""
+        dropped = set(groups)
+        self.decodes = [place for place in self.decodes if place[0] not in dropped]
+        self.behind = [place for place in self.behind if place[0] not in dropped]
+
+
+def survey(running: Iterable[SequenceGroup], kv_cache: KVCacheManager) -> tuple[Survey, Survey]:
+    """(of interactive requests, of the class `batch`)."""
+    interactive, batch = Survey(), Survey()
+    needs_room = kv_cache.needs_room
+    for group in running:
+        found = batch if group.is_batch else interactive
+        may_decode, needing = group.may_decode, None
+        for sequence in group.active:
+            if sequence.num_inflight_tokens and ends_with_inflight_token(sequence, group.max_num_tokens):
+                continue
+            num_tokens = sequence.num_tokens
+            if needs_room(sequence, num_tokens):
+                needing = [sequence] if needing is None else [*needing, sequence]
+            num_lacking = num_tokens - sequence.num_computed_tokens
+            if num_lacking > 1:
+                found.behind.append((group, sequence))
+            elif num_lacking and may_decode:
+                found.decodes.append((group, sequence))
+        if needing is not None:
+            found.needing.append((group, needing))
+    return interactive, batch
 
 
 class StepPlan:

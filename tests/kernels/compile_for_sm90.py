@@ -21,15 +21,15 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.attention.decode import attend_decode
+from kernels.attention.decode_plan import plan_decode
+from kernels.attention.paged_attention import TritonPlan
+from kernels.attention.prefill import attend_prefill
 from kernels.kv_block_copy import copy_kv_blocks_triton
-from kernels.paged_attention import TritonPlan
-from kernels.paged_attention_decode import attend_decode
-from kernels.paged_attention_plan import plan_decode
-from kernels.paged_attention_prefill import attend_prefill
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
-from kernels.sampling_cuda import sample_tokens_triton
-from kernels.sampling_reference import SamplingRows
+from kernels.sampling.cuda import sample_tokens_triton
+from kernels.sampling.reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import H200_TILES

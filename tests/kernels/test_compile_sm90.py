@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.paged_attention_shares import H200_CONFIGS
+from kernels.attention.decode_shares import H200_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 # An SM has 228 KiB, of which 1 KiB a block is the system's.

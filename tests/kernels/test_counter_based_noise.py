@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kernels.counter_based_noise import GOLDEN, _mix, draw_keys, gumbel_noise, signed
+from kernels.sampling.counter_based_noise import GOLDEN, _mix, draw_keys, gumbel_noise, signed
 
 # The first outputs of SplitMix64 seeded with 0 (Steele, Lea, Flood 2014; the generator's published test vector).
 SPLITMIX64_OF_0 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)

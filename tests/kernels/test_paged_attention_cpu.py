@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import kernels.paged_attention_cpu as cpu
-from kernels.paged_attention import paged_attention_reference
+from kernels.attention import cpu
+from kernels.attention.paged_attention import paged_attention_reference
 
 # (query_len, seq_len) of each sequence
 BATCHES = {

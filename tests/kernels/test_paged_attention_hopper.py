@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.paged_attention_pool import PoolRows, suits_copy_engine
-from kernels.paged_attention_prefill_hopper import heads_at_once
+from kernels.attention.pool_rows import PoolRows, suits_copy_engine
+from kernels.attention.prefill_hopper import heads_at_once
 
 
 def caches(block_size: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:

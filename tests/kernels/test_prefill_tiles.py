@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.paged_attention_prefill import LARGE_TILES, SMALL_TILES, PrefillConfig, prefill_config
+from kernels.attention.prefill import LARGE_TILES, SMALL_TILES, PrefillConfig, prefill_config
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from bench.kernel.cases import HeadShape, attention_batch, exact_attention, measure_error
-from kernels.paged_attention import paged_attention
+from kernels.attention.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_and_mul import silu_and_mul
 from kernels.token_bitmask import apply_token_bitmask

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pagestream.embedded_store import StoreError, server_binary
-from pagestream.finding import Finding
 from pagestream.store_checks import (
     NUM_CLOCK_READINGS,
     ClockReading,
+    Finding,
     check_embedded_store,
     check_redis,
     judge_clock,

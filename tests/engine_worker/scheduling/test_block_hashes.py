@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from engine_worker.scheduling import block_hashes
-from engine_worker.scheduling.block_hashes import cache_root, extend_block_hashes
+from engine_worker.scheduling.prefix_cache import cache_root, extend_block_hashes
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 

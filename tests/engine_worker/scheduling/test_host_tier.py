@@ -4,9 +4,8 @@ import pytest
 
 from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.scheduling.sequence import Sequence
-from engine_worker.scheduling.transfer_costs import TransferCosts
 from tests.builders import make_prompt, make_sequence
 
 TOKENS = make_prompt(24)

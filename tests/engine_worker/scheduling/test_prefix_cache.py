@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 
 from engine_worker.scheduling.batch import BlockCopy
-from engine_worker.scheduling.block_hashes import cache_root
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.prefix_cache import cache_root
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import FinishEvent
 from tests.builders import (

@@ -12,11 +12,9 @@ from msgspec import structs
 
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
+from engine_worker.scheduling.sequence import Sequence, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from engine_worker.scheduling.stop_conditions import ends_with_inflight_token
-from engine_worker.scheduling.transfer_costs import TransferCosts
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StoredChoice, Usage
 from tests.builders import (
     VOCAB_SIZE,

@@ -9,9 +9,9 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from bench.kernel.cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
-from kernels import paged_attention_decode, paged_attention_invariant, paged_attention_plan
-from kernels.paged_attention import paged_attention_triton
-from kernels.paged_attention_plan import plan_decode
+from kernels.attention import decode, decode_plan, invariant
+from kernels.attention.decode_plan import plan_decode
+from kernels.attention.paged_attention import paged_attention_triton
 
 # Float32: about 1e-6 from sums of a few hundred terms. Float16: weights and output are rounded, eps / 2 each.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: torch.finfo(torch.float16).eps}
@@ -70,14 +70,14 @@ def test_decode_rows_split_over_their_keys_equal_the_reference() -> None:
 
 
 def test_more_splits_than_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention_plan, "MIN_SPLIT_TOKENS", 128)
+    monkeypatch.setattr(decode_plan, "MIN_SPLIT_TOKENS", 128)
     batch = build(HeadShape(2, 1, 64), 16, [(700, 1), (511, 1)])  # 6 and 4 splits; 4 are joined at a time
     batch.key_cache[batch.block_tables[0, 42]] *= 4  # a late maximum: what was joined before it must be scaled down
     assert_exact(batch, attend(batch))
 
 
 def test_a_sequence_never_has_more_splits_than_the_plan_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention_plan, "MAX_SPLITS", 2)
+    monkeypatch.setattr(decode_plan, "MAX_SPLITS", 2)
     batch = build(HeadShape(2, 1, 64), 32, [(1299, 1), (300, 1), (511, 1), (512, 1)])
     assert_exact(batch, attend(batch))
 
@@ -88,7 +88,7 @@ def test_a_program_that_walks_several_items_keeps_them_apart(monkeypatch: pytest
     batch = build(HeadShape(4, 2, 64), 16, lengths)
     output = attend(batch)
     assert_exact(batch, output)
-    monkeypatch.setattr(paged_attention_decode, "PROGRAMS_PER_SM", 100)  # now every item has a program of its own
+    monkeypatch.setattr(decode, "PROGRAMS_PER_SM", 100)  # now every item has a program of its own
     assert torch.equal(attend(batch), output)
 
 
@@ -113,7 +113,7 @@ def test_the_plan_cuts_a_sequence_by_its_own_length(seq_len: int, count: int, sp
 
 
 def test_the_plan_counts_all_sequences_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention_plan, "SEQUENCES_COUNTED_AT_ONCE", 4)
+    monkeypatch.setattr(decode_plan, "SEQUENCES_COUNTED_AT_ONCE", 4)
     lengths = torch.full((11,), 300, dtype=torch.int32)
     lengths[:3] = 1
     plan = plan_decode(torch.arange(12, dtype=torch.int32), lengths, max_seq_len=300, num_heads=1, head_dim=64)
@@ -171,9 +171,9 @@ def test_neighbours_in_the_batch_do_not_change_a_bit_of_a_sequence() -> None:
 def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(
     cuts: tuple[int, ...], one_kernel: bool, programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention_invariant, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
     # The interpreter has one multiprocessor, and this many programs for one kv head.
-    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", programs_per_sm)
+    monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", programs_per_sm)
     whole = build(HeadShape(2, 1, 64), 16, [(0, 200)])
     expected, pieces, start = paged_attention_triton(**vars(whole), one_kernel=one_kernel), [], 0
     for end in cuts:
@@ -195,14 +195,14 @@ def test_a_prompt_in_chunks_gives_the_same_bits_as_in_one_piece(
 def test_by_one_kernel_neighbours_change_no_bit_of_a_decoding_sequence(
     programs_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention_invariant, "SPLIT_TOKENS", 64)
-    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", programs_per_sm)
+    monkeypatch.setattr(invariant, "SPLIT_TOKENS", 64)
+    monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", programs_per_sm)
     lengths = [(300, 1), (63, 1), (64, 1), (0, 1)]
     batch = build(HeadShape(6, 2, 64), 16, lengths)
     batch.seq_lens[3] = 0
     together = paged_attention_triton(**vars(batch), one_kernel=True)
     assert_exact(batch, together)
-    monkeypatch.setattr(paged_attention_invariant, "PROGRAMS_PER_SM", 1)
+    monkeypatch.setattr(invariant, "PROGRAMS_PER_SM", 1)
     for sequence in range(len(lengths)):
         alone = dataclasses.replace(
             batch,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.paged_attention_shares import MIN_SHARE_TOKENS, ShareConfig, SharePlan, plan_shares
+from kernels.attention.decode_shares import MIN_SHARE_TOKENS, ShareConfig, SharePlan, plan_shares
 
 KV_HEADS, TILE = 2, 16
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import sampling_cuda
-from kernels.sampling_cuda import sample_tokens_triton, sum_groups
-from kernels.sampling_reference import SamplingRows, sample_tokens_reference
+from kernels.sampling import cuda
+from kernels.sampling.cuda import sample_tokens_triton, sum_groups
+from kernels.sampling.reference import SamplingRows, sample_tokens_reference
 
 pytestmark = [
     # exp, log and differences of infinities: numpy, which interprets, warns where a GPU just computes.
@@ -36,9 +36,9 @@ WAYS: list[dict[str, float]] = [
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups a tile, so that a row has several tiles."""
-    monkeypatch.setattr(sampling_cuda, "_GROUPS_PER_TILE", 2)
-    monkeypatch.setattr(sampling_cuda, "_FLOOR_GROUPS_PER_TILE", 2)
-    monkeypatch.setattr(sampling_cuda, "_ARGMAX_TILE", 128)
+    monkeypatch.setattr(cuda, "_GROUPS_PER_TILE", 2)
+    monkeypatch.setattr(cuda, "_FLOOR_GROUPS_PER_TILE", 2)
+    monkeypatch.setattr(cuda, "_ARGMAX_TILE", 128)
 
 
 def rows_of(ways: list[dict[str, float]], first_seed: int = 0) -> SamplingRows:

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.paged_attention_decode import LOG2_E, num_multiprocessors
-from kernels.paged_attention_pool import PoolRows
+from kernels.attention.decode import LOG2_E, num_multiprocessors
+from kernels.attention.pool_rows import PoolRows
 
 # Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens where these reach 638, rings of three 559.
 BLOCK_M, BLOCK_N, NUM_STAGES = 128, 128, 2

@@ -6,7 +6,7 @@ A program has a tile of rows, each a (token, query head) pair of one kv head, so
 keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
 keys lie at absolute positions, so that the order of a row's additions does not depend on how its prompt was chunked
 or on the rows of a tile. With SPLIT_TOKENS the softmax starts anew at each of its multiples and the results are merged
-in ascending order: paged_attention_invariant.py says what for.
+in ascending order: invariant.py says what for.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
 # ruff: noqa: PLR0913, PLR0917
@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.decode import LOG2_E, num_multiprocessors
 from kernels.dependent_launch import dependent_launch
-from kernels.paged_attention_decode import LOG2_E, num_multiprocessors
 
 
 @dataclass(frozen=True)

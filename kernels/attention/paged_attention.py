@@ -32,14 +32,14 @@ Does not know layers, and does not write the cache (rotary_embedding.py does, be
 import torch
 from torch import Tensor
 
-from kernels.paged_attention_decode import attend_decode, num_multiprocessors
-from kernels.paged_attention_decode_hopper import attend_decode_hopper
-from kernels.paged_attention_invariant import attend_invariant
-from kernels.paged_attention_plan import DecodePlan, plan_decode
-from kernels.paged_attention_pool import suits_copy_engine
-from kernels.paged_attention_prefill import attend_prefill
-from kernels.paged_attention_prefill_hopper import attend_prefill_hopper
-from kernels.paged_attention_shares import SharePlan, plan_shares, share_config
+from kernels.attention.decode import attend_decode, num_multiprocessors
+from kernels.attention.decode_hopper import attend_decode_hopper
+from kernels.attention.decode_plan import DecodePlan, plan_decode
+from kernels.attention.decode_shares import SharePlan, plan_shares, share_config
+from kernels.attention.invariant import attend_invariant
+from kernels.attention.pool_rows import suits_copy_engine
+from kernels.attention.prefill import attend_prefill
+from kernels.attention.prefill_hopper import attend_prefill_hopper
 
 
 def paged_attention_reference(

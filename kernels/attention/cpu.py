@@ -1,6 +1,6 @@
 """Paged attention and the KV store on a CPU, from plain torch operators that are fast there.
 
-    paged_attention_cpu(...)     the arguments and the result of kernels.paged_attention's reference
+    paged_attention_cpu(...)     the arguments and the result of kernels.attention.paged_attention's reference
     PagedAttentionPlan           the same split in two: what all layers of a step share is computed once, then
                                  store_kv_cpu() and plan.attend() run per layer
 

@@ -1,10 +1,10 @@
-"""pagestream/gpus.py: several workers on several GPUs, one each."""
+"""pagestream/child_commands.py: several workers on several GPUs, one each."""
 
 from pathlib import Path
 
 import pytest
 
-from pagestream.gpus import environ_of_worker, visible_gpus
+from pagestream.child_commands import environ_of_worker, visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
     gumbel_noise(keys [R], stage, counters)  -> [R, C] float64, standard Gumbel
 
 The hash is SplitMix64's finaliser over 64-bit counters, in integers (int64) that wrap alike on every device; the Triton
-twin of these functions is in sampling_kernels.py. Knows nothing of logits.
+twin of these functions is in triton_kernels.py. Knows nothing of logits.
 """
 
 import torch

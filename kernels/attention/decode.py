@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.decode_plan import ITEM_FIELDS, DecodePlan
 from kernels.dependent_launch import dependent_launch
-from kernels.paged_attention_plan import ITEM_FIELDS, DecodePlan
 
 LOG2_E = math.log2(math.e)
 

@@ -1,4 +1,4 @@
-"""The kernels of sampling_cuda.py: the contract and the random numbers of the reference in sampling_reference.py.
+"""The kernels of cuda.py: the contract and the random numbers of the reference in reference.py.
 
     argmax_kernel   greedy rows, one program a row
     group_kernel    reads the scores once: greatest score and mass of each group of 128 tokens
@@ -15,8 +15,8 @@ the same bits wherever it stands. Rows whose scores are not finite end with such
 import triton
 import triton.language as tl
 
-from kernels.counter_based_noise import GOLDEN, MULTIPLIERS
-from kernels.sampling_reference import GROUP_SIZE
+from kernels.sampling.counter_based_noise import GOLDEN, MULTIPLIERS
+from kernels.sampling.reference import GROUP_SIZE
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST_MULTIPLIER = tl.constexpr(MULTIPLIERS[0])

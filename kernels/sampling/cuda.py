@@ -1,4 +1,4 @@
-"""sample_tokens on CUDA: launches of sampling_kernels.py. Nothing here waits for the device.
+"""sample_tokens on CUDA: launches of triton_kernels.py. Nothing here waits for the device.
 
 One launch for a batch of greedy rows; else two, and one more if a row has min-p, top-k or top-p. Knows no reference.
 """
@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.sampling_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
-from kernels.sampling_reference import GROUP_SIZE, SamplingRows
+from kernels.sampling.reference import GROUP_SIZE, SamplingRows
+from kernels.sampling.triton_kernels import argmax_kernel, draw_kernel, floor_kernel, group_kernel
 
 # Measured on an H200 (bench/kernel/sampling.py). 4096 scores for 8 warps are two 16-byte loads a thread in bf16, and 12
 # programs for a row of 49152 tokens; a row's search has no other program's work to hide its loads behind.

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.decode import LOG2_E
+from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
+from kernels.attention.pool_rows import PoolRows
 from kernels.dependent_launch import dependent_launch
-from kernels.paged_attention_decode import LOG2_E
-from kernels.paged_attention_pool import PoolRows
-from kernels.paged_attention_shares import ROW_FIELDS, SharePlan
 
 
 @gluon.jit

@@ -11,13 +11,13 @@ depends on (seed, output index, group or token id) alone: not on the row's place
 CPU and a GPU draw the same token, but for near-ties that fp32 rounding decides. min-p, top-k and top-p each keep a
 prefix of the row in descending order; equal scores at the edge are kept together.
 
-CPU tensors go to the reference in sampling_reference.py, those on CUDA to sampling_cuda.py. Knows nothing of sequences,
+CPU tensors go to the reference in reference.py, those on CUDA to cuda.py. Knows nothing of sequences,
 penalties or vocabularies' meaning.
 """
 
 from torch import Tensor
 
-from kernels.sampling_reference import SamplingRows, sample_tokens_reference
+from kernels.sampling.reference import SamplingRows, sample_tokens_reference
 
 __all__ = ["SamplingRows", "sample_tokens"]
 
@@ -25,6 +25,6 @@ __all__ = ["SamplingRows", "sample_tokens"]
 def sample_tokens(scores: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
     if not scores.is_cuda:
         return sample_tokens_reference(scores, rows)
-    from kernels.sampling_cuda import sample_tokens_triton  # noqa: PLC0415 - imports triton, which a CPU has not
+    from kernels.sampling.cuda import sample_tokens_triton  # noqa: PLC0415 - imports triton, which a CPU has not
 
     return sample_tokens_triton(scores, rows)

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.dependent_launch import dependent_launch
-from kernels.paged_attention_decode import num_multiprocessors
-from kernels.paged_attention_prefill import (
+from kernels.attention.decode import num_multiprocessors
+from kernels.attention.prefill import (
     SHORT_TILES,
     SMALL_TILES,
     PrefillConfig,
@@ -28,6 +27,7 @@ from kernels.paged_attention_prefill import (
     merge_split,
     prefill_config,
 )
+from kernels.dependent_launch import dependent_launch
 
 # Shorter splits are merged more often in prefill, longer ones leave a lone sequence with fewer programs.
 SPLIT_TOKENS = 512
