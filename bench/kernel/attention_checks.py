@@ -22,7 +22,7 @@ from bench.kernel.cases import (
     poisoned,
     same_bits,
 )
-from kernels import paged_attention as serving
+from kernels.attention import paged_attention as serving
 from kernels.attention.paged_attention import AttentionPlan, paged_attention, paged_attention_triton
 from kernels.attention.prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
 

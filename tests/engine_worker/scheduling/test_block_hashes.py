@@ -4,7 +4,7 @@ from hashlib import sha256
 
 import pytest
 
-from engine_worker.scheduling import block_hashes
+from engine_worker.scheduling import prefix_cache
 from engine_worker.scheduling.prefix_cache import cache_root, extend_block_hashes
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
@@ -45,8 +45,8 @@ def test_prompt_and_output_are_hashed_as_one_and_each_token_once(monkeypatch: py
         packed.extend(token_ids)
         return original(token_ids)
 
-    original = block_hashes.pack_token_ids
-    monkeypatch.setattr(block_hashes, "pack_token_ids", pack)
+    original = prefix_cache.pack_token_ids
+    monkeypatch.setattr(prefix_cache, "pack_token_ids", pack)
     sequence: Sequence = make_sequence([1, 2, 3, 4, 5, 6])
     for num_blocks in (1, 1, 0):
         extend_block_hashes(sequence, num_blocks, block_size=4)
