@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import ModelSpec
 
 MODULES = {
@@ -27,6 +28,9 @@ MODULES = {
     "smollm3": "smollm3",
 }
 
+# As llama.cpp calls the families whose module has a GGUF.
+GGUF_MODULES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
+
 
 def spec_from_directory(directory: Path) -> ModelSpec:
     """Raises ValueError with what config.json has that is not served."""
@@ -43,6 +47,14 @@ def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; these are: {names}")
     spec: ModelSpec = import_module(f"{__name__}.{MODULES[model_type]}").spec(config, generation)
     return spec
+
+
+def gguf_family_of(architecture: str) -> GgufFamily:
+    """`architecture`: `general.architecture` of a GGUF file. Raises ValueError for what is not read from GGUF."""
+    if architecture not in GGUF_MODULES:
+        raise ValueError(f"architecture {architecture!r} is not read from GGUF; these are: {', '.join(GGUF_MODULES)}")
+    family: GgufFamily = import_module(f"{__name__}.{GGUF_MODULES[architecture]}").GGUF
+    return family
 
 
 def _read_json(path: Path) -> dict[str, Any]:

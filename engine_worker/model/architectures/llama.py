@@ -5,7 +5,10 @@ The first Mistral 7B has a window: it is refused.
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
+
+GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_neighbouring_pairs=True)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

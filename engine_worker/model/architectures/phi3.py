@@ -2,9 +2,17 @@
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec
 
 NAMES = NamesSpec(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+GGUF = GgufFamily(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    # As in the original tokenizer.json, and as llama.cpp has it by the model's name.
+    tokens_that_keep_space=frozenset({"<unk>", "<s>", "<|endoftext|>"}),
+)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

@@ -2,7 +2,10 @@
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec, QkNorm
+
+GGUF = GgufFamily(model_type="qwen3", class_name="Qwen3ForCausalLM")
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

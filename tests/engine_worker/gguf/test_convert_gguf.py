@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from engine_worker.convert_gguf import convert, main
-from engine_worker.gguf_config import ConversionError
-from engine_worker.gguf_weights import to_bfloat16_bits, undo_rotary_permutation
+from engine_worker.gguf.metadata import ConversionError
+from engine_worker.gguf.weights import to_bfloat16_bits, undo_rotary_permutation
 from engine_worker.model.architectures import spec_from_directory
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, HEAD_DIM = 64, 4, 2, 96, 2, 16
@@ -82,7 +82,7 @@ def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
     converted = load_file(tmp_path / "model" / "model.safetensors")
     assert converted.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(converted[name], torch.from_numpy(values).bfloat16()), name
+        assert torch.equal(converted[name], torch.from_numpy(values)), name  # float32 as the file has it
 
 
 def test_configuration_and_tokenizer(tmp_path: Path) -> None:
@@ -102,15 +102,19 @@ def test_configuration_and_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"architecture": "qwen2"}, "qwen2"),
+        ({"architecture": "mamba"}, "'mamba' is not read from GGUF; these are: llama"),
+        ({"architecture": "qwen2"}, r"no blk\.0\.attn_q\.bias"),
         ({"pre": "deepseek-llm"}, "deepseek-llm"),
-        ({"rope_freqs__weight": np.ones(8, np.float32)}, "rotary"),
-        ({"blk__0__attn_q__bias": np.ones(64, np.float32)}, r"blk\.0\.attn_q\.bias"),
+        ({"rope_freqs__weight": np.ones(9, np.float32)}, r"rope_freqs\.weight is not one float32 for each of 8"),
+        ({"blk__0__attn_q__bias": np.ones(64, np.float32)}, r"no blk\.0\.attn_k\.bias"),
+        ({"blk__0__attn_q_norm__weight": np.ones(16, np.float32)}, r"no place in Llama.*blk\.0\.attn_q_norm\.weight"),
+        ({"blk__2__attn_norm__weight": np.ones(64, np.float32)}, r"no place in Llama.*blk\.2\.attn_norm\.weight"),
+        ({"output__weight": np.ones((8, 63), np.float32)}, r"output\.weight has shape \(8, 63\)"),
     ],
 )
 def test_what_cannot_be_converted_faithfully_is_refused(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", **changes)
-    with pytest.raises(ConversionError, match=word):
+    with pytest.raises(ValueError, match=word):
         convert(tmp_path / "m.gguf", tmp_path / "models" / "model", silent)
     assert list((tmp_path / "models").glob("*")) == []
 

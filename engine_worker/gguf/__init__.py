@@ -1,0 +1,1 @@
+"""Readers of GGUF files, without torch: metadata, configuration, tokenizer and tensors. convert_gguf.py joins them."""

@@ -1,0 +1,19 @@
+"""What llama.cpp's converter does to a family's checkpoints. What it calls their tensors the package `gguf` knows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFamily:
+    """`class_name` is transformers' class of the causal model; `config` what every such model's config.json says."""
+
+    model_type: str
+    class_name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # Whether rows of Q and K stand so that a rotary pair is neighbours (2i, 2i + 1); Hugging Face keeps the halves
+    # apart (i, i + head_dim / 2).
+    has_neighbouring_pairs: bool = False
+    # In SentencePiece vocabularies: control tokens that do not swallow white space behind them. None: none swallows it.
+    tokens_that_keep_space: frozenset[str] | None = None

@@ -1,0 +1,98 @@
+"""Every family that is read from GGUF, and every quantisation: greedy tokens of transformers on the same weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine_worker.convert_gguf import convert
+from engine_worker.model.architectures import GGUF_MODULES
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import Reference, generate, make_runner
+from tests.engine_worker.gguf.files import tiny_options, write_gguf
+
+FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
+FACTORS = [1.0 + i / 4 for i in range(32)]  # one for each pair of a head of 64
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": FACTORS, "long_factor": [2 * f for f in FACTORS],
+    "original_max_position_embeddings": 4, "attention_factor": 1.25,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: str
+    kind: Kind
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("llama", Kind.F16),
+    Case("llama", Kind.Q8_0, {"tie_word_embeddings": True}),
+    Case("llama", Kind.Q4_K, {"attention_bias": True, "mlp_bias": True}),
+    Case("llama", Kind.Q4_0, {"rope_parameters": LONGROPE | {"long_factor": FACTORS, "attention_factor": 1.0}}),
+    Case("qwen2", Kind.BF16, {"tie_word_embeddings": True}),
+    Case("qwen2", Kind.Q5_0, {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 14 * 32}),
+    Case("qwen2", Kind.Q6_K),
+    Case("qwen3", Kind.F32, {"head_dim": 32}),
+    Case("qwen3", Kind.Q4_1, {"head_dim": 128}),
+    Case("qwen3", Kind.Q5_K, {"head_dim": 64}),
+    Case("phi3", Kind.Q5_1),
+    Case("phi3", Kind.Q8_0, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
+]
+
+
+def tiny(case: Case) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(case.architecture, **tiny_options(**case.changes))
+        model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith(".bias"):
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
+    """As llama.cpp's converter does: one table of Llama 3's, two of Phi-3's."""
+    rope = case.changes.get("rope_parameters")
+    if rope is None:
+        return
+    if case.architecture == "llama":
+        writer.add_tensor("rope_freqs.weight", np.array(FACTORS, np.float32))
+        return
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    for name in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.architecture}-{case.kind.name}")
+def test_greedy_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    model = tiny(case)
+    write_gguf(tmp_path / "m.gguf", model, case.architecture, case.kind, lambda writer: add_rope(case, writer))
+    model.save_pretrained(tmp_path / "reference")
+    convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
+    runner = make_runner(tmp_path / "model", num_blocks=32)
+    prompt = torch.randint(3, 320, (33,), generator=torch.Generator().manual_seed(2)).tolist()
+    requests = [make_request(prompt[:n], f"p{n}", max_tokens=30, ignore_eos=True) for n in (1, 5, 33)]
+    outputs, _ = generate(runner, requests, max_num_seqs=4, max_num_batched_tokens=16)
+    reference = Reference(tmp_path / "reference")
+    for request in requests:
+        worst = max(reference.shortfalls(request.prompt_token_ids, outputs[request.request_id]))
+        assert worst < FP32_MARGIN, request.request_id
+
+
+def test_every_family_and_every_quantisation_is_tried() -> None:
+    assert {case.architecture for case in CASES} == set(GGUF_MODULES)
+    wanted = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+    assert {case.kind.name for case in CASES} == set(wanted)

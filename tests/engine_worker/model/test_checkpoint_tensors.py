@@ -1,0 +1,31 @@
+"""What checkpoint_tensors() tells beforehand is what a network of every family reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.network import Network
+from engine_worker.model.weights import RandomWeights
+from tests.engine_worker.model.test_families import CASES, write_family
+
+
+class _Recorded(RandomWeights):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32)
+        self.read: dict[str, tuple[int, ...]] = {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert name not in self.read
+        self.read[name] = shape
+        return super().get(name, shape)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tensors_of_a_network_are_known_beforehand(name: str, tmp_path: Path) -> None:
+    spec, weights = spec_from_directory(write_family(tmp_path, CASES[name])), _Recorded()
+    Network(spec, weights, max_len=8)
+    assert checkpoint_tensors(spec) == weights.read
