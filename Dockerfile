@@ -1,6 +1,6 @@
 # One file, two images: `gateway` (no torch) and `engine_worker` (ACCELERATOR=cpu, or gpu for CUDA and Triton).
 # The demo model is converted at build, so a container starts without a download.
-ARG PYTHON_IMAGE=python:3.11-slim
+ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH

@@ -3,7 +3,7 @@
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make mutants takes each guard of docs/security.md away and sees its tests fail
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # Hashes are checked for every file; no package of ours is ever looked up in an index.
@@ -71,7 +71,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "the locks are for Python 3.11: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "the locks are for Python 3.11 and 3.12: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python

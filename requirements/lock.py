@@ -9,8 +9,10 @@
     peers/*.txt      one heavy client each (`make peers`), from peers/*.in; *.overrides beside it leaves packages out
 
 Every pin carries its hashes, so that `pip install --require-hashes` takes exactly these files; made for Linux on
-x86-64 and Python 3.11. On a CPU torch is the build without CUDA, whose wheel pip must be able to see (in a folder of
-wheels, or in PyTorch's own index). Its hash is the only one listed: given the choice, pip would take the one with CUDA.
+x86-64 and Python 3.11, and held against what 3.12 needs, which is the same or less. On a CPU torch is the build without
+CUDA, whose wheel pip must be able to see (in a folder of wheels, or in PyTorch's own index). Only the hashes of that
+build are listed: given the choice, pip would take the one with CUDA. On a GPU torch and Triton are those that the
+figures of docs/benchmarks.md were measured with.
 """
 
 import re
@@ -21,7 +23,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-PYTHON = "3.11"
+PYTHON, PYTHON_TOO = "3.11", "3.12"
+# Of torch's wheels for manylinux on x86-64 without CUDA, one for each Python: a folder of wheels seldom has both.
+TORCH_CPU_HASHES = {
+    "2.13.0+cpu": {
+        "3.11": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
+        "3.12": "4ca4a9394b0c771238a4f73590fdbbc4debad85ed0fa63d026ae1b085da7d6e2",
+    }
+}
+MEASURED_ON_GPU = "torch==2.11.0\ntriton==3.6.0\n"
 HEADER = "# Made by `make lock` (requirements/lock.py) from pyproject.toml. Install with pip's --require-hashes.\n"
 LOCKS = {
     "gateway.txt": ["--extra", "gateway"],
@@ -32,18 +42,43 @@ EVERY_EXTRA = ["gateway", "engine", "embedded", "bench", "tracing"]
 DEV = [*(word for extra in EVERY_EXTRA for word in ("--extra", extra)), "--group", "dev"]
 
 
-def compile_lock(options: list[str], constraints: str = "") -> str:
+def compile_lock(options: list[str], constraints: str = "", python: str = PYTHON) -> str:
     """The text of a lock without comments; `constraints` is another lock whose versions are kept."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(constraints)
         file.flush()
-        command = ["uv", "pip", "compile", "--quiet", "--python-version", PYTHON, "--generate-hashes", "--no-header"]
+        command = ["uv", "pip", "compile", "--quiet", "--python-version", python, "--generate-hashes", "--no-header"]
         command += ["--no-annotate", "--no-emit-index-url", "--no-emit-find-links", "--constraint", file.name, *options]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def cpu_lock(options: list[str], constraints: str, wheels: str) -> str:
-    return compile_lock(["pyproject.toml", "--find-links", wheels, *options], constraints)
+    locked = with_torch_of_each_python(compile_lock(["pyproject.toml", "--find-links", wheels, *options], constraints))
+    hold_for_the_other_python(["pyproject.toml", *options], locked)
+    return locked
+
+
+def with_torch_of_each_python(lock: str) -> str:
+    """The lock with every hash of TORCH_CPU_HASHES in place of those that uv could see."""
+
+    def listed(match: re.Match[str]) -> str:
+        if match[1] not in TORCH_CPU_HASHES:
+            raise SystemExit(f"torch {match[1]}: TORCH_CPU_HASHES in {Path(__file__).name} has no hashes of it")
+        hashes = TORCH_CPU_HASHES[match[1]].values()
+        return f"torch=={match[1]} \\\n" + " \\\n".join(f"    --hash=sha256:{value}" for value in hashes) + "\n"
+
+    return re.sub(r"torch==(\S+\+cpu) \\\n(?: +--hash=\S+(?: \\)?\n)+", listed, lock)
+
+
+def hold_for_the_other_python(options: list[str], lock: str) -> None:
+    """Ends the program if Python 3.12 needs what the lock has not. torch is left out: its wheel may not be at hand."""
+    pins = "\n".join(re.findall(r"^([\w.-]+==[^\s\\]+)", re.sub(r"(?m)^torch==.*$", "", lock), re.MULTILINE))
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(f"torch; python_version < '{PYTHON_TOO}'\n")
+        file.flush()
+        needed = compile_lock([*options, "--override", file.name], pins, PYTHON_TOO)
+    if lacking := set(re.findall(r"^([\w.-]+==[^\s\\]+)", needed, re.MULTILINE)) - set(pins.splitlines()):
+        raise SystemExit(f"on Python {PYTHON_TOO} also: {', '.join(sorted(lacking))}")
 
 
 def main() -> int:
@@ -56,9 +91,9 @@ def main() -> int:
     pins = _pins(FOLDER / "dev.txt")
     for name, options in LOCKS.items():
         _write(name, cpu_lock(options, pins, wheels))
-    others = re.sub(r"^(torch|triton)==.*$", "", pins, flags=re.MULTILINE)  # torch with CUDA names its own triton
+    others = re.sub(r"^(torch|triton|setuptools)==.*$", "", pins, flags=re.MULTILINE)  # this torch wants an older one
     gpu = ["pyproject.toml", "--extra", "engine", "--python-platform", "x86_64-manylinux_2_28"]
-    _write("engine-gpu.txt", compile_lock(gpu, others))
+    _write("engine-gpu.txt", compile_lock(gpu, others + "\n" + MEASURED_ON_GPU))
     _write("clients.txt", compile_lock(["requirements/clients.in"], _pins(FOLDER / "clients.txt")))
     _write_peers(pins, wheels)
     return 0
@@ -70,7 +105,8 @@ def _write_peers(pins: str, wheels: str) -> None:
         lock, overrides = source.with_suffix(".txt"), source.with_suffix(".overrides")
         options = [str(source), *(["--override", str(overrides)] if overrides.exists() else [])]
         kept = re.sub(r"^torch==.*$", "", _pins(lock), flags=re.MULTILINE)
-        _write(f"peers/{lock.name}", compile_lock([*options, "--find-links", wheels], f"{kept}\n{torch}\n"))
+        locked = compile_lock([*options, "--find-links", wheels], f"{kept}\n{torch}\n")
+        _write(f"peers/{lock.name}", with_torch_of_each_python(locked))
 
 
 def _pins(lock: Path) -> str:

@@ -49,6 +49,28 @@ def test_services_are_those_of_the_architecture() -> None:
     assert not any("profiles" in SERVICES[name] for name in ("redis", "gateway", "engine_worker", "prometheus"))
 
 
+@pytest.mark.parametrize(
+    "text", [DOCKERFILE, COMPOSE_TEXT, STATEFUL_SET.read_text()], ids=["image", "compose", "kubernetes"]
+)
+def test_images_of_others_are_pinned_by_their_whole_version(text: str) -> None:
+    named = re.findall(r"(?:image: |PYTHON_IMAGE=)(?:\$\{\w+:-)?([\w./-]+:?[\w.-]*)", text)
+    others = [image for image in named if not image.startswith("pagestream-")]
+    assert others
+    assert [image for image in others if not re.search(r":v?\d+\.\d+\.\d+", image)] == []
+
+
+def test_the_store_is_the_same_in_compose_and_kubernetes() -> None:
+    assert f"image: {SERVICES['redis']['image']}\n" in STATEFUL_SET.read_text()
+
+
+def test_nothing_of_a_gpu_is_built_without_its_profile() -> None:
+    for name, service in SERVICES.items():
+        build = service.get("build", {})
+        needs_gpu = build.get("args", {}).get("ACCELERATOR") == "gpu" or "devices" in str(service.get("deploy"))
+        assert not needs_gpu or service["profiles"] == ["gpu"], name
+    assert re.search(r"^ARG ACCELERATOR=cpu$", DOCKERFILE, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", built_services())
 def test_a_built_service_names_a_stage_and_known_options(name: str) -> None:
     build = SERVICES[name]["build"]

@@ -1,0 +1,52 @@
+"""The locks fit the Pythons that are promised, and the GPU's is what was measured."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from requirements.lock import MEASURED_ON_GPU, PYTHON, PYTHON_TOO, TORCH_CPU_HASHES, with_torch_of_each_python
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "requirements"
+MEASURED = ROOT / "bench" / "results" / "h200"
+
+
+def pins(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", (REQUIREMENTS / name).read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["serve.txt", "engine-cpu.txt", "dev.txt"])
+def test_torch_without_cuda_is_there_for_each_python(name: str) -> None:
+    text = (REQUIREMENTS / name).read_text()
+    (block,) = re.findall(r"^torch==(\S+) \\\n((?: +--hash=\S+(?: \\)?\n)+)", text, re.MULTILINE)
+    assert re.findall(r"sha256:(\w+)", block[1]) == [
+        TORCH_CPU_HASHES[block[0]][python] for python in (PYTHON, PYTHON_TOO)
+    ]
+
+
+def test_a_torch_whose_hashes_are_unknown_is_no_lock() -> None:
+    with pytest.raises(SystemExit, match=r"torch 9\.0\+cpu: TORCH_CPU_HASHES"):
+        with_torch_of_each_python("torch==9.0+cpu \\\n    --hash=sha256:00\n")
+
+
+def test_the_gpu_has_the_torch_and_triton_of_the_figures() -> None:
+    versions: dict[str, set[str]] = {"torch": set(), "triton": set()}
+    for path in MEASURED.glob("*.json*"):
+        for line in path.read_text().splitlines():
+            for name, version in re.findall(r'"(torch|triton)": "(\d[^"+]*)', line):
+                versions[name].add(version)
+    locked = pins("engine-gpu.txt")
+    assert {name: {locked[name]} for name in versions} == versions
+    assert "".join(f"{name}=={locked[name]}\n" for name in versions) == MEASURED_ON_GPU
+    assert pins("serve.txt")["triton"] == locked["triton"]
+
+
+def test_the_pythons_are_those_that_are_promised() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.11,<3.13"' in project
+    makefile = (ROOT / "Makefile").read_text()
+    assert json.dumps([[3, 11], [3, 12]]).replace("[", "(").replace("]", ")") in makefile
+    for name in ("README.md", "docs/quickstart.md"):
+        assert f"Python {PYTHON} or {PYTHON_TOO}" in (ROOT / name).read_text()
