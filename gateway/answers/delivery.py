@@ -27,7 +27,7 @@ _BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a t
 
 
 class Work(Protocol):
-    """Asker.work()."""
+    """RequestContext.work()."""
 
     async def __call__(self, num_bytes: int | None, work: Callable[[], bytes], *, may_refuse: bool) -> bytes: ...
 

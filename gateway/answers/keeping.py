@@ -42,14 +42,14 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     packed: bytes = b""
     other_ids: list[str] = []  # of the second prompt's request and on
     others: list[GenerationRequest] = []  # those requests, in records of releases that stored them
-    name: str = ""  # its client's, as Wish has it: whoever holds the answer prolongs the name too
+    name: str = ""  # its client's, as Retention has it: whoever holds the answer prolongs the name too
 
 
 _decoder = msgspec.msgpack.Decoder(AnswerRecord)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Retention:
     owner_key_hash: str
     detach_seconds: float
     name: str = ""  # a digest: whose name it is, and the name
@@ -57,10 +57,10 @@ class Wish:
     stale_id: str = ""
 
 
-def wish_of(
+def retention_of(
     headers: Mapping[str, str], request: CompletionRequest, kind: str, body: JsonBody, owner_key_hash: str,
     *, default_detach_seconds: float, max_detach_seconds: float,
-) -> Wish | None:  # fmt: skip
+) -> Retention | None:  # fmt: skip
     """None: an answer for this connection alone. Raises InvalidRequest."""
     detach_seconds = max_detach_seconds if request.background else request.fields.detach_seconds
     if detach_seconds is not None and detach_seconds > max_detach_seconds:
@@ -69,14 +69,14 @@ def wish_of(
         )
     name = headers.get(NAME_HEADER)
     if name is None:
-        return None if detach_seconds is None else Wish(owner_key_hash, detach_seconds)
+        return None if detach_seconds is None else Retention(owner_key_hash, detach_seconds)
     if not _NAME.fullmatch(name):
         raise InvalidRequest(f"{NAME_HEADER}: expected 1 to 255 visible ASCII characters.", param=NAME_HEADER)
     if detach_seconds is None:
         detach_seconds = min(default_detach_seconds, max_detach_seconds)
     canonical = json.dumps(body.given, sort_keys=True).encode()
     fingerprint = _digest(kind.encode(), canonical)
-    return Wish(owner_key_hash, detach_seconds, name_digest(owner_key_hash, name), fingerprint)
+    return Retention(owner_key_hash, detach_seconds, name_digest(owner_key_hash, name), fingerprint)
 
 
 def name_digest(owner_key_hash: str, name: str) -> str:
@@ -85,7 +85,7 @@ def name_digest(owner_key_hash: str, name: str) -> str:
 
 
 def new_keeps(
-    wish: Wish,
+    retention: Retention,
     planned: Sequence[PlannedRequest],
     kind: AnswerKind,
     body: JsonBody,
@@ -100,16 +100,16 @@ def new_keeps(
     record = AnswerRecord(
         kind=kind.name,
         created=created,
-        detach_seconds=wish.detach_seconds,
+        detach_seconds=retention.detach_seconds,
         body=b"" if is_packed else kept,
         packed=packed(kept) if is_packed else b"",
         other_ids=other_ids,
-        name=wish.name,
+        name=retention.name,
     )
     first, *parts = attached_keeps(
-        msgspec.msgpack.encode(record), wish.owner_key_hash, wish.detach_seconds, len(planned), wish.name
+        msgspec.msgpack.encode(record), retention.owner_key_hash, retention.detach_seconds, len(planned), retention.name
     )
-    return [replace(first, fingerprint=wish.fingerprint, stale_id=wish.stale_id), *parts]
+    return [replace(first, fingerprint=retention.fingerprint, stale_id=retention.stale_id), *parts]
 
 
 def attached_keeps(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
 from gateway.answers.generation import Generation
-from gateway.answers.keeping import AnswerRecord, Wish, attached_keeps, decode_record
+from gateway.answers.keeping import AnswerRecord, Retention, attached_keeps, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
@@ -52,6 +52,11 @@ class KeptAnswer:
         if all(ends):
             return "finished"
         return "queued" if all(part.state == "queued" and not part.num_tokens for part in self.parts) else "running"
+
+    @property
+    def has_result(self) -> bool:
+        """An answer, or the error that it ended with."""
+        return self.state in ("finished", "failed")
 
     @property
     def _ended_at(self) -> int:
@@ -138,13 +143,13 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
     return KeptAnswer(service, first.request.request_id, record, first.record, kind, body, completion, parts)
 
 
-async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
-    """What the wish's name stands for: an answer, or none and the id of one that is gone or does not stand.
+async def find_named(service: ModelService, retention: Retention, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
+    """What the client's name stands for: an answer, or none and the id of one that is gone or does not stand.
 
     Raises IdempotencyKeyReused, and as find_answer() does.
     """
     try:
-        named = await service.client.archive.named(wish.name)
+        named = await service.client.archive.named(retention.name)
     except StoreUnavailable as error:
         raise _unreadable_store() from error
     if named is None:
@@ -156,7 +161,7 @@ async def find_named(service: ModelService, wish: Wish, owner_key_hash: str) -> 
         return None, answer_id
     if not kept.stands:
         return None, answer_id
-    if fingerprint != wish.fingerprint:
+    if fingerprint != retention.fingerprint:
         raise IdempotencyKeyReused(
             "Idempotency-Key: it was used with another request body; take a new one.", param="Idempotency-Key"
         )

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from gateway.answers.answer_kinds import RESPONSE
-from gateway.answers.answering import collect_again
-from gateway.answers.asker import Asker
 from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.answers.request_context import RequestContext
+from gateway.answers.submission import collect_again
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.json_structure import check_structure, check_values
 from gateway.requests.request_body import MAX_BODY_BYTES, JsonBody
@@ -23,10 +23,10 @@ from gateway.requests.responses_schema import EARLIER_ITEMS
 PARAM = "previous_response_id"
 
 
-async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswer:
+async def find_response(context: RequestContext, response_id: str, param: str) -> KeptAnswer:
     """One that its request let be stored. Raises RequestNotFound, and as find_answer() does."""
     try:
-        kept = await find_answer(asker.state.models, response_id, asker.account.owner_key_hash)
+        kept = await find_answer(context.state.models, response_id, context.account.owner_key_hash)
     except RequestNotFound:
         kept = None
     if kept is None or kept.kind is not RESPONSE or kept.body.given.get("store") is False:
@@ -37,15 +37,15 @@ async def find_response(asker: Asker, response_id: str, param: str) -> KeptAnswe
 
 
 async def with_history(
-    asker: Asker, body: JsonBody, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
+    context: RequestContext, body: JsonBody, kind: type[ResponsesBody | CompactionBody] = ResponsesBody
 ) -> JsonBody:
     """The fields to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
     if body.given.get(PARAM) is None:
         return body
-    fields = await asker.work(body.num_bytes, partial(body.typed, kind))
+    fields = await context.work(body.num_bytes, partial(body.typed, kind))
     assert fields.previous_response_id is not None
-    earlier = await _items_of(asker, fields.previous_response_id)
+    earlier = await _items_of(context, fields.previous_response_id)
     merged = {**body.given, "input": earlier + _given_items(body.given), EARLIER_ITEMS: len(earlier)}
     whole = json.dumps(merged, ensure_ascii=False).encode()
     if len(whole) > MAX_BODY_BYTES:
@@ -62,10 +62,10 @@ def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
     return _given_items(kept.body.given)
 
 
-async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
+async def _items_of(context: RequestContext, response_id: str) -> list[dict[str, Any]]:
     """What came into a response, and out of it."""
     try:
-        kept = await find_response(asker, response_id, PARAM)
+        kept = await find_response(context, response_id, PARAM)
     except RequestNotFound as error:
         raise InvalidRequest(error.message, param=PARAM, code="previous_response_not_found") from error
     if kept.state != "finished":
@@ -73,7 +73,7 @@ async def _items_of(asker: Asker, response_id: str) -> list[dict[str, Any]]:
             f"{PARAM}: that response is {kept.state}; only one that has ended can be continued.", param=PARAM
         )
     try:
-        response = json.loads(await collect_again(asker, kept))
+        response = json.loads(await collect_again(context, kept))
     except Unavailable:
         raise
     except GatewayError as error:

@@ -16,11 +16,9 @@ from functools import partial
 from typing import TypeAlias
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
-from gateway.answers.answering import Begin, answered, reply_again
-from gateway.answers.asker import Asker
-from gateway.answers.delivery import Reply, collect_reply
+from gateway.answers.answering import submitted
 from gateway.answers.keeping import NAME_HEADER, name_digest
-from gateway.answers.kept_answers import KeptAnswer
+from gateway.answers.request_context import RequestContext
 from gateway.answers.responses_history import with_history
 from gateway.auth.charges import Charge
 from gateway.auth.rate_limits import Account
@@ -117,35 +115,28 @@ class LineAnswers:
 
     async def _asked(self, line: BatchLine, charge: Charge) -> LineResult:
         name = f"{self._batch_id}-{line.number}-0"  # 0: releases before this one had a name a life
-        asker = Asker(
+        context = RequestContext(
             self._state,
             charge,
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
             Timeouts(0, 0),  # the defaults are for those who wait
             DETACH_SECONDS,
-            is_recorded=False,
+            is_batch=True,
         )
 
-        async def give(reply: Reply, begin_generation: Begin) -> LineResult:
-            if reply.completion.stream:
-                raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
-            generation = reply.generation
-            try:
-                await begin_generation()
-                body = await collect_reply(reply)
-            finally:
-                generation.leave(None if self.is_withdrawing else reply.detach_seconds)
-                charge.account.spend(generation.usage.all_tokens)
-            forget = partial(generation.forget, name_digest(charge.account.owner_key_hash, name))
-            return LineResult(200, body, generation.request_ids[0], forget)
-
-        async def give_again(kept: KeptAnswer) -> LineResult:
-            return await give(*reply_again(asker, kept, kept.completion))
-
-        body = await asker.work(len(line.body), partial(self._kind.decode, line.body))
+        body = await context.work(len(line.body), partial(self._kind.decode, line.body))
+        if body.given.get("stream") is True:
+            raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
         if self._kind is RESPONSE:
-            body = await with_history(asker, body)
-        return await answered(asker, self._kind, body, time.monotonic(), give=give, give_again=give_again)
+            body = await with_history(context, body)
+        submission = await submitted(context, self._kind, body, time.monotonic())
+        try:
+            answered = await submission.collect()
+        finally:
+            submission.release(is_withdrawn=self.is_withdrawing)
+        generation = submission.generation
+        forget = partial(generation.forget, name_digest(charge.account.owner_key_hash, name))
+        return LineResult(200, answered, generation.request_ids[0], forget)
 
 
 def _refused(error: GatewayError) -> LineResult:

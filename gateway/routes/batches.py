@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from gateway.answers.answering import ignored_header
+from gateway.answers.submission import ignored_header
 from gateway.auth.access import ACCOUNT
 from gateway.batches.batch_store import BatchFolder
 from gateway.batches.disk import to_the_end

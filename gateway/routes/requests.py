@@ -11,8 +11,9 @@ import msgspec
 from aiohttp import web
 
 from gateway.answer_shapes import ErrorDetail
-from gateway.answers.answering import asker_of, read_again, stream_again
 from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.answers.request_context import context_of
+from gateway.answers.submission import read_again, stream_again
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
@@ -59,7 +60,7 @@ async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
     error: dict[str, Any] | None = None
     if answer.state not in ("queued", "running"):
         try:
-            result = await read_again(asker_of(http), answer)
+            result = await read_again(context_of(http), answer)
         except RateLimited:
             raise
         except GatewayError as failure:

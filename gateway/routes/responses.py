@@ -16,12 +16,14 @@ from aiohttp import web
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import COMPACTION, RESPONSE
-from gateway.answers.answering import answer, asker_of, show_again, stream_again
+from gateway.answers.answering import answer
 from gateway.answers.kept_answers import KeptAnswer
+from gateway.answers.request_context import context_of
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
 from gateway.answers.responses_input import InputItemsBody, input_items
 from gateway.answers.responses_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
+from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.http_body import read_body
 from gateway.http.query_fields import query_choice, query_flag, query_number
@@ -84,19 +86,19 @@ async def list_input_items(http: web.Request) -> web.Response:
 
 async def count_input_tokens(http: web.Request) -> web.Response:
     """As many as the same body's usage would tell."""
-    state, asker = http.app[STATE], asker_of(http)
+    state, context = http.app[STATE], context_of(http)
     body = await read_body(http, state.settings.body_timeout_seconds)
-    decoded = await asker.work(len(body), partial(RESPONSE.decode, body))
-    decoded = await with_history(asker, decoded, CountedBody)
+    decoded = await context.work(len(body), partial(RESPONSE.decode, body))
+    decoded = await with_history(context, decoded, CountedBody)
 
     def count() -> int:
         counted = parse_response(decoded)
-        service = state.service(counted.model, asker.account)
+        service = state.service(counted.model, context.account)
         model = service.require_model()
         (token_ids,) = encode_prompts(model, service.limits(model), counted)
         return len(token_ids)
 
-    return web.json_response({"object": "response.input_tokens", "input_tokens": await asker.work(None, count)})
+    return web.json_response({"object": "response.input_tokens", "input_tokens": await context.work(None, count)})
 
 
 async def compact_conversation(http: web.Request) -> web.StreamResponse:
@@ -104,7 +106,7 @@ async def compact_conversation(http: web.Request) -> web.StreamResponse:
 
 
 async def _find(http: web.Request) -> KeptAnswer:
-    return await find_response(asker_of(http), http.match_info["id"], "id")
+    return await find_response(context_of(http), http.match_info["id"], "id")
 
 
 async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
@@ -114,7 +116,7 @@ async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
 
 
 async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
-    return web.Response(body=await show_again(http, kept), content_type="application/json")
+    return web.Response(body=await show_again(context_of(http), kept), content_type="application/json")
 
 
 def routes() -> list[web.RouteDef]:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
-from gateway.answers.keeping import AnswerRecord, Wish, decode_record, new_keeps
+from gateway.answers.keeping import AnswerRecord, Retention, decode_record, new_keeps
 from gateway.answers.kept_body import MAX_UNPACKED_BYTES, kept_body, packed, unpacked
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
@@ -142,7 +142,7 @@ class TestRecords:
 
 def record_of(kind: AnswerKind, body: dict[str, Any], num_prompts: int) -> tuple[AnswerRecord, bytes]:
     planned = [PlannedRequest(index, index, generation(f"{index}")) for index in range(num_prompts)]
-    first, *_ = new_keeps(Wish("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
+    first, *_ = new_keeps(Retention("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
     record = decode_record(first.record)
     assert record is not None and record.other_ids == [plan.request.request_id for plan in planned[1:]]
     return record, first.record

@@ -1,26 +1,32 @@
-"""Who asks for an answer, and what is said beside the body: by an HTTP request, or for a line of a batch."""
+"""What is known of a request beside its body: who sends it, and what its headers say. It came over HTTP, or stands for
+a line of a batch.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway.auth.charges import Charge
+from aiohttp import web
+
+from gateway.auth.charges import CHARGE, Charge
 from gateway.auth.rate_limits import Account
+from gateway.keys import STATE
 from gateway.requests.deadlines import Timeouts
 from gateway.state import GatewayState
+from gateway.tracing import traceparent_of
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class RequestContext:
     state: GatewayState
-    charge: Charge  # of what is asked; whoever answers ends it
+    charge: Charge  # of the request; whoever answers ends it
     headers: Mapping[str, str]
     default_timeouts: Timeouts
     default_detach_seconds: float  # of a kept answer
     traceparent: str = ""
-    is_recorded: bool = True  # in the metrics of what clients wait for
+    is_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
 
     @property
     def account(self) -> Account:
@@ -29,3 +35,15 @@ class Asker:
     async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
         """As GatewayState.work()."""
         return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)
+
+
+def context_of(http: web.Request) -> RequestContext:
+    state = http.app[STATE]
+    return RequestContext(
+        state,
+        http[CHARGE],
+        http.headers,
+        state.default_timeouts,
+        state.settings.default_detach_seconds,
+        traceparent_of(http),
+    )
