@@ -106,17 +106,15 @@ class KeptSubmission(AnswerSubmission):
         """`completion`: in place of what its body asked."""
         generation, record = kept.generation(), kept.record
         completion = kept.completion if completion is None else completion
+        self._is_told = completion.stream and context.headers.get(LAST_EVENT_ID) == END  # its client has all of it
+        if self._is_told:
+            context = replace(context, headers={})
         reply = reply_of(
             context, kept.kind, completion, generation, [request.prompt_token_ids for request in kept.requests],
             record.created, record.detach_seconds,
         )  # fmt: skip
         super().__init__(context, reply)
         self._kept = kept
-
-    @property
-    def _is_told(self) -> bool:
-        """The client of a stream has all of it."""
-        return self._reply.completion.stream and self._context.headers.get(LAST_EVENT_ID) == END
 
     async def _submit(self) -> None:
         """Raises also AnswerChanged, where a client's name for it stands for something else by now."""
