@@ -88,6 +88,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             model=settings.model,
             device=device,
             dtype=settings.dtype,
+            model_impl=settings.model_impl,
             load_format=settings.load_format,
             block_size=settings.block_size,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes,

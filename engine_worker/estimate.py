@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.spec import ModelShape, kv_block_bytes
+from engine_worker.settings import MODEL_IMPLS
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,12 +43,12 @@ class Estimate:
 
 
 def estimate(
-    config: ModelSpec, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
+    config: ModelShape, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
 ) -> Estimate:
     """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit."""
     itemsize = BYTES_OF_DTYPE[dtype]
     parameters = config.num_parameters()
-    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
+    per_token = kv_block_bytes(config, 1, itemsize)
     kv_bytes = int(memory_bytes * memory_ratio) - parameters * itemsize
     blocks = max(0, kv_bytes // (per_token * block_size) - 1)  # one is padding
     fitting = {tokens: blocks // -(-tokens // block_size) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
@@ -73,7 +74,7 @@ def estimate(
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        config = spec_from_directory(options.model)
+        config = blueprint_from_directory(options.model, options.model_impl).shape
         length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
         found = estimate(
             config,
@@ -105,6 +106,7 @@ def _text(found: Estimate) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream estimate", description="Memory that a model takes, beforehand.")
     parser.add_argument("model", type=Path, help="model directory; only config.json is read")
+    parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")

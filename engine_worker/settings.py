@@ -12,6 +12,7 @@ from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
 PREEMPTION_MODES = ("auto", "swap", "recompute")
+MODEL_IMPLS = ("auto", "native", "transformers")
 OFFLOADED_PREFIXES = ("reused", "all")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
@@ -46,6 +47,11 @@ class WorkerSettings:
 
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: cuda if present")
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV")
+    model_impl: str = setting(
+        "auto",
+        choices=MODEL_IMPLS,
+        help="whose code runs the model; auto: this program's where it has the family, else that of transformers",
+    )
     load_format: str = setting("auto", choices=("auto", "dummy"), help="dummy: random weights of the config's shape")
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")
     num_threads: int | None = setting(None, help="CPU threads of the model; default: the physical cores")

@@ -19,8 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.network import Device, Network
+from engine_worker.model.served_model import ServedModel
 from engine_worker.scheduling.batch import ScheduledBatch
 
 # Larger steps run for longer than their launches take: 350 of them are up to 10 ms of the host.
@@ -71,7 +72,7 @@ def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> lis
 
 class StepGraphs:
     def __init__(
-        self, model: Network, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
+        self, model: ServedModel, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
     ) -> None:
         self._model = model
         self._device = device

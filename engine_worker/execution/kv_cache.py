@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.spec import ModelShape, kv_block_bytes, kv_block_shape
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
@@ -28,7 +28,7 @@ class KVCacheTooSmall(ValueError):
 class KVCache:
     def __init__(
         self,
-        config: ModelSpec,
+        config: ModelShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -36,8 +36,7 @@ class KVCache:
         num_host_blocks: int = 0,
     ):
         """`num_host_blocks`: of the host pool, its unused block 0 included; 0 = there is none."""
-        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.pool = _zeros((num_blocks, *shape), dtype, device)
+        self.pool = _zeros((num_blocks, *kv_block_shape(config, block_size)), dtype, device)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
@@ -65,8 +64,8 @@ class KVCache:
             self.pool[list(targets)] = self.pool[list(sources)]
 
 
-def block_bytes(config: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+def block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype) -> int:
+    return kv_block_bytes(config, block_size, dtype.itemsize)
 
 
 def num_blocks_that_fit(

@@ -5,7 +5,7 @@ Each phase reports its progress; a pool that cannot hold max_model_len tokens is
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +29,9 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
-from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.network import Network
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.served_model import ServedModel, check_options
+from engine_worker.model.spec import ModelShape
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ExecutionSettings:
     model: Path
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto = as saved; on a CPU bfloat16 where its instructions are, else float32
+    model_impl: str = "auto"  # auto | native | transformers; see implementation.py
     load_format: str = "auto"  # auto | dummy (random weights of the shape in config.json)
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # None = kv_cache_memory_ratio of the free memory
@@ -64,7 +65,11 @@ class ExecutionSettings:
 
 
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
-    config = spec_from_directory(settings.model)
+    blueprint = blueprint_from_directory(settings.model, settings.model_impl)
+    check_options(blueprint, vars(settings))
+    if not blueprint.is_capturable:
+        settings = replace(settings, cudagraph_mode="none")
+    config = blueprint.shape
     max_model_len = _max_model_len(settings, config)
     device = _device(settings.device)
     if settings.deterministic:
@@ -74,9 +79,9 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     weights = _weights(settings, config, device, report)
-    model = Network(config, weights, max_model_len, settings.deterministic)
-    weights.check_all_used()
-    report("load", 1.0, f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}")
+    model = blueprint.build(weights, max_model_len, settings.deterministic)
+    loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
+    report("load", 1.0, f"{loaded}, {blueprint.implementation} implementation")
     grammars = _grammar_masks(settings, config, device)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars)
     step_bytes = _step_bytes(settings, model, sampler, max_model_len) if device.type == "cuda" else 0
@@ -94,7 +99,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     return runner
 
 
-def _grammar_masks(settings: ExecutionSettings, config: ModelSpec, device: torch.device) -> "GrammarMasks | None":
+def _grammar_masks(settings: ExecutionSettings, config: ModelShape, device: torch.device) -> "GrammarMasks | None":
     """None where llguidance is not installed: such a worker refuses grammars and serves everything else."""
     if find_spec("llguidance") is None:
         return None
@@ -107,7 +112,7 @@ def _grammar_masks(settings: ExecutionSettings, config: ModelSpec, device: torch
 
 def _runner(
     settings: ExecutionSettings,
-    model: Network,
+    model: ServedModel,
     kv_cache: KVCache,
     sampler: Sampler,
     max_model_len: int,
@@ -131,14 +136,14 @@ def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
     return graph_keys(settings.cudagraph_mode, settings.max_num_seqs, settings.max_num_batched_tokens)
 
 
-def _step_bytes(settings: ExecutionSettings, model: Network, sampler: Sampler, max_model_len: int) -> int:
+def _step_bytes(settings: ExecutionSettings, model: ServedModel, sampler: Sampler, max_model_len: int) -> int:
     peak = measure_step_bytes(
         model, sampler, sampler.device, settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len
     )
     return peak + len(_graph_keys(settings)) * _GRAPH_BYTES
 
 
-def _max_model_len(settings: ExecutionSettings, config: ModelSpec) -> int:
+def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
     longest = config.max_position_embeddings
     if settings.max_model_len is None:
         return longest
@@ -167,7 +172,7 @@ def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
 
 
 def _weights(
-    settings: ExecutionSettings, config: ModelSpec, device: torch.device, report: Report
+    settings: ExecutionSettings, config: ModelShape, device: torch.device, report: Report
 ) -> SafetensorsWeights | RandomWeights:
     dtype = _dtype(settings.dtype, config.dtype, device)
     if settings.load_format == "dummy":
@@ -175,7 +180,7 @@ def _weights(
     return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
 
 
-def _staging_bytes(settings: ExecutionSettings, model: Network, device: torch.device) -> int:
+def _staging_bytes(settings: ExecutionSettings, model: ServedModel, device: torch.device) -> int:
     if device.type != "cuda" or settings.swap_space_bytes == 0:
         return 0
     bytes_per_block = block_bytes(model.spec, settings.block_size, model.dtype)
@@ -183,7 +188,7 @@ def _staging_bytes(settings: ExecutionSettings, model: Network, device: torch.de
 
 
 def _allocate_kv_cache(
-    settings: ExecutionSettings, model: Network, memory: DeviceMemory, max_model_len: int
+    settings: ExecutionSettings, model: ServedModel, memory: DeviceMemory, max_model_len: int
 ) -> KVCache:
     block_size = settings.block_size
     bytes_per_block = block_bytes(model.spec, block_size, model.dtype)

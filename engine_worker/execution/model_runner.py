@@ -18,8 +18,8 @@ from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.prompt_scores import PromptScores
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
-from engine_worker.model.network import Network
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.served_model import ServedModel
+from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import Grammar
@@ -68,14 +68,14 @@ class MeasuredSpeeds:
 class ModelRunner:
     def __init__(
         self,
-        model: Network,
+        model: ServedModel,
         kv_cache: KVCache,
         sampler: Sampler,
         inputs: StepInputs,
         max_model_len: int,
         weights_bytes: int = 0,
     ) -> None:
-        self.model_spec: ModelSpec = model.spec
+        self.model_spec: ModelShape = model.spec
         self.device_type: str = kv_cache.pool.device.type
         self.dtype_name = str(model.dtype).removeprefix("torch.")
         self.weights_bytes = weights_bytes

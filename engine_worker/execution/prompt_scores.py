@@ -13,7 +13,7 @@ import torch
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
 from engine_worker.execution.sampling_inputs import LogprobRows, to_device
-from engine_worker.model.network import LogitsOf
+from engine_worker.model.served_model import LogitsOf
 from engine_worker.scheduling.batch import ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import PromptLogprobs, TokenLogprobs

@@ -9,14 +9,14 @@ import torch
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import Sampler
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.network import Network
+from engine_worker.model.served_model import ServedModel
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
 
 
 @torch.inference_mode()
 def measure_step_bytes(
-    model: Network, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
+    model: ServedModel, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
 ) -> int:
     """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
     block_size = 16

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import ModelSpec, QkNorm
+from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 
 
 class CpuDevice:
     """What outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
 
-    def __init__(self, spec: ModelSpec, kv_pool: Tensor) -> None:
+    def __init__(self, spec: ModelShape, kv_pool: Tensor) -> None:
         self.spec = spec
         self.kv_pool = kv_pool
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
@@ -77,6 +77,9 @@ class CpuStep:
         pairs = qkv[:, : self._rotated_size].view(len(qkv), self._num_heads + self._num_kv_heads, 2, -1)
         swapped = pairs.flip(2)
         pairs.mul_(cos).addcmul_(swapped, signed_sin)
+        self.store(qkv, layer)
+
+    def store(self, qkv: Tensor, layer: int) -> None:
         key_value = qkv[:, self._query_size :].view(len(qkv), -1, self._head_dim)
         store_kv_cpu(key_value, self._layers[layer], self._store_rows)
 

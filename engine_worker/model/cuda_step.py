@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import ModelSpec, QkNorm
+from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
@@ -24,9 +24,12 @@ MOST_ROWS_ATTENDED_IN_VAIN = 512
 class CudaDevice:
     """What outlives a step: the layers' views of the KV pool."""
 
-    def __init__(self, spec: ModelSpec, kv_pool: Tensor, is_deterministic: bool = False) -> None:
+    def __init__(self, spec: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> None:
         self.spec, self.is_deterministic = spec, is_deterministic
         self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(spec.num_layers)]
+        # Of one position, which turns nothing: x * 1 - y * 0 is x.
+        self.unrotated = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=1)
+        self.unrotated = self.unrotated.to(kv_pool.device)
 
     def begin_step(self, model_input: ModelInput) -> "CudaStep":
         return CudaStep(self, model_input)
@@ -69,6 +72,13 @@ class CudaStep:
         rotate_and_store(
             RotaryInput(heads, inputs.positions, attention.cos_sin_table, *caches, inputs.slot_mapping, norms)
         )
+
+    def store(self, qkv: Tensor, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; the kernel that rotates and stores, with a rotation by nothing."""
+        device, inputs = self._device, self._input
+        heads = qkv.view(len(qkv), -1, device.spec.head_dim)
+        positions = torch.zeros_like(inputs.positions)
+        rotate_and_store(RotaryInput(heads, positions, device.unrotated, *device.layers[layer], inputs.slot_mapping))
 
     def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""

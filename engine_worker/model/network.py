@@ -3,19 +3,17 @@
     embedding -> [ norm -> qkv -> attention -> o -> norm -> gate_up -> down ] * num_layers -> norm -> head
 
 Reads as the network. Where its norms stand, and what else differs between families, its ModelSpec says; what differs
-between devices is in CpuStep and CudaStep, chosen by the pool's device. It has no state but its weights: the KV pool is
-an argument.
+between devices is in CpuStep and CudaStep, chosen by the pool's device. A ServedModel: it has no state but its weights.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.layers import (
-    AttentionWeights,
     Linear,
     NormWeight,
     OutputHead,
@@ -25,28 +23,9 @@ from engine_worker.model.layers import (
 )
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.rotary import rotary_table
+from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.weights import WeightSource
-
-LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's tokens -> [M, vocab_size]
-
-
-class DeviceStep(Protocol):
-    """The operators of one forward pass on one device."""
-
-    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
-    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
-    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
-    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
-    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
-    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor: ...
-    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor: ...
-
-
-class Device(Protocol):
-    """A device with a KV pool on it."""
-
-    def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
 
 
 class DecoderLayer:
@@ -130,14 +109,7 @@ class Network:
         return self._embedding.dtype
 
     def attach(self, kv_pool: Tensor) -> Device:
-        """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""
-        if kv_pool.is_cuda:
-            from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
-
-            return CudaDevice(self.spec, kv_pool, self._is_deterministic)
-        from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
-
-        return CpuDevice(self.spec, kv_pool)
+        return attach_device(self.spec, kv_pool, self._is_deterministic)
 
     @torch.inference_mode()
     def forward(
@@ -147,11 +119,7 @@ class Network:
         look: Callable[[LogitsOf], None] | None = None,
         logits: Tensor | None = None,
     ) -> Tensor:
-        """Logits [N, vocab_size] float32 of `model_input.logits_indices`, written to `logits` if that is given; the KV
-        of all tokens is in the pool afterwards.
-
-        `look` may ask for the logits of other rows, part by part: those of a long prompt would fill the device.
-        """
+        """See ServedModel."""
         step = device.begin_step(model_input)
         residual = F.embedding(model_input.token_ids, self._embedding)
         if self.spec.embedding_scale != 1.0:

@@ -7,9 +7,11 @@ A feature that a network does not have is a neutral value (no norm, a factor of 
 nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 
 class QkNorm(StrEnum):
@@ -113,6 +115,38 @@ class NamesSpec:
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+
+
+class ModelShape(Protocol):
+    """What is known of any network before its weights are there, one of a ModelSpec or not."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def num_parameters(self) -> int: ...
+
+
+def kv_block_shape(shape: ModelShape, block_size: int) -> tuple[int, ...]:
+    """[L, 2, Hkv, BS, D] of one block of the KV pool: keys and values of all layers."""
+    return shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim
+
+
+def kv_block_bytes(shape: ModelShape, block_size: int, itemsize: int) -> int:
+    """The one formula of a block's bytes; of a token's with a block of one token."""
+    return math.prod(kv_block_shape(shape, block_size)) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ the tensors mean.
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,16 +26,21 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
 class WeightSource(Protocol):
     loaded_bytes: int  # of all tensors handed out
+    device: torch.device  # on which they are
+    names: Collection[str]  # of all there are; none where every name has a tensor
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
-    def check_all_used(self) -> None: ...
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
+        """`ignored`: patterns of names that may be left over."""
 
 
 class SafetensorsWeights:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+        self.device = device
         self._upload, self._dtype, self._report = uploader(device), dtype, report
         self._files = {path: _open(path) for path in _weight_files(directory)}
         self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        self.names: Collection[str] = frozenset(self._file_of)
         self._unused = set(self._file_of)
         self._total_bytes = sum(path.stat().st_size for path in self._files)
         self._read_bytes = 0
@@ -54,9 +60,10 @@ class SafetensorsWeights:
         self.loaded_bytes += tensor.nbytes
         return tensor
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """A tensor that nothing asked for (a bias, an adapter) would be left out silently."""
         unused = sorted(name for name in self._unused if not name.endswith(_IGNORED_SUFFIXES))
+        unused = [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
         if unused:
             names = ", ".join(unused[:4])
             raise ValueError(f"the model has {len(unused)} weights that this network has no place for: {names}")
@@ -72,18 +79,19 @@ class RandomWeights:
     """Normal with deviation 0.02, norms (of one dimension, no biases) 1; a tensor depends on (seed, name) alone."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
-        self._device, self._dtype, self._seed = device, dtype, seed
+        self.device, self._dtype, self._seed = device, dtype, seed
+        self.names: Collection[str] = ()
         self.loaded_bytes = 0
 
-    def check_all_used(self) -> None:
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """There is nothing that could be left over."""
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.loaded_bytes += math.prod(shape) * self._dtype.itemsize
         if len(shape) == 1 and not name.endswith(".bias"):
-            return torch.ones(shape, device=self._device, dtype=self._dtype)
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
-        return torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)
+            return torch.ones(shape, device=self.device, dtype=self._dtype)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self._dtype).mul_(0.02)
 
 
 def _weight_files(directory: Path) -> list[Path]:

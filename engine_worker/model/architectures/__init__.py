@@ -34,9 +34,14 @@ GGUF_MODULES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qw
 
 def spec_from_directory(directory: Path) -> ModelSpec:
     """Raises ValueError with what config.json has that is not served."""
+    return spec_from_json(*read_config(directory))
+
+
+def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json, and generation_config.json or {}."""
     config = _read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
-    return spec_from_json(config, _read_json(generation_path) if generation_path.exists() else {})
+    return config, _read_json(generation_path) if generation_path.exists() else {}
 
 
 def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:

@@ -14,7 +14,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.kv_cache import block_bytes
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -74,15 +74,24 @@ class Reference:
 
 
 def make_runner(
-    directory: Path, *, num_blocks: int, block_size: int = 16, dtype: str = "float32", num_host_blocks: int = 0
+    directory: Path,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    dtype: str = "float32",
+    num_host_blocks: int = 0,
+    model_impl: str = "auto",
+    num_threads: int | None = None,
 ) -> ModelRunner:
     """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
-    config = spec_from_directory(directory)
+    config = blueprint_from_directory(directory, model_impl).shape
     bytes_per_block = block_bytes(config, block_size, getattr(torch, dtype))
     settings = ExecutionSettings(
         model=directory,
         device="cpu",
         dtype=dtype,
+        model_impl=model_impl,
+        num_threads=num_threads,
         block_size=block_size,
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block,
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,

@@ -1,0 +1,44 @@
+"""The operators of one forward pass, whatever the device; and the choice of the device that has a KV pool.
+
+CpuStep and CudaStep are the two implementations. Knows no network.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import ModelShape
+
+
+class DeviceStep(Protocol):
+    """The operators of one forward pass on one device."""
+
+    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
+    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
+    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
+    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
+    def store(self, qkv: Tensor, layer: int) -> None:
+        """Keys and values of `qkv` [T, (Hq + 2 Hkv) * D] as they are, for networks that rotate by themselves."""
+
+    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor: ...
+    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor: ...
+
+
+class Device(Protocol):
+    """A device with a KV pool on it."""
+
+    def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
+
+
+def attach_device(shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> Device:
+    """Where `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies."""
+    if kv_pool.is_cuda:
+        from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
+
+        return CudaDevice(shape, kv_pool, is_deterministic)
+    from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
+
+    return CpuDevice(shape, kv_pool)

@@ -1,0 +1,44 @@
+"""Which code runs a model: a family of this repository, or transformers where it has none (`--model-impl`).
+
+Both are Blueprints; whoever loads one need not know which it is. transformers is imported when it is the one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_worker.model.architectures import MODULES, read_config, spec_from_json
+from engine_worker.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from engine_worker.model.served_model import Blueprint, ServedModel
+    from engine_worker.model.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class NativeBlueprint:
+    shape: ModelSpec
+    implementation: str = "native"
+    is_capturable: bool = True
+    refused_options: dict[str, str] = field(default_factory=dict)
+
+    def build(self, weights: "WeightSource", max_len: int, is_deterministic: bool) -> "ServedModel":
+        from engine_worker.model.network import Network  # noqa: PLC0415 - a shape alone needs no torch
+
+        model = Network(self.shape, weights, max_len, is_deterministic)
+        weights.check_all_used()
+        return model
+
+
+def blueprint_from_directory(directory: Path, wanted: str = "auto") -> "Blueprint":
+    """Raises ValueError with what config.json has that is not served. `wanted`: auto, native or transformers."""
+    return blueprint(*read_config(directory), wanted)
+
+
+def blueprint(config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto") -> "Blueprint":
+    if wanted == "native" or (wanted == "auto" and config.get("model_type") in MODULES):
+        return NativeBlueprint(spec_from_json(config, generation))
+    from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
+
+    return TransformersBlueprint.of(config, generation)

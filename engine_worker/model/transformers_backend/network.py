@@ -1,0 +1,119 @@
+"""A causal model of transformers as a ServedModel: its layers, this engine's attention, KV pool and weights.
+
+All sequences of a step are one packed row of tokens with their positions; everything but attention works on each token
+by itself, and attention knows which token is whose. Logits have the precision of the library's head.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.architectures.config_keys import token_ids
+from engine_worker.model.devices import Device, attach_device
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.transformers_backend.attention import CurrentStep, LayerAttention
+from engine_worker.model.transformers_backend.library import skeleton
+from engine_worker.model.transformers_backend.parameters import load_parameters, num_parameters
+from engine_worker.model.transformers_backend.probe import Probed, probe
+from engine_worker.model.transformers_backend.split import split_head
+from engine_worker.model.weights import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedShape:
+    """A ModelShape, as a model without weights showed it."""
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    parameters: int
+
+    def num_parameters(self) -> int:
+        return self.parameters
+
+
+@dataclass(frozen=True)
+class TransformersBlueprint:
+    shape: ProbedShape
+    model: "PreTrainedModel"  # on the meta device
+    probed: Probed
+    implementation: str = "transformers"
+    is_capturable: bool = False  # some models look at values on the host
+    refused_options: dict[str, str] = field(
+        default_factory=lambda: {
+            "deterministic": "the operators of transformers are not known to give the same bits in any batch; "
+            "only models with an implementation of their own here can"
+        }
+    )
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> "TransformersBlueprint":
+        """Raises ModelNotServed with what is in the way."""
+        model = skeleton(config)
+        probed = probe(model)
+        known = model.config.get_text_config()
+        shape = ProbedShape(
+            vocab_size=probed.vocab_size,
+            num_layers=len(probed.modules),
+            num_heads=probed.num_heads,
+            num_kv_heads=probed.num_kv_heads,
+            head_dim=probed.head_dim,
+            max_position_embeddings=known.max_position_embeddings,
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            eos_token_ids=token_ids(generation.get("eos_token_id", known.eos_token_id)),
+            parameters=num_parameters(model),
+        )
+        return cls(shape, model, probed)
+
+    def build(self, weights: WeightSource, max_len: int, is_deterministic: bool) -> "TransformersNetwork":
+        load_parameters(self.model, weights)
+        weights.check_all_used(self.model._keys_to_ignore_on_load_unexpected or ())
+        return TransformersNetwork(self.shape, self.model, self.probed)
+
+
+class TransformersNetwork:
+    def __init__(self, shape: ProbedShape, model: "PreTrainedModel", probed: Probed) -> None:
+        self.spec = shape
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self._step = CurrentStep()
+        for layer, module in enumerate(probed.modules):
+            module.paged_attention = LayerAttention(self._step, layer, self.dtype)
+        self._decoder, self._head = split_head(model)
+
+    def attach(self, kv_pool: Tensor) -> Device:
+        return attach_device(self.spec, kv_pool)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        model_input: ModelInput,
+        device: Device,
+        look: Callable[[LogitsOf], None] | None = None,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        """See ServedModel."""
+        self._step.operators = device.begin_step(model_input)
+        token_ids, positions = model_input.token_ids[None], model_input.positions[None]
+        try:
+            hidden = self._decoder(input_ids=token_ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+        finally:
+            self._step.operators = None
+        if look is not None:
+            look(lambda rows: self._logits_of(hidden[rows]))
+        found = self._logits_of(hidden[model_input.logits_indices])
+        return found if logits is None else logits.copy_(found)
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden[None])[0].float()

@@ -1,0 +1,88 @@
+"""Tiny random models of any model type, and the schedules under which each must answer as transformers does."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine_worker.scheduling.preemption import PreemptionMode
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine_to_end
+
+FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
+
+
+@dataclass(frozen=True)
+class Case:
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def write_family(directory: Path, case: Case) -> Path:
+    """A random model; norms and biases are random too, or a missing one would not show."""
+    options = {key: value for key, value in {**TINY, **case.changes}.items() if value is not None or key != "head_dim"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(case.model_type, pad_token_id=0, **options)
+        model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name.lower() or ".ln_" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith(".bias"):
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(directory)
+    return directory
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Around the edges of blocks and chunks, and beyond the context that yarn and longrope stretch; two share one."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(3, vocab_size, (300,), generator=generator).tolist()
+    return [tokens[:1], tokens[:16], tokens[:33], [*tokens[:33], 7], tokens[40:170]]
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "all at once": {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 512},
+    "chunks": {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 24},
+    "recompute": {"num_blocks": 13, "max_num_seqs": 8, "max_num_batched_tokens": 512},
+    "swap": {"num_blocks": 13, "max_num_seqs": 8, "max_num_batched_tokens": 512, "num_host_blocks": 32},
+}
+
+
+def check_schedules(directory: Path, model_impl: str = "auto") -> dict[tuple[str, int], list[int]]:
+    """Greedy tokens in float32 are those of transformers, whatever the schedule; returns them by request and choice."""
+    reference = Reference(directory)
+    outputs: dict[str, dict[tuple[str, int], list[int]]] = {}
+    for name, options in SCHEDULES.items():
+        schedule = dict(options)
+        num_blocks, num_host_blocks = schedule.pop("num_blocks"), schedule.pop("num_host_blocks", 0)
+        runner = make_runner(
+            directory,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            model_impl=model_impl,
+            num_threads=1,  # a second one waits longer for the first than products of 96 columns take
+        )
+        mode = PreemptionMode.SWAP if num_host_blocks else PreemptionMode.RECOMPUTE
+        engine = make_engine(runner, preemption_mode=mode, **schedule)
+        requests = [
+            make_request(prompt, f"p{index}", max_tokens=40, ignore_eos=True, n=2 if index == 2 else 1)
+            for index, prompt in enumerate(prompts(runner.model_spec.vocab_size))
+        ]
+        transcript = run_engine_to_end(engine, requests)
+        outputs[name] = {
+            (request.request_id, choice): transcript.choice(request.request_id, choice)
+            for request in requests
+            for choice in range(request.sampling.n)
+        }
+        counters = engine.stats().counters
+        assert (sum(counters.preemptions.values()) > 0) == (name in {"recompute", "swap"})
+    for name, found in outputs.items():
+        assert found == outputs["all at once"], name
+    for request in requests:
+        worst = max(reference.shortfalls(request.prompt_token_ids, outputs["all at once"][request.request_id, 0]))
+        assert worst < FP32_MARGIN, request.request_id
+    return outputs["all at once"]
