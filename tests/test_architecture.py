@@ -43,9 +43,9 @@ GATEWAY_OPTIONS = """
     exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
 WORKER_OPTIONS = """
-    model served_model_name redis_url worker_id device dtype load_format max_model_len num_threads
-    block_size kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes preemption_mode offloaded_prefixes
-    enable_prefix_caching max_num_seqs max_num_batched_tokens
+    model served_model_name redis_url worker_id device dtype model_impl load_format max_model_len
+    num_threads block_size kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes preemption_mode
+    offloaded_prefixes enable_prefix_caching max_num_seqs max_num_batched_tokens
     max_prefill_tokens_with_decodes async_scheduling deterministic cudagraph_mode enforce_eager
     drain_seconds step_timeout_seconds dead_after_seconds exit_with_parent metrics_host metrics_port log_format
     otlp_traces_endpoint vllm_metric_names

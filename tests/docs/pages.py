@@ -2,22 +2,26 @@
 
 docs/metrics.md         between the marks: every metric, and those that vLLM names otherwise
 docs/configuration.md   between the marks: every setting of every program
+docs/model-families.md  between the marks: model types with a file, and those of the tests' table without one
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
+from engine_worker.model.architectures import MODULES
 from engine_worker.settings import WorkerSettings
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
 from shared.vllm_metric_names import ALIASES
+from tests.engine_worker.model.family_cases import REFUSED, THROUGH_TRANSFORMERS
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_worker import LoadedWorker
 
@@ -36,7 +40,26 @@ def pages() -> dict[str, dict[str, str]]:
             "vllm": vllm_names(),
         },
         "configuration.md": {program: settings(program) for program in PROGRAMS},
+        "model-families.md": {"native": native_families(), "others": other_families()},
     }
+
+
+def native_families() -> str:
+    """Model type, its file, and the first sentence of that."""
+    rows = []
+    for model_type, module in MODULES.items():
+        docstring = import_module(f"engine_worker.model.architectures.{module}").__doc__ or ""
+        text = " ".join(docstring.split("\n\n")[0].split())
+        rows.append((f"`{model_type}`", f"`architectures/{module}.py`", text))
+    return _table(("`model_type`", "file", "what it is"), rows)
+
+
+def other_families() -> str:
+    """What the tests try without a file: served, or refused with these words."""
+    served = sorted({case.model_type for case in THROUGH_TRANSFORMERS.values()})
+    rows = [(f"`{model_type}`", "transformers", "") for model_type in served]
+    rows += [(f"`{model_type}`", "refused", words) for model_type, changes, words in REFUSED if not changes]
+    return _table(("`model_type`", "way", "words of the refusal"), rows)
 
 
 def worker_metrics() -> str:

@@ -66,8 +66,11 @@ def skeleton(config: Mapping[str, Any]) -> "PreTrainedModel":
         known = CONFIG_MAPPING[model_type].from_dict(dict(config))
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(known)]._from_config(known, attn_implementation=ATTENTION)
-    except Exception as error:
-        raise ModelNotServed(f"config.json: transformers makes no {model_type} of it: {in_short(error)}") from error
+    except Exception as error:  # of any model's code
+        why = f"transformers makes no {model_type} of config.json: {in_short(error)}"
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):  # it has a table of its own
+            why = f"through transformers: {model_type} computes attention by itself; there is nothing to exchange"
+        raise ModelNotServed(why) from error
     # Nothing is padded here; some models look for padding in every step's tokens, which makes the host wait.
     model.config.get_text_config().pad_token_id = None
     return model.eval()

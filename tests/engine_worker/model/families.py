@@ -1,6 +1,5 @@
 """Tiny random models of any model type, and the schedules under which each must answer as transformers does."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_worker.scheduling.preemption import PreemptionMode
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine_to_end
+from tests.engine_worker.model.family_cases import Case
 
 FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
-
-
-@dataclass(frozen=True)
-class Case:
-    model_type: str
-    changes: dict[str, Any] = field(default_factory=dict)
 
 
 def write_family(directory: Path, case: Case) -> Path:

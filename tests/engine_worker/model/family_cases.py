@@ -1,0 +1,92 @@
+"""Which model types are tried, which way each runs, and which are refused with what words; docs/ lists them.
+
+    NATIVE                 those with a file in engine_worker/model/architectures
+    THROUGH_TRANSFORMERS   some of those without
+    REFUSED                (model type, changes, words of the refusal)
+
+A case is what its config.json has beside reference.TINY. Imports no torch: the docs are made of it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    model_type: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+# One factor for each of the 12 frequencies of three quarters of a head of 32. transformers takes the long ones for what
+# is longer than the original context, which every answer here is.
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 12 for i in range(12)], "long_factor": [2.0 + i / 3 for i in range(12)],
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+
+
+NATIVE = {
+    "llama": Case("llama"),
+    "llama with biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with yarn": Case("llama", {"rope_parameters": YARN}),
+    "mistral": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 of 7 heads a kv head": Case("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": None,
+                                                 "hidden_size": 112}),
+    "qwen3": Case("qwen3"),
+    "qwen3 tied, with biases": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "phi3": Case("phi3", {"head_dim": None, "hidden_size": 192}),
+    "phi3 with longrope": Case("phi3", {"head_dim": None, "hidden_size": 192, "rope_parameters": LONGROPE,
+                                        "original_max_position_embeddings": 8}),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5, "head_dim": None, "hidden_size": 96}),
+    "granite": Case("granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+                                "logits_scaling": 0.5, "head_dim": None, "hidden_size": 96}),
+    "olmo2": Case("olmo2", {"head_dim": None, "hidden_size": 96}),
+    "seed_oss": Case("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
+    "glm": Case("glm", {"head_dim": 32}),
+    "glm4": Case("glm4", {"head_dim": 32}),
+    "ernie4_5": Case("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
+    "helium": Case("helium", {"head_dim": 16, "hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
+}  # fmt: skip
+
+# num_key_value_heads is no key of theirs.
+PLAIN = {"num_key_value_heads": 6, "head_dim": None}
+THROUGH_TRANSFORMERS = {
+    "opt": Case("opt", {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 96}),
+    "opt with norms after, projected": Case("opt", {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 48,
+                                                    "do_layer_norm_before": False, "tie_word_embeddings": True}),
+    "gpt2": Case("gpt2", {**PLAIN, "n_inner": 96, "tie_word_embeddings": True}),
+    "stablelm, a quarter rotated": Case("stablelm", {"head_dim": None, "use_qkv_bias": True, "hidden_size": 192}),
+    "gpt_neox, parallel": Case("gpt_neox", {**PLAIN, "hidden_size": 192, "num_key_value_heads": 6}),
+    "cohere, scaled logits": Case("cohere", {"head_dim": None, "use_qk_norm": True, "logit_scale": 0.5}),
+    "phi": Case("phi", {"head_dim": None, "hidden_size": 192}),
+    "gpt_bigcode, one kv head": Case("gpt_bigcode", {"head_dim": None, "n_inner": 96, "multi_query": True}),
+    "starcoder2": Case("starcoder2", {"head_dim": None, "use_bias": True}),
+    "olmo, norms without weights": Case("olmo", {"head_dim": None, "clip_qkv": 3.0}),
+    "gemma": Case("gemma", {"head_dim": 32}),
+    "nemotron": Case("nemotron", {"head_dim": 16}),
+}  # fmt: skip
+
+REFUSED = [
+    ("falcon", {}, "falcon computes attention by itself"),
+    ("bloom", {}, "it takes no position_ids"),
+    ("gemma2", {"head_dim": 32, "sliding_window": 64}, "sliding_window = 64"),
+    ("gemma2", {"head_dim": 32, "layer_types": ["full_attention"] * 3}, "attention with softcap"),
+    ("cohere2", {"sliding_window": 64}, "sliding_window = 64"),
+    ("gpt_oss", {}, "layers of experts"),
+    ("granite_swa", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, "attention with s_aux"),
+    ("mamba", {}, "keeps a state"),
+    ("falcon_h1", {}, "keeps a state"),
+    ("lfm2", {"full_attn_idxs": [0]}, "layer_types has 'conv'"),
+    ("bert", {"is_decoder": False}, "tokens attend to those after them"),
+    ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 3}, "and values of"),
+    ("diffllama", {}, "calls attention 6 times for 3 layers"),
+    ("phi", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+    ("made_up", {}, "model_type 'made_up' is no causal language model of transformers"),
+    ("t5", {}, "model_type 't5' is no causal language model"),
+]
