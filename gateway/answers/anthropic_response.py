@@ -31,6 +31,7 @@ _TEXT_DELTA = (
 
 class AnthropicFormat:
     prompt_in_choice = False
+    repeats_all = False
     done = named_event("message_stop", {"type": "message_stop"})
 
     def __init__(
@@ -77,6 +78,9 @@ class AnthropicFormat:
     def finish(self, index: int, reason: str, stop_string: str | None = None, **_openai: Any) -> bytes:
         self._stop = _stop(reason, stop_string)
         return self._events(self._blocks.ending()) + self._block_stop()
+
+    def closing(self) -> bytes:
+        return b""
 
     def usage(self, usage: UsageCount) -> bytes:
         return named_event("message_delta", {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)})

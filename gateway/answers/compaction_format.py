@@ -22,6 +22,7 @@ from gateway.text.logprobs import LogprobEntry
 
 class CompactionFormat:
     prompt_in_choice = False
+    repeats_all = True
 
     def __init__(
         self,
@@ -62,6 +63,9 @@ class CompactionFormat:
         return b""
 
     def finish(self, index: int, reason: str, stop_string: str | None = None, **_chunks: Any) -> bytes:
+        return b""
+
+    def closing(self) -> bytes:
         return b""
 
     def usage(self, usage: UsageCount) -> bytes:

@@ -106,10 +106,15 @@ class _Chunks:
         )
 
     def last(self) -> bytes:
+        closing = self._format.closing()
         usage = self._format.usage(self.generation.usage) if self._reply.include_usage else b""
         if self._numbers is None:
-            return usage + self._format.done
-        return self._numbers.of_usage(usage) + self._numbers.of_end(self._format.done)
+            return closing + usage + self._format.done
+        return (
+            self._numbers.of_choice(0, closing)
+            + self._numbers.of_usage(usage)
+            + self._numbers.of_end(self._format.done)
+        )
 
     def error(self, error: GatewayError) -> bytes:
         event = self._format.error(error)
@@ -160,7 +165,8 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
             await stream.write(beginning)
         try:
             await Reading(reply.generation, _LiveEvents(stream, chunks)).to_end()
-            ending = chunks.last()
+            num_bytes = _num_bytes_of(reply) if reply.response_format.repeats_all else 0
+            ending = await reply.work(num_bytes, chunks.last, may_refuse=False)
         except GatewayError as error:
             ending = chunks.error(error)
         except ConnectionError:
@@ -179,10 +185,15 @@ async def collect_reply(reply: Reply) -> bytes:
     completion, generation = reply.completion, reply.generation
     collected = _Collected(len(completion.prompts) * completion.n)
     await Reading(generation, collected).to_end()
+    work = partial(_body_of, reply, collected.updates, generation.usage)
+    return await reply.work(_num_bytes_of(reply), work, may_refuse=False)
+
+
+def _num_bytes_of(reply: Reply) -> int:
+    completion, generation = reply.completion, reply.generation
     num_values = generation.usage.completion_tokens * (1 if completion.num_logprobs is None else 20)
     num_values += sum(map(len, generation.prompt_scores)) * 20 * completion.n
-    work = partial(_body_of, reply, collected.updates, generation.usage)
-    return await reply.work(num_values * _BYTES_OF_VALUE, work, may_refuse=False)
+    return num_values * _BYTES_OF_VALUE
 
 
 def _body_of(reply: Reply, collected: Sequence[list[ChoiceUpdate]], usage: UsageCount) -> bytes:

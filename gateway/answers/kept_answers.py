@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
@@ -22,6 +23,7 @@ from gateway.store.stored_request import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import Keep
 
+_RECORD_GROWS = 16  # when it is unpacked, or more, but then it is quickly read
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
 
 
@@ -128,19 +130,30 @@ async def find_answer(services: Iterable[ModelService], answer_id: str, owner_ke
 
 
 async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash: str) -> KeptAnswer:
-    record = decode_record(first.record) if first.owner_key_hash == owner_key_hash else None
-    if record is None or record.kind not in KINDS:
+    if first.owner_key_hash != owner_key_hash:
         raise _not_found()
+    num_bytes = len(first.record) * _RECORD_GROWS
+    read = await service.client.archive.decode(owner_key_hash, num_bytes, partial(_read, first.record))
+    if read is None:
+        raise _not_found()
+    record, kind, body, completion = read
     parts = [first]
     other_ids = record.other_ids or [other.request_id for other in record.others]
     for other in await _stored(service, other_ids) if other_ids else []:
         if other is None:  # they are accepted together, and kept until the last has ended: the store lost it
             raise _not_found()
         parts.append(other)
-    kind = KINDS[record.kind]
-    body = kind.decode(record.body)
-    completion = kind.parse(body)
     return KeptAnswer(service, first.request.request_id, record, first.record, kind, body, completion, parts)
+
+
+def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, CompletionRequest] | None:
+    """What was asked; None: it is not known how."""
+    known = decode_record(record)
+    if known is None or known.kind not in KINDS:
+        return None
+    kind = KINDS[known.kind]
+    body = kind.decode(known.body)
+    return known, kind, body, kind.parse(body)
 
 
 async def find_named(service: ModelService, retention: Retention, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:

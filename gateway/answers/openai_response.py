@@ -71,6 +71,10 @@ class ResponseFormat(Protocol):
     def prompt_in_choice(self) -> bool:
         """Whether what is told of a prompt stands in each choice, not beside them."""
 
+    @property
+    def repeats_all(self) -> bool:
+        """Whether a stream's closing() and done say the whole answer once more."""
+
     def begin(self) -> bytes:
         """What a stream begins with, before there is any token."""
 
@@ -102,6 +106,9 @@ class ResponseFormat(Protocol):
     ) -> bytes:
         """`text`: only where every chunk has its usage; `logprobs`, `extra`: of what came with the end."""
 
+    def closing(self) -> bytes:
+        """What is left to be said of the choices when all have finished."""
+
     def usage(self, usage: UsageCount) -> bytes: ...
 
     def error(self, error: GatewayError) -> bytes:
@@ -125,6 +132,7 @@ class _Format:
     body_object: str
     id_prefix: str
     prompt_in_choice: bool
+    repeats_all = False
     done = DONE
     before_text: str  # of a choice, up to the text's value
     after_text: str
@@ -200,6 +208,9 @@ class _Format:
             after = after[:-1] + b"," + one_line(_encode(extra))[1:]
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
         return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
+
+    def closing(self) -> bytes:
+        return b""
 
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())

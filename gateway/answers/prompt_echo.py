@@ -5,7 +5,7 @@ token, which is dropped here. Knows nothing of streams or JSON text.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from msgspec import structs
@@ -18,7 +18,8 @@ from gateway.text.tokenization import PromptEncoder
 from shared.messages import FinishReason, TokenLogprobs
 
 Scores = Mapping[int, TokenLogprobs]
-ENTRIES_OF_PIECE = 16  # 3 ms of events, with 20 log-probabilities each
+ENTRIES_OF_PIECE = 16  # half a millisecond of events, with 20 log-probabilities each
+TOKENS_OF_STEP = 128  # that are read between two looks at whose turn it is: a millisecond at most
 
 
 class PromptEcho:
@@ -30,53 +31,63 @@ class PromptEcho:
         self._encoder = encoder
         self._prompts = prompts_token_ids
         is_cut = request.fields.truncate_prompt_tokens is not None
-        self._texts = [
-            prompt if isinstance(prompt, str) and not is_cut else encoder.decode(token_ids, skip_special_tokens=False)
-            for prompt, token_ids in zip(request.prompts, prompts_token_ids, strict=True)
-        ]
+        # By number of the prompt; those that came as ids are read when they are told.
+        self._texts = {
+            number: prompt for number, prompt in enumerate(request.prompts) if isinstance(prompt, str) and not is_cut
+        }
         self._num_choices = request.n
         self._drop_answers = request.max_tokens == 0
         self._begun: set[int] = set()
         self._spellings = encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
-        self._untold = deque[tuple[ChoiceUpdate, Iterator[ChoiceUpdate]]]()  # the next one, and those behind it
+        self._untold = deque[Iterator[list[ChoiceUpdate]]]()
 
     def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
         """What ready() tells then. `scores` of each prompt; they are whole before its first update."""
         for update in updates:
-            pieces = self._pieces(update, scores[update.index // self._num_choices])
-            self._untold.append((next(pieces), pieces))
+            self._untold.append(self._pieces(update, scores[update.index // self._num_choices]))
 
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
-        """Who stops reading goes on with the next one."""
+        """One at a time, or none yet where a long prompt is being read. Who stops reading goes on with the next."""
         while self._untold:
-            update, pieces = self._untold.popleft()
-            if (following := next(pieces, None)) is not None:
-                self._untold.appendleft((following, pieces))
-            yield [update]
+            if (updates := next(self._untold[0], None)) is None:
+                self._untold.popleft()
+            else:
+                yield updates
 
     @property
     def is_told(self) -> bool:
         return not self._untold
 
-    def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[ChoiceUpdate]:
-        """At least one. The first of a choice has its prompt's text; the scores of a long prompt come in several."""
+    def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[list[ChoiceUpdate]]:
+        """The first of a choice has its prompt's text; the scores of a long prompt come in several."""
         number = update.index // self._num_choices
         if self._drop_answers:
             reason = None if update.reason is None else FinishReason.LENGTH
             update = structs.replace(update, text="", logprobs=(), token_ids=(), reason=reason)
+        yield from self._read(number)
         text = self._texts[number]
         moved = tuple(structs.replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
         if update.index in self._begun:
-            yield structs.replace(update, logprobs=moved)
+            yield [structs.replace(update, logprobs=moved)]
             return
         self._begun.add(update.index)
         tokens = self._prompts[number]
         entries = prompt_entries(self._encoder, self._spellings, tokens, scores) if scores else iter(())
         own = tuple(islice(entries, ENTRIES_OF_PIECE))
         while following := tuple(islice(entries, ENTRIES_OF_PIECE)):
-            yield ChoiceUpdate(update.index, text, None, own)
+            yield [ChoiceUpdate(update.index, text, None, own)]
             text, own = "", following
-        yield structs.replace(update, text=text + update.text, logprobs=(*own, *moved))
+        yield [structs.replace(update, text=text + update.text, logprobs=(*own, *moved))]
+
+    def _read(self, number: int) -> Iterator[list[ChoiceUpdate]]:
+        """A prompt's text, once for all its choices; nothing is told of it yet."""
+        if number in self._texts:
+            return
+        pieces: list[str] = []
+        for step in _steps(self._encoder, self._prompts[number]):
+            pieces += step
+            yield []
+        self._texts[number] = "".join(pieces)
 
 
 def prompt_echo(
@@ -84,6 +95,13 @@ def prompt_echo(
 ) -> PromptEcho | None:
     """None: the request does not ask for it."""
     return PromptEcho(encoder, request, prompts_token_ids) if request.echo else None
+
+
+def _steps(encoder: PromptEncoder, token_ids: Sequence[int]) -> Iterator[Iterable[str]]:
+    detokenizer = encoder.detokenizer((), skip_special_tokens=False)
+    for start in range(0, len(token_ids), TOKENS_OF_STEP):
+        yield map(detokenizer.push, token_ids[start : start + TOKENS_OF_STEP])
+    yield [detokenizer.flush()]
 
 
 def prompt_entries(

@@ -28,6 +28,7 @@ _NOTHING_YET: dict[str, Any] = {
 
 class ResponsesFormat:
     prompt_in_choice = False
+    repeats_all = True
 
     def __init__(
         self,
@@ -88,6 +89,9 @@ class ResponsesFormat:
     ) -> bytes:
         self._output.say("", logprobs)
         self._is_cut = reason == FinishReason.LENGTH.value
+        return b""
+
+    def closing(self) -> bytes:
         return self._output.say_nothing() + self._output.close("incomplete" if self._is_cut else "completed")
 
     def usage(self, usage: UsageCount) -> bytes:
@@ -111,6 +115,7 @@ class ResponsesFormat:
             self.delta(0, update.reasoning, update.tool_calls)
             self.text(0, update.text, None, update.logprobs)
         self.finish(0, choice.finish_reason)
+        self.closing()
         self.usage(usage)
         return one_line(msgspec.json.encode(self._ended()))
 

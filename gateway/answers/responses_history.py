@@ -46,7 +46,16 @@ async def with_history(
     fields = await context.work(body.num_bytes, partial(body.typed, kind))
     assert fields.previous_response_id is not None
     earlier = await _items_of(context, fields.previous_response_id)
-    merged = {**body.given, "input": earlier + _given_items(body.given), EARLIER_ITEMS: len(earlier)}
+    return await context.work(None, partial(_merged, body.given, earlier))
+
+
+def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
+    """What came into a response."""
+    return _given_items(kept.body.given)
+
+
+def _merged(given: Mapping[str, Any], earlier: list[dict[str, Any]]) -> JsonBody:
+    merged = {**given, "input": earlier + _given_items(given), EARLIER_ITEMS: len(earlier)}
     whole = json.dumps(merged, ensure_ascii=False).encode()
     if len(whole) > MAX_BODY_BYTES:
         raise BodyTooLarge(
@@ -55,11 +64,6 @@ async def with_history(
     check_structure(whole)
     check_values([whole])
     return JsonBody(merged, len(whole))
-
-
-def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
-    """What came into a response."""
-    return _given_items(kept.body.given)
 
 
 async def _items_of(context: RequestContext, response_id: str) -> list[dict[str, Any]]:
@@ -73,15 +77,19 @@ async def _items_of(context: RequestContext, response_id: str) -> list[dict[str,
             f"{PARAM}: that response is {kept.state}; only one that has ended can be continued.", param=PARAM
         )
     try:
-        response = json.loads(await collect_again(context, kept))
+        response = await collect_again(context, kept)
     except Unavailable:
         raise
     except GatewayError as error:
         raise InvalidRequest(f"{PARAM}: that response has failed.", param=PARAM) from error
-    output: list[dict[str, Any]] = response["output"]
+    output = await context.work(len(response), partial(_output_of, response))
     if any(item["type"] == "function_call" and item["status"] == "incomplete" for item in output):
         raise InvalidRequest(f"{PARAM}: that response was cut within the arguments of a call.", param=PARAM)
     return items_of(kept) + output
+
+
+def _output_of(response: bytes) -> list[dict[str, Any]]:
+    return json.loads(response)["output"]  # type: ignore[no-any-return]
 
 
 def _given_items(fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from aiohttp import hdrs, web
 from gateway.http import sse
 
 TICK_SECONDS = 0.5
+PIECE_BYTES = 65_536
 
 
 class EventStream:
@@ -78,10 +79,12 @@ class EventStream:
             await self.drain()
 
     async def end(self, data: bytes) -> None:
-        """The last of it."""
+        """The last of it, in pieces if it is long: what is written at one time is copied at one time."""
+        for start in range(0, len(data) - PIECE_BYTES, PIECE_BYTES):
+            await self.write(data[start : start + PIECE_BYTES])
         self.write_began_at = self.last_write_at = time.monotonic()
         try:
-            await self._response.write_eof(data)
+            await self._response.write_eof(data[_start_of_last(len(data)) :])
         finally:
             self.write_began_at = None
 
@@ -91,6 +94,11 @@ class EventStream:
 
     def close(self) -> None:
         self._watch.discard(self)
+
+
+def _start_of_last(num_bytes: int) -> int:
+    """Of what is written in pieces; all of it if it is short."""
+    return max(0, -(-num_bytes // PIECE_BYTES) - 1) * PIECE_BYTES
 
 
 class StreamWatch:

@@ -1,6 +1,6 @@
 """What the store has of requests, running or ended, read by id or by their clients' own names."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ class RequestArchive:
         """What there is of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
         replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
         return [
-            await self._decode(_owner_of(fields), journal, partial(stored_request, fields, journal))
+            await self.decode(_owner_of(fields), _length_of(journal), partial(stored_request, fields, journal))
             for fields, journal in replies
         ]
 
@@ -36,7 +36,13 @@ class RequestArchive:
         self, request: GenerationRequest, stored: Any, journal: Any
     ) -> tuple[list[StoredChoice], TerminalEvent | None]:
         """As stored_answer(), long ones beside the event loop. Raises FormatError."""
-        return await self._decode(request.tenant, journal, partial(stored_answer, request, stored, journal))
+        work = partial(stored_answer, request, stored, journal)
+        return await self.decode(request.tenant, _length_of(journal), work)
+
+    async def decode(self, key: Hashable, num_bytes: int, decode: Callable[[], _Decoded]) -> _Decoded:
+        """What it returns or raises. What is long is decoded beside the event loop, a journal at 20 us a token with its
+        log-probabilities: those of one key wait for each other, and for nobody else's."""
+        return await self._pool.run(key, num_bytes, decode, may_refuse=False)
 
     def close(self) -> None:
         self._pool.close()
@@ -80,10 +86,9 @@ class RequestArchive:
         named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
         return (named[0].decode(), named[1].decode()) if all(named) else None
 
-    async def _decode(self, key: object, journal: Any, decode: Callable[[], _Decoded]) -> _Decoded:
-        """20 us a token with its log-probabilities: those of one key wait for each other, and for nobody else's."""
-        num_bytes = len(journal) if isinstance(journal, bytes) else 0
-        return await self._pool.run(key, num_bytes, decode, may_refuse=False)
+
+def _length_of(journal: Any) -> int:
+    return len(journal) if isinstance(journal, bytes) else 0
 
 
 def _owner_of(fields: Any) -> bytes:

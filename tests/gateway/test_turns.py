@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from gateway.answers import delivery
-from gateway.answers.prompt_echo import ENTRIES_OF_PIECE
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.answers.prompt_echo import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
+from gateway.answers.responses_output import OutputItems
+from gateway.requests.openai_schema import parse_completion
+from gateway.requests.request_body import decode_body
 from gateway.store.response_stream import MAX_READ_SCORES, MAX_READ_TOKENS, ResponseStream
 from gateway.text.served_model import ServedModel
 from shared.messages import (
@@ -25,6 +29,7 @@ from shared.messages import (
 from tests.gateway.answers.test_prompt_echo import scores_prompt_and_says
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
+from tests.gateway.responses import checked_events
 
 NUM_TOKENS = 200
 LEAST_SLICE = 1e-9  # less than any work takes
@@ -101,6 +106,42 @@ async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
         async with gateway.session.post("/v1/completions", json={"prompt": [5]}) as reply:
             assert (await reply.json())["usage"]["completion_tokens"] == num_tokens
     assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_an_end_that_repeats_the_answer_is_made_beside_the_event_loop(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four events of a response have all of it, with all log-probabilities."""
+    threads: list[int] = []
+    close = OutputItems.close
+
+    def watched(output: OutputItems, status: str) -> bytes:
+        threads.append(threading.get_ident())
+        return close(output, status)
+
+    monkeypatch.setattr(OutputItems, "close", watched)
+    for num_tokens in (10, 2000):
+        gateway.engine.script = says([70] * num_tokens)
+        threads.clear()
+        async with gateway.session.post("/v1/responses", json={"input": "x", "stream": True, "store": False}) as reply:
+            events = checked_events(await reply.text())
+        response: Any = events[-1]
+        assert response.response.usage.output_tokens == num_tokens == len(response.response.output_text)
+        assert (threads[-1] == threading.get_ident()) == (num_tokens == 10)
+
+
+async def test_a_long_prompt_of_ids_is_read_in_steps(gateway: Gateway, tiny_model: ServedModel) -> None:
+    """Once for all its choices, and others have their turn between two steps."""
+    encoder = tiny_model.encoder
+    prompt = [5 + place % 90 for place in range(4 * TOKENS_OF_STEP + 1)]
+    request = parse_completion(decode_body(json.dumps({"prompt": prompt, "echo": True, "n": 2}).encode()))
+    echo = PromptEcho(encoder, request, [prompt])
+    echo.take([ChoiceUpdate(0, "!", None), ChoiceUpdate(1, "?", None)], [{}])
+    told = list(echo.ready())
+    text = encoder.decode(prompt, skip_special_tokens=False)
+    assert [len(updates) for updates in told] == [0] * 6 + [1, 1]
+    assert [update.text for updates in told for update in updates] == [text + "!", text + "?"]
+    assert echo.is_told
 
 
 async def test_the_scores_of_a_long_prompt_come_in_pieces(gateway: Gateway, tiny_model: ServedModel) -> None:

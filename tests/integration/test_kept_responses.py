@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from gateway.answers import kept_answers, responses_history
 from shared.messages import FinishEvent, decode_terminal_event
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
 from tests.gateway.responses import URL, checked_events, checked_response
@@ -275,3 +277,25 @@ async def test_one_in_the_background_holds_its_keys_place(world: World, demo_mod
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (await gateway.post(URL, body, **headers))[0] == 429:
                 await asyncio.sleep(0.01)
+
+
+async def test_long_conversations_are_read_and_joined_beside_the_event_loop(
+    world: World, clients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[int]] = {}
+    for module, name in ((responses_history, "_merged"), (kept_answers, "_read")):
+        monkeypatch.setattr(module, name, _watched(getattr(module, name), threads.setdefault(name, set())))
+    world.worker.gate.allow(FOREVER_STEPS)
+    monkeypatch.setattr("gateway.fair_pool.INLINE_BYTES", 0)  # as if each were long
+    first = await make(clients[0], world)
+    second = await make(clients[0], world, previous_response_id=first.id)
+    assert second.status == "completed"
+    assert all(ids and threading.get_ident() not in ids for ids in threads.values()), threads
+
+
+def _watched(work: Callable[..., Any], threads: set[int]) -> Callable[..., Any]:
+    def watched(*arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return work(*arguments)
+
+    return watched

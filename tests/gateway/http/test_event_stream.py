@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any
 
-from gateway.http.event_stream import EventStream, StreamWatch
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from gateway.http.event_stream import PIECE_BYTES, EventStream, StreamWatch
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
@@ -117,3 +120,28 @@ async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
             await flood()
         response.close()
     assert gateway.metric("pagestream_gateway_write_stalls_total") == 1
+
+
+async def test_a_long_end_is_written_in_pieces() -> None:
+    """Of a response with its log-probabilities it is many megabytes, of which a socket takes few."""
+    written: list[int] = []
+
+    async def long(request: web.Request) -> web.StreamResponse:
+        stream = EventStream(request, {}, StreamWatch(10.0, 30.0))
+        await stream.open()
+        write = stream.write
+
+        async def watched(data: bytes) -> None:
+            written.append(len(data))
+            await write(data)
+
+        stream.write = watched  # type: ignore[method-assign]
+        await stream.end(bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256))
+        return stream.response
+
+    app = web.Application()
+    app.router.add_get("/", long)
+    async with TestServer(app) as server, TestClient(server) as client:
+        data = await (await client.get("/")).read()
+    assert data == bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256)
+    assert written == [PIECE_BYTES] * 3
