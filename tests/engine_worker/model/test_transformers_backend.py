@@ -4,19 +4,29 @@ As of the families that have one, greedy tokens in float32 are those of transfor
 preempted by swap and by recompute, forked, with prefix hits. What attention here cannot do is refused by name.
 """
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils.import_utils import is_kernels_available
 
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
+from engine_worker.model.transformers_backend import library
 from engine_worker.model.transformers_backend.library import ModelNotServed
-from tests.engine_worker.execution.reference import TINY
+from shared.messages import TokenEvent
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine
 from tests.engine_worker.model.families import check_schedules, write_family
 from tests.engine_worker.model.family_cases import REFUSED, THROUGH_TRANSFORMERS, Case
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=THROUGH_TRANSFORMERS)
@@ -52,3 +62,121 @@ def test_what_attention_here_cannot_do_is_refused_before_weights(
         blueprint({key: value for key, value in config.items() if value is not None or key in changes}, {})
     assert named in str(refusal.value)
     assert len(str(refusal.value)) < 400
+
+
+@pytest.fixture(scope="module")
+def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("gpt2"), THROUGH_TRANSFORMERS["gpt2"])
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """The same model with other tensors."""
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text((source / "config.json").read_text())
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("transformer.h.1.ln_2.bias"), "have no transformer.h.1.ln_2.bias"),
+        (lambda tensors: tensors.update({"adapter.weight": torch.zeros(2)}), "no place for: adapter.weight"),
+        (
+            lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(2048, 97)}),
+            r"transformer.wpe.weight has shape \(2048, 97\); config.json makes it \(2048, 96\)",
+        ),
+    ],
+    ids=["missing", "left over", "another shape"],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_name(
+    gpt2_dir: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_runner(changed(gpt2_dir, tmp_path, change), num_blocks=4)
+
+
+def test_a_checkpoint_of_a_bare_decoder_is_the_same_model(gpt2_dir: Path, tmp_path: Path) -> None:
+    """As GPT-2 itself was published: without the decoder's name, with masks that are computed today."""
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(4, 4)
+
+    requests = [make_request([5, 6, 7], "p", max_tokens=8, ignore_eos=True)]
+    tokens = [
+        run_engine(make_runner(directory, num_blocks=8, num_threads=1), requests, max_num_seqs=1,
+                   max_num_batched_tokens=16).tokens
+        for directory in (gpt2_dir, changed(gpt2_dir, tmp_path, strip))
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
+def test_scores_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
+    """The head scales its logits, whichever rows it is asked for."""
+    directory = write_family(tmp_path, THROUGH_TRANSFORMERS["cohere, scaled logits"])
+    prompt = [5, 900, 31, 7, 7, 450, 3]
+    engine = make_engine(make_runner(directory, num_blocks=8, num_threads=1), max_num_seqs=1, max_num_batched_tokens=4)
+    engine.add_request(make_request(prompt, "p", max_tokens=1, prompt_logprobs=1))
+    found: list[float] = []
+    while engine.has_work:
+        tokens = (event for event in engine.step() if isinstance(event, TokenEvent))
+        found += [
+            scored.logprob for event in tokens if event.prompt_logprobs for scored in event.prompt_logprobs.tokens
+        ]
+    expected = Reference(directory).logits(prompt, len(prompt)).log_softmax(-1)
+    wanted = [float(expected[row, token]) for row, token in enumerate(prompt[1:])]
+    assert found == pytest.approx(wanted, abs=1e-4)  # float32 sums in two orders
+
+
+def test_a_models_own_code_is_never_run(gpt2_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((gpt2_dir / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelNotServed, match="code that comes with a model is never run"):
+        blueprint_from_directory(tmp_path)
+
+
+def test_without_the_package_the_sentence_names_it(gpt2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = util.find_spec
+    monkeypatch.setattr(library, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    with pytest.raises(ModelNotServed, match=r"model_type 'gpt2' has no .*pip install 'pagestream\[transformers\]'"):
+        blueprint_from_directory(gpt2_dir)
+
+
+def test_another_package_called_kernels_is_refused(gpt2_dir: Path, tmp_path: Path) -> None:
+    """transformers would import from it what ours has not."""
+    assert not is_kernels_available(), "transformers takes our package for the other one: see ADR 0008"
+    info = tmp_path / "kernels-0.18.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert metadata.version("kernels") == "0.18.2"
+        with pytest.raises(ModelNotServed, match=r"the package kernels 0\.18\.2 is installed beside pagestream"):
+            blueprint_from_directory(gpt2_dir)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_what_cannot_be_kept_is_refused(gpt2_dir: Path) -> None:
+    with pytest.raises(ValueError, match="--deterministic: the operators of transformers are not known"):
+        load_model_runner(ExecutionSettings(model=gpt2_dir, deterministic=True), lambda phase, progress, detail: None)
+
+
+def test_a_native_model_does_not_wait_for_transformers(tmp_path: Path) -> None:
+    directory = write_family(tmp_path, Case("llama"))
+    code = """
+import sys
+from pathlib import Path
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+said = []
+settings = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)
+load_model_runner(settings, lambda phase, progress, detail: said.append(detail))
+assert any(detail.endswith("native implementation") for detail in said), said
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True, timeout=110)
