@@ -12,14 +12,13 @@ from redis.exceptions import RedisError
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
 from gateway.store.store_share import reserved_bytes
-from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, encode
+from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
 from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
-TORN_MESSAGE = "the store lost tokens that were sent already, and the answer went on in another way"
 
 
 class Acceptance:
@@ -66,6 +65,8 @@ class Acceptance:
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):
                     raise StoreUnavailable(str(error)) from error
+                if any(stream.num_tokens for stream in streams):
+                    return AcceptStatus.OK  # a worker has it; a store that lost it since would take it without them
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
 
@@ -74,25 +75,25 @@ class Acceptance:
         assert stream.keep is not None
         return await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id, again=again)
 
-    async def mend(self, stream: ResponseStream) -> ErrorEvent | None:
-        """A torn stream: the store lost the end of its journal, and a worker went on otherwise.
-
-        The request is taken back and given to the store with the tokens that its reader has, to go on behind them. One
-        that has ended, or that others read too, has its answer in the store: this reader alone gets an error.
-        """
-        if stream.keep is None and await self._scripts.cancel(stream.request_id, stream.request.priority_class):
-            await self.restore(stream)
-            return None
-        return ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE)
+    async def take_back(self, stream: ResponseStream) -> bool:
+        """Whether nobody has it now but its reader. One that has ended, or that others may read too, stays as it is."""
+        if stream.keep is not None:
+            return False
+        return await self._scripts.cancel(stream.request_id, stream.request.priority_class)
 
     async def restore(self, stream: ResponseStream) -> None:
-        """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens already sent. Its
-        name is not restored."""
+        """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens that it has: it is
+        set aside. Its name is not restored."""
         keep = replace(stream.keep, name="", fingerprint="") if stream.keep else None
         journal = b"".join(map(encode, stream.frames))
-        stream.is_torn = False
         await self._scripts.accept_all(
             [NewRequest(stream.request_id, encode(stream.request), journal, keep)],
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,
         )
+        await self.publish_mark(stream)
+
+    async def publish_mark(self, stream: ResponseStream) -> None:
+        """To this gateway itself: a message without events, behind all that was published of the epoch before."""
+        mark = EventBatch(PROTOCOL_VERSION, self._gateway_id, stream.epoch, [])
+        await self._scripts.redis.publish(self._scripts.keys.gateway_channel(self._gateway_id), encode(mark))

@@ -36,6 +36,7 @@ class Listening:
     ) -> None:
         channels = [keys.gateway_channel(gateway_id), keys.heartbeat_channel]
         self._subscription = Subscription(connections.subscriber, channels, clock=clock)
+        self._gateway_id = gateway_id
         self._heartbeat_channel = keys.heartbeat_channel
         self._streams = streams
         self._fleet = fleet
@@ -61,7 +62,10 @@ class Listening:
             if message.channel == self._heartbeat_channel:
                 self._fleet.heard(decode_heartbeat(message.data))
             else:
-                self._deliver(decode_event_batch(message.data).events)
+                batch = decode_event_batch(message.data)
+                if batch.worker_id == self._gateway_id:
+                    self._streams.begin_epoch(batch.step)
+                self._deliver(batch.events)
         except FormatError as error:
             self._counts.num_bad_messages += 1
             logger.warning("dropped a message on %s: %s", message.channel, error)
@@ -75,6 +79,8 @@ class Listening:
         for request_id, of_one in groupby(events, _request_id):
             its_events = list(of_one)
             for stream in self._streams.of(request_id):
+                if stream.is_set_aside:
+                    continue
                 stream.last_heard = now
                 for event in its_events:
                     stream.offer(event)

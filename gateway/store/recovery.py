@@ -1,7 +1,8 @@
 """The task that finds again what was lost: streams' tokens in the journals, the store's requests at this gateway.
 
 A stream is read from its journal when it has a hole, after every (re)subscribe, and after 2 s of quiet. A request whose
-hash is gone from the store, though nobody cancelled it, is accepted anew with the tokens already sent.
+hash is gone from the store, though nobody cancelled it, is accepted anew with the tokens already sent. What another
+attempt had made meanwhile may still be on its way: the stream is set aside until a mark behind it has come.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from shared.redis_scripts import AttachStatus
 QUIET_SECONDS = 2.0
 TICK_SECONDS = 0.5
 BATCH_REQUESTS = 64
+TORN_MESSAGE = "the store lost tokens that were sent already, and the answer went on in another way"
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class Recovery:
             ((stored, journal),) = await self._archive.read([stream.request_id], STORED_END)
             if is_missing(stored):
                 raise RequestGone(stream.request_id)
-            await self._replay(stream, stored, journal)
+            await self._replay(stream, stream.epoch, stored, journal)
 
     async def _attach(self, stream: ResponseStream, *, again: bool = False) -> bool:
         status = await self._acceptance.attach(stream, again=again)
@@ -106,26 +108,30 @@ class Recovery:
 
     async def _read_journals(self, streams: list[ResponseStream]) -> None:
         self._counts.num_journal_reads += len(streams)
+        epochs = [stream.epoch for stream in streams]
         replies = await self._archive.read([stream.request_id for stream in streams], STORED_END)
-        for stream, (stored, journal) in zip(streams, replies, strict=True):
+        for stream, epoch, (stored, journal) in zip(streams, epochs, replies, strict=True):
             stream.last_heard = self._clock()
+            if stream.epoch != epoch:
+                continue  # what was read is no more; it is behind
             if is_missing(stored):
                 await self._restore(stream)
-            else:
-                stream.is_behind = False
-                self._calls.own(self._replay(stream, stored, journal))  # nobody waits for another's long journal
+                continue
+            stream.is_behind = False
+            self._calls.own(self._replay(stream, epoch, stored, journal))  # nobody waits for another's long journal
+            if stream.is_set_aside:
+                await self._acceptance.publish_mark(stream)  # the one before was lost, or is on its way
 
-    async def _replay(self, stream: ResponseStream, stored: Any, journal: Any) -> None:
+    async def _replay(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
         try:
             answer = await self._archive.decoded(stream.request, stored, journal)
+            if stream.epoch != epoch:
+                return  # that journal is no more
             is_behind = stream.is_behind  # by what was heard meanwhile
             stream.offer_journal(*answer)
             stream.is_behind |= is_behind
             if stream.is_torn:
-                event = await self._acceptance.mend(stream)
-                self._counts.num_torn_streams += 1
-                if event is not None:
-                    self._streams.end(stream, event)
+                await self._mend(stream)
         except FormatError as error:
             logger.error("request %s cannot be read back: %s", stream.request_id, error)
             stream.end(ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is unreadable"))
@@ -140,8 +146,24 @@ class Recovery:
             event = ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, "the stored answer is no longer kept")
             self._streams.end(stream, event)
             return
-        await self._acceptance.restore(stream)
+        await self._accept_anew(stream)
         self._counts.num_restored_requests += 1
         logger.warning("request %s was lost by the store and is accepted anew", stream.request_id)
+
+    async def _mend(self, stream: ResponseStream) -> None:
+        """Torn: the store lost the end of its journal, and a worker went on otherwise. The request is taken back and
+        given to the store with the tokens that its reader has, to go on behind them. Where that cannot be, the answer
+        is in the store as it ended, or as others read it: this reader alone gets an error."""
+        stream.is_behind = True  # until this is done: a reply may be lost
+        was_taken_back = await self._acceptance.take_back(stream)
+        self._counts.num_torn_streams += 1
+        if was_taken_back:
+            await self._accept_anew(stream)
+        else:
+            self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE))
+
+    async def _accept_anew(self, stream: ResponseStream) -> None:
+        self._streams.set_aside(stream)
+        await self._acceptance.restore(stream)
         if stream not in self._streams:
-            self._withdrawals.add(stream)
+            self._withdrawals.add(stream)  # released meanwhile

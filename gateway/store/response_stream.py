@@ -99,6 +99,8 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.is_torn = False  # other tokens came for places that the reader has: only the journal decides
         self.on_caught_up: Callable[[], None] = _nobody_listens  # it is behind the journal now; must not raise
         self.last_heard = 0.0  # monotonic seconds; kept by the client
+        self.epoch = 0  # of its journal: it begins anew when the request is accepted anew; kept by the client
+        self.is_set_aside = False  # what is heard of it may be of the epoch before; kept by the client
         self.num_repeated_tokens = 0
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by index in the prompt; complete before the first token
         num_choices = request.sampling.n

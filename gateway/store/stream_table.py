@@ -16,6 +16,8 @@ class StreamTable:
         self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
         self._num_repeated_tokens = 0  # of streams that are here no more
         self._wake = wake
+        self._num_epochs = 0
+        self._set_aside: dict[int, ResponseStream] = {}  # by epoch
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request_id.values()))
@@ -53,6 +55,7 @@ class StreamTable:
                 self._by_request_id[stream.request_id] = left
             else:
                 self._by_request_id.pop(stream.request_id, None)
+            self._set_aside.pop(stream.epoch, None)
 
     def end(self, stream: ResponseStream, terminal: TerminalEvent) -> None:
         """For its reader; the store is not told."""
@@ -65,6 +68,21 @@ class StreamTable:
             self.discard(stream)
         elif stream.is_behind:
             self._wake.set()
+
+    def set_aside(self, stream: ResponseStream) -> None:
+        """Its journal begins anew, behind the tokens that it has now. What is on its way to this gateway may be of the
+        one before: until the mark of its new epoch is heard, nothing is given to it but what the new journal tells."""
+        self._set_aside.pop(stream.epoch, None)
+        self._num_epochs += 1
+        self._set_aside[self._num_epochs] = stream
+        stream.epoch, stream.is_set_aside = self._num_epochs, True
+        stream.is_torn, stream.is_behind = False, True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Its mark was heard: what was published before it has come, and what comes now is of the new journal."""
+        if stream := self._set_aside.pop(epoch, None):
+            stream.is_set_aside = False
+            self.mark_behind([stream])
 
     def mark_behind(self, streams: Iterable[ResponseStream]) -> None:
         """Nobody knows what they miss: their journals do."""

@@ -1,5 +1,6 @@
 """A worker's transport on a real server, with a clock of its own and scripts that fail on demand."""
 
+import asyncio
 from typing import Any
 
 from redis.exceptions import ConnectionError
@@ -15,6 +16,12 @@ from shared.redis_scripts import RedisScripts, Wish
 WORKER = "w0.aaaa"
 
 
+class Held:
+    def __init__(self) -> None:
+        self.is_applied = asyncio.Event()
+        self.goes_on = asyncio.Event()
+
+
 class FlakyScripts(RedisScripts):
     """Calls fail on demand, before the server sees them ("refuse") or after it has applied them ("lose")."""
 
@@ -22,11 +29,25 @@ class FlakyScripts(RedisScripts):
         super().__init__(*arguments)
         self.calls: list[str] = []
         self._failures: list[tuple[str, str, Exception]] = []
+        self._held: dict[str, Held] = {}
 
     def fail(self, script: str, when: str, times: int = 1, error: Exception | None = None) -> None:
         self._failures += [(script, when, error or ConnectionError("the reply was lost"))] * times
 
+    def hold(self, script: str) -> "Held":
+        """Its next call is applied, and its reply waits."""
+        self._held[script] = held = Held()
+        return held
+
     async def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return await self._fallible_call(name, *arguments)
+        finally:
+            if held := self._held.pop(name, None):
+                held.is_applied.set()
+                await held.goes_on.wait()
+
+    async def _fallible_call(self, name: str, *arguments: Any) -> Any:
         self.calls.append(name)
         planned = next((failure for failure in self._failures if failure[0] == name), None)
         if planned is None:

@@ -1,0 +1,115 @@
+"""The client on a real server, its own scripts that fail or wait on demand, and a worker that is played by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.store.inference_client import InferenceClient, ResponseStream
+from shared.messages import (
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    JournalFrame,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+    encode,
+)
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from shared.redis_scripts import Ending, GatewayMessage, RedisScripts, StepFrame, Wish, gateway_message
+from tests.engine_worker.transport.rig import FlakyScripts
+
+WORKER = "w0.aaaa"
+
+
+def make_request(request_id: str = "a", **options: Any) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=99, seed=0)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling=sampling, **options)
+
+
+class HandPlayedWorker:
+    """Says what it is told to; `heard=False` journals without a message, as if it was lost."""
+
+    def __init__(self, scripts: RedisScripts) -> None:
+        self.scripts = scripts
+        self.step = 0
+        self.claimed: dict[str, Any] = {}
+        self.journals: dict[str, bytes] = {}
+
+    async def claim(self) -> list[str]:
+        await self.scripts.register(WORKER)
+        entries = (await self.scripts.take(WORKER, Wish(100))).entries
+        replies = await self.scripts.claim(WORKER, entries)
+        for entry, reply in zip(entries, replies, strict=True):
+            self.claimed[entry.request_id] = entry
+            self.journals[entry.request_id] = reply.journal if reply else b""
+        return [entry.request_id for entry in entries]
+
+    async def emit(self, request_id: str, index: int, *token_ids: int, heard: bool = True) -> list[str]:
+        self.step += 1
+        event = TokenEvent(request_id, index, list(token_ids))
+        frame = encode(JournalFrame(index, list(token_ids)))
+        frames = [StepFrame(request_id, self.claimed[request_id].entry_id, frame)]
+        return await self.scripts.emit(WORKER, self.step, frames, self._messages(event, heard))
+
+    async def finish(self, request_id: str, completion_tokens: int, *, heard: bool = True) -> FinishEvent:
+        usage = Usage(prompt_tokens=2, completion_tokens=completion_tokens)
+        event = FinishEvent(request_id, FinishReason.STOP, usage)
+        entry = self.claimed[request_id]
+        ending = Ending(request_id, entry.queue, entry.entry_id, encode(event))
+        await self.scripts.finish(WORKER, [ending], self._messages(event, heard))
+        return event
+
+    def _messages(self, event: Any, heard: bool) -> list[GatewayMessage]:
+        return [gateway_message("g", WORKER, self.step, [event], {event.request_id: 0})] if heard else []
+
+
+@pytest.fixture
+def worker(scripts: RedisScripts) -> HandPlayedWorker:
+    return HandPlayedWorker(scripts)
+
+
+@pytest.fixture
+def flaky(connections: RedisConnections, keys: RedisKeys) -> FlakyScripts:
+    """The client's own scripts."""
+    return FlakyScripts(connections.commands, keys)
+
+
+@pytest.fixture
+async def client(connections: RedisConnections, keys: RedisKeys, flaky: FlakyScripts) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(connections, keys, "g", max_queued_requests=3, quiet_seconds=0.2, scripts=flaky)
+    await client.start()
+    await subscribed(connections, keys)
+    yield client
+    await client.close()
+
+
+async def subscribed(connections: RedisConnections, keys: RedisKeys) -> None:
+    channel = keys.gateway_channel("g")
+    while not (await connections.commands.pubsub_numsub(channel))[0][1]:
+        await asyncio.sleep(0)
+
+
+async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
+    """All further tokens and the end."""
+    async with asyncio.timeout(20):
+        events = [event async for event in stream]
+    assert all(isinstance(event, TokenEvent) for event in events[:-1])
+    return [token_id for event in events[:-1] for token_id in event.token_ids], events[-1]
+
+
+async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:
+    stream = await client.submission.submit(make_request(request_id))
+    assert await worker.claim() == [request_id]
+    return stream
+
+
+async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
+    token_ids: list[int] = []
+    async with asyncio.timeout(20):
+        while len(token_ids) < num_tokens:
+            token_ids += (await anext(stream)).token_ids
+    return token_ids

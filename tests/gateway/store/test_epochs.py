@@ -1,0 +1,169 @@
+"""A request that is accepted anew begins a new journal: no token of the one before it comes behind its reader's.
+
+The interleavings are forced: the reply of a script waits, or a journal's reading does, until the test lets it go on.
+A token whose message is lost (`heard=False`) would hide that its place is taken.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.store.inference_client import InferenceClient, ResponseStream
+from shared.messages import (
+    PROTOCOL_VERSION,
+    EventBatch,
+    JournalFrame,
+    TokenEvent,
+    WorkerHeartbeat,
+    WorkerPhase,
+    encode,
+)
+from shared.redis_client import RedisConnections
+from shared.redis_keys import RedisKeys
+from tests.engine_worker.transport.rig import FlakyScripts, Held
+from tests.gateway.store.conftest import HandPlayedWorker, make_request, rest, rest_until, start
+
+pytestmark = pytest.mark.redis
+
+
+class Wire:
+    """What others publish for the gateway, until it has heard it."""
+
+    def __init__(self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
+        self._client = client
+        self._redis = connections.commands
+        self._keys = keys
+        self._num_sent = 0
+
+    async def lose(self, request_id: str) -> None:
+        await self._redis.unlink(self._keys.request(request_id), self._keys.journal(request_id))
+
+    async def brings_late(self, request_id: str, index: int, *token_ids: int) -> None:
+        """Of an attempt before, behind all that was sent until now."""
+        await self._redis.publish(self._keys.gateway_channel("g"), late(request_id, index, *token_ids))
+        await self.is_empty()
+
+    async def is_empty(self) -> None:
+        self._num_sent += 1
+        name = f"w.{self._num_sent}"
+        beat = WorkerHeartbeat(worker_id=name, phase=WorkerPhase.LOAD)
+        await self._redis.publish(self._keys.heartbeat_channel, encode(beat))
+        while not any(status.heartbeat.worker_id == name for status in self._client.fleet.snapshot()):
+            await asyncio.sleep(0)
+
+
+def late(request_id: str, index: int, *token_ids: int) -> bytes:
+    return encode(EventBatch(PROTOCOL_VERSION, "w0.before", 7, [TokenEvent(request_id, index, list(token_ids))]))
+
+
+@pytest.fixture
+def wire(client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> Wire:
+    return Wire(client, connections, keys)
+
+
+async def goes_on_as_the_journal(worker: HandPlayedWorker, stream: ResponseStream) -> None:
+    """Behind the first token; of the second the message is lost."""
+    while not await worker.claim():
+        await asyncio.sleep(0)
+    assert worker.journals["a"] == encode(JournalFrame(0, [5]))
+    await worker.emit("a", 1, 66, heard=False)
+    await worker.emit("a", 2, 77)
+    end = await worker.finish("a", 3)
+    assert await rest(stream) == ([66, 77], end)
+
+
+async def restoring(
+    client: InferenceClient, flaky: FlakyScripts, wire: Wire, worker: Any
+) -> tuple[ResponseStream, Held]:
+    """The reader has one token; the store has lost the request and has taken it again, and its reply waits."""
+    stream = await start(client, worker)
+    await worker.emit("a", 0, 5)
+    assert await rest_until(stream, 1) == [5]
+    held = flaky.hold("accept")
+    await wire.lose("a")
+    client.streams.mark_behind([stream])
+    await held.is_applied.wait()
+    return stream, held
+
+
+async def test_a_token_of_the_attempt_before_that_comes_during_the_acceptance(client, flaky, worker, wire):
+    stream, held = await restoring(client, flaky, wire, worker)
+    await wire.brings_late("a", 1, 6)
+    held.goes_on.set()
+    await goes_on_as_the_journal(worker, stream)
+
+
+async def test_one_that_is_in_the_socket_when_the_reply_comes(client, flaky, worker, wire, connections, keys):
+    stream, held = await restoring(client, flaky, wire, worker)
+    understand, socket = client._listening.understand, []
+    client._listening.understand = socket.append
+    await connections.commands.publish(keys.gateway_channel("g"), late("a", 1, 6))
+    held.goes_on.set()
+    while not client.counts.num_restored_requests or len(socket) < 2:  # the mark is behind it
+        await asyncio.sleep(0)
+    client._listening.understand = understand
+    for message in socket:
+        understand(message)
+    await goes_on_as_the_journal(worker, stream)
+
+
+@pytest.mark.parametrize("lost", ["the reply", "the mark"])
+async def test_what_is_lost_is_repeated(client, flaky, worker, wire, connections, lost):
+    stream, held = await restoring(client, flaky, wire, worker)
+    publish = connections.commands.publish
+
+    async def lose(channel: str, data: bytes) -> None:
+        connections.commands.publish = publish
+        if lost == "the reply":
+            raise ConnectionError("the reply was lost")
+
+    connections.commands.publish = lose
+    held.goes_on.set()
+    async with asyncio.timeout(20):
+        while stream.is_set_aside:
+            await asyncio.sleep(0)
+    await goes_on_as_the_journal(worker, stream)
+
+
+async def test_a_journal_that_was_read_before(client, flaky, worker, wire):
+    """It is long, and understood only when the next one has begun."""
+    stream = await start(client, worker)
+    await worker.emit("a", 0, 5)
+    assert await rest_until(stream, 1) == [5]
+    await worker.emit("a", 1, 6, heard=False)
+    decoded, is_read, goes_on = client.archive.decoded, asyncio.Event(), asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Any:
+        client.archive.decoded = decoded
+        is_read.set()
+        await goes_on.wait()
+        return await decoded(*arguments)
+
+    client.archive.decoded = slowly
+    client.streams.mark_behind([stream])
+    await is_read.wait()
+    held = flaky.hold("accept")
+    await wire.lose("a")
+    client.streams.mark_behind([stream])
+    await held.is_applied.wait()
+    goes_on.set()
+    await wire.is_empty()
+    held.goes_on.set()
+    await goes_on_as_the_journal(worker, stream)
+
+
+async def test_a_repeated_acceptance_of_what_a_worker_has_begun_stores_nothing_anew(client, flaky, worker, wire):
+    """Its first reply is lost, and then the store loses it: it is given back with its token, not from the beginning."""
+    flaky.fail("accept", "lose")
+    held = flaky.hold("accept")
+    submitting = asyncio.create_task(client.submission.submit(make_request()))
+    await held.is_applied.wait()
+    assert await worker.claim() == ["a"]
+    await worker.emit("a", 0, 5)
+    await wire.is_empty()
+    await wire.lose("a")
+    held.goes_on.set()
+    stream = await submitting
+    assert await rest_until(stream, 1) == [5]
+    await goes_on_as_the_journal(worker, stream)
