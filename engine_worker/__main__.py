@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
 from engine_worker.metrics import EngineInfo
+from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVEventLog
@@ -73,6 +74,8 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
 
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
+    report("load", 0.0, "the checkpoint's headers")
+    check_files(settings.model, settings.model_impl, settings.load_format)
     report("load", 0.0, "torch")
     import torch  # noqa: PLC0415 - see the module's docstring
 

@@ -1,8 +1,8 @@
 """pagestream estimate MODEL: what a model will take of a device's memory, and how many sequences fit beside it.
 
-Reads config.json only: no weights, no torch, no device. Tells parameters, bytes of weights, KV per token and block, and
-how many sequences of --max-model-len tokens, and of shorter ones, the KV cache holds. The worker measures instead: it
-sizes the KV cache by what is free after the weights are loaded.
+Reads config.json, and of weights that are there their headers: no torch, no device. Tells parameters, bytes of
+weights, KV per token and block, and how many sequences of --max-model-len tokens, and of shorter ones, the KV cache
+holds. The worker measures instead: it sizes the KV cache by what is free after the weights are loaded.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_block_bytes
 from engine_worker.settings import MODEL_IMPLS
 from shared.settings import SettingsError, parse_bytes, parse_count
@@ -74,6 +75,8 @@ def estimate(
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
+        load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
+        check_files(options.model, options.model_impl, load_format)
         config = blueprint_from_directory(options.model, options.model_impl).shape
         length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
         found = estimate(
@@ -105,7 +108,7 @@ def _text(found: Estimate) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream estimate", description="Memory that a model takes, beforehand.")
-    parser.add_argument("model", type=Path, help="model directory; only config.json is read")
+    parser.add_argument("model", type=Path, help="model directory; config.json is enough")
     parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")

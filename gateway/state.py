@@ -21,8 +21,8 @@ from gateway.open_requests import OpenRequests
 from gateway.requests.deadlines import Timeouts
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
-from gateway.text.served_model import ModelFilesError
 from gateway.turns import LoopTurns
+from shared.model_files import ModelFilesError
 
 _Result = TypeVar("_Result")
 

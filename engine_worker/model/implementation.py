@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_worker.model.architectures import MODULES, read_config, spec_from_json
+from engine_worker.model.architectures import MODULES, spec_from_json
 from engine_worker.model.spec import ModelSpec
+from shared.model_files import read_model_files
 
 if TYPE_CHECKING:
     from engine_worker.model.served_model import Blueprint, ServedModel
@@ -33,11 +34,16 @@ class NativeBlueprint:
 
 def blueprint_from_directory(directory: Path, wanted: str = "auto") -> "Blueprint":
     """Raises ValueError with what config.json has that is not served. `wanted`: auto, native or transformers."""
-    return blueprint(*read_config(directory), wanted)
+    files = read_model_files(directory)
+    return blueprint(files.config, files.generation, wanted)
+
+
+def is_native(config: Mapping[str, Any], wanted: str) -> bool:
+    return wanted == "native" or (wanted == "auto" and config.get("model_type") in MODULES)
 
 
 def blueprint(config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto") -> "Blueprint":
-    if wanted == "native" or (wanted == "auto" and config.get("model_type") in MODULES):
+    if is_native(config, wanted):
         return NativeBlueprint(spec_from_json(config, generation))
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 

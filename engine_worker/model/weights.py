@@ -4,7 +4,6 @@ A source hands out each tensor once, on its device and in its dtype, and checks 
 the tensors mean.
 """
 
-import json
 import math
 import re
 import zlib
@@ -13,15 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from engine_worker.model.checkpoint import is_ignored, stored_tensors
 from engine_worker.model.weight_upload import uploader
 
 Report = Callable[[float, str], None]  # progress 0..1, detail
-
-# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head).
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 class WeightSource(Protocol):
@@ -38,19 +35,20 @@ class SafetensorsWeights:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
         self.device = device
         self._upload, self._dtype, self._report = uploader(device), dtype, report
-        self._files = {path: _open(path) for path in _weight_files(directory)}
-        self._file_of = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-        self.names: Collection[str] = frozenset(self._file_of)
-        self._unused = set(self._file_of)
+        self._stored = stored_tensors(directory)
+        self._files = {path: safe_open(path, framework="pt") for path in {t.path for t in self._stored.values()}}
+        self.names: Collection[str] = frozenset(self._stored)
+        self._unused = set(self._stored)
         self._total_bytes = sum(path.stat().st_size for path in self._files)
         self._read_bytes = 0
         self._reported_percent = 0
         self.loaded_bytes = 0
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._file_of:
+        stored = self._stored.get(name)
+        if stored is None:
             raise ValueError(f"the safetensors files have no {name}")
-        tensor = self._file_of[name].get_tensor(name)
+        tensor = self._files[stored.path].get_tensor(stored.name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
         self._unused.discard(name)
@@ -62,7 +60,7 @@ class SafetensorsWeights:
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """A tensor that nothing asked for (a bias, an adapter) would be left out silently."""
-        unused = sorted(name for name in self._unused if not name.endswith(_IGNORED_SUFFIXES))
+        unused = sorted(name for name in self._unused if not is_ignored(name))
         unused = [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
         if unused:
             names = ", ".join(unused[:4])
@@ -92,23 +90,3 @@ class RandomWeights:
             return torch.ones(shape, device=self.device, dtype=self._dtype)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=self._dtype).mul_(0.02)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [directory / name for name in names]
-    else:
-        paths = [directory / "model.safetensors"]
-    missing = [path.name for path in paths if not path.exists()]
-    if missing:
-        raise ValueError(f"{directory} has no {', '.join(missing)}; only safetensors weights are read")
-    return paths
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error

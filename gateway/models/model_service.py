@@ -21,8 +21,9 @@ from gateway.requests.deadlines import Timeouts, without_worker
 from gateway.requests.planning import ModelLimits
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.store.store_share import share_of
-from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
+from gateway.text.served_model import ServedModel, is_complete, load_served_model
 from gateway.turns import LoopTurns
+from shared.model_files import ModelFilesError
 
 logger = logging.getLogger("gateway")
 

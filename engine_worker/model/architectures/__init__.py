@@ -3,7 +3,6 @@
 A family is one file with spec(config, generation), and one line here. Modules are imported when a model asks for them.
 """
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import ModelSpec
+from shared.model_files import read_model_files
 
 MODULES = {
     "ernie4_5": "ernie",
@@ -34,14 +34,8 @@ GGUF_MODULES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qw
 
 def spec_from_directory(directory: Path) -> ModelSpec:
     """Raises ValueError with what config.json has that is not served."""
-    return spec_from_json(*read_config(directory))
-
-
-def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json, and generation_config.json or {}."""
-    config = _read_json(directory / "config.json")
-    generation_path = directory / "generation_config.json"
-    return config, _read_json(generation_path) if generation_path.exists() else {}
+    files = read_model_files(directory)
+    return spec_from_json(files.config, files.generation)
 
 
 def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
@@ -60,15 +54,3 @@ def gguf_family_of(architecture: str) -> GgufFamily:
         raise ValueError(f"architecture {architecture!r} is not read from GGUF; these are: {', '.join(GGUF_MODULES)}")
     family: GgufFamily = import_module(f"{__name__}.{GGUF_MODULES[architecture]}").GGUF
     return family
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: --model must be a model directory") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content

@@ -10,7 +10,8 @@ from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.network import Network
 from engine_worker.model.weights import RandomWeights
-from tests.engine_worker.model.test_families import CASES, write_family
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE
 
 
 class _Recorded(RandomWeights):
@@ -24,8 +25,8 @@ class _Recorded(RandomWeights):
         return super().get(name, shape)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NATIVE)
 def test_the_tensors_of_a_network_are_known_beforehand(name: str, tmp_path: Path) -> None:
-    spec, weights = spec_from_directory(write_family(tmp_path, CASES[name])), _Recorded()
+    spec, weights = spec_from_directory(write_family(tmp_path, NATIVE[name])), _Recorded()
     Network(spec, weights, max_len=8)
     assert checkpoint_tensors(spec) == weights.read

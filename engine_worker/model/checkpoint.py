@@ -1,0 +1,114 @@
+"""The safetensors files of a model directory by their headers: which tensors there are, and whether a network fits.
+
+What a checkpoint lacks, has too much, in another shape or in a format that is not read is refused here, by name, before
+a byte of weights is read and before torch is there to read it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors
+from engine_worker.model.spec import ModelSpec
+from shared.model_files import ModelFilesError, read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F32", "F16", "BF16")
+_MOST_NAMES = 4  # of many that are wrong, in an error
+
+# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head).
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# Parts beside the language model, which alone is served: images, sound, and heads that draft tokens.
+_OTHER_PARTS = (
+    "audio_tower.", "embed_audio.", "embed_vision.", "image_newline", "model.image_newline",
+    "model.multi_modal_projector.", "model.vision_tower.", "model.visual.", "mtp.", "multi_modal_projector.",
+    "vision_model.", "vision_tower.", "visual.",
+)  # fmt: skip
+_WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    path: Path
+    name: str  # in the file
+    shape: Shape
+    dtype: str  # as safetensors calls it
+
+
+def text_name(stored: str) -> str | None:
+    """What the language model calls a tensor of a checkpoint of several parts; None of one of another part."""
+    if stored.startswith(_OTHER_PARTS):
+        return None
+    for wrapped, bare in _WRAPPED.items():
+        if stored.startswith(wrapped):
+            return bare + stored.removeprefix(wrapped)
+    return stored
+
+
+def is_ignored(name: str) -> bool:
+    return name.endswith(_IGNORED_SUFFIXES)
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The language model's tensors, by its own names for them. Raises ModelFilesError."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(directory):
+        for tensor in _tensors_in(path):
+            name = text_name(tensor.name)
+            if name in found:
+                raise ModelFilesError(f"{name} is in {found[name].path.name} and in {path.name}")
+            if name is not None:
+                found[name] = tensor
+    return found
+
+
+def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
+    """Raises ModelFilesError for the first kind of difference, with names."""
+    wanted = checkpoint_tensors(spec)
+    for name, tensor in found.items():
+        if name in wanted and tensor.dtype not in FLOATS:
+            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; only {', '.join(FLOATS)} are read")
+    if missing := [name for name in wanted if name not in found]:
+        raise ModelFilesError(f"the safetensors files have no {_some(missing)}, which config.json asks for")
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json makes it {shape}")
+    if surplus := sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name)):
+        raise ModelFilesError(f"the network of config.json has no place for {_some(surplus)}")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Those that the index names, or the only one. Raises ModelFilesError if one of them is not there."""
+    index = directory / INDEX
+    names = [SINGLE]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(_is_file_name(name) for name in weight_map.values()):
+            raise ModelFilesError(f"{index}: weight_map must name a file beside it for each tensor")
+        names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        asked = f" that {INDEX} names" if index.is_file() else ""
+        raise ModelFilesError(f"{directory} has no {_some(missing)}{asked}; only safetensors weights are read")
+    return [directory / name for name in names]
+
+
+def _tensors_in(path: Path) -> Iterator[StoredTensor]:
+    try:
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 - no dictionary
+                part = file.get_slice(name)
+                yield StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+    except (SafetensorError, OSError) as error:  # a header that is cut off, lies, or promises more than the file has
+        size = path.stat().st_size
+        raise ModelFilesError(f"{path} ({size:,} bytes) is not a whole safetensors file: {error}") from error
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

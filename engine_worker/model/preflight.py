@@ -1,0 +1,23 @@
+"""What can be told of a model directory before torch is there: that its files are whole and fit its network."""
+
+from pathlib import Path
+
+from engine_worker.model.architectures import spec_from_json
+from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
+from engine_worker.model.implementation import is_native
+from shared.model_files import read_model_files
+
+
+def check_files(directory: Path, model_impl: str = "auto", load_format: str = "auto") -> None:
+    """Raises ValueError: ModelFilesError of the files, and what config.json asks for and no family here has.
+
+    What transformers makes of a config.json is known only when it is loaded. With `load_format` dummy there need be no
+    weights.
+    """
+    files = read_model_files(directory)
+    spec = spec_from_json(files.config, files.generation) if is_native(files.config, model_impl) else None
+    if load_format == "dummy":
+        return
+    found = stored_tensors(directory)
+    if spec is not None:
+        check_checkpoint(spec, found)

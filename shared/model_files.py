@@ -1,0 +1,67 @@
+"""config.json and generation_config.json of a model directory, read here alone for gateway, worker and estimate.
+
+A checkpoint of several parts (text and images, say) keeps what its language model is in `text_config`. That part is all
+that is served, so it is unwrapped here and nobody else knows of it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Json: TypeAlias = Mapping[str, Any]
+
+# What holds for the whole checkpoint and may stand outside of `text_config` alone.
+_OF_THE_WHOLE = (
+    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
+    "torch_dtype",
+)  # fmt: skip
+
+
+class ModelFilesError(ValueError):
+    """The directory cannot be served; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    config: Json  # of the language model
+    generation: Json  # empty where there is no generation_config.json
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """generation_config.json's, which is the later word, else config.json's."""
+        value = self.generation.get("eos_token_id", self.config.get("eos_token_id"))
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_model_files(directory: Path) -> ModelFiles:
+    """Raises ModelFilesError."""
+    config = directory / "config.json"
+    if not config.is_file():
+        what = "is no directory" if directory.exists() else "does not exist"
+        what = "has no config.json" if directory.is_dir() else what
+        raise ModelFilesError(f"{directory} {what}: --model must be a model directory, as Hugging Face writes them")
+    generation = directory / "generation_config.json"
+    return ModelFiles(text_part(read_json(config)), read_json(generation) if generation.is_file() else {})
+
+
+def text_part(config: Json) -> Json:
+    """What config.json says of the language model."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return config
+    return {key: config[key] for key in _OF_THE_WHOLE if key in config} | inner
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelFilesError for what is no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{path} is not a JSON object")
+    return content

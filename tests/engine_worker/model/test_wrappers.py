@@ -1,0 +1,76 @@
+"""Checkpoints of text and images: their language model is served, under whatever names the checkpoint has it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from engine_worker.model.preflight import check_files
+from shared.model_files import read_model_files, text_part
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import TINY, generate, make_runner
+
+FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 here
+VISION = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16,
+}  # fmt: skip
+TEXTS = {
+    "mistral3 of mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
+    "llava of qwen2": ("llava", {"model_type": "qwen2"}),
+}
+# As published checkpoints have it; transformers 5 writes some of them so, and some as its classes are.
+NAMES = {
+    "inside": {"model.language_model.": "model.language_model.", "lm_head.": "lm_head."},
+    "outside": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
+                "model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."},
+}  # fmt: skip
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("which", TEXTS)
+def test_the_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_path: Path) -> None:
+    model_type, changes = TEXTS[which]
+    config = AutoConfig.for_model(
+        model_type, text_config={**TINY, **changes}, vision_config=VISION, tie_word_embeddings=False
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    save_file({renamed(name, NAMES[names]): t.contiguous() for name, t in model.state_dict().items()},
+              tmp_path / "model.safetensors")  # fmt: skip
+    assert any("vision_tower" in name for name in load_file(tmp_path / "model.safetensors"))
+    check_files(tmp_path)
+    runner = make_runner(tmp_path, num_blocks=16)
+    prompt = torch.randint(3, 999, (21,), generator=torch.Generator().manual_seed(2)).tolist()
+    outputs, _ = generate(runner, [make_request(prompt, "p", max_tokens=20, ignore_eos=True)], max_num_seqs=1,
+                          max_num_batched_tokens=16)  # fmt: skip
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + outputs["p"][:-1]])).logits[0, -20:]
+    shortfalls = logits.amax(-1) - logits.gather(1, torch.tensor(outputs["p"])[:, None])[:, 0]
+    assert max(shortfalls.tolist()) < FP32_MARGIN
+
+
+def test_what_holds_for_the_whole_is_not_lost() -> None:
+    config = {"model_type": "outer", "eos_token_id": 7, "tie_word_embeddings": True, "vision_config": {"a": 1}}
+    inner = {"model_type": "llama", "tie_word_embeddings": False}
+    unwrapped = {"model_type": "llama", "tie_word_embeddings": False, "eos_token_id": 7}
+    assert text_part({**config, "text_config": inner}) == unwrapped
+    assert text_part(inner) is inner
+
+
+def test_the_later_word_on_where_answers_end(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert read_model_files(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert read_model_files(tmp_path).eos_token_ids == (2, 3)
