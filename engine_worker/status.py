@@ -1,6 +1,9 @@
 """What the worker is doing now, in one place that its heartbeats, its health routes and its log lines read.
 
 Loading reports from the engine's thread; everybody else reads. One assignment of one frozen value each, so no lock.
+
+Beside every walk and in none: service.py and the loader write it, health.py, metrics.py and the heartbeats read it. It
+knows no store and no HTTP.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """The supervisor's line to the store: it hears the workers' heartbeats, tells its own phases, and reaps its own dead.
 
 Pub/sub is enough here: a missed heartbeat is followed by the next one a second later. The store may come and go; this
-link waits for it. Decides nothing about anyone's life.
+link waits for it. In a takeover under `serve` this is the step that gives the dead worker's requests back, at once and
+not after missed beats. It decides nothing about anyone's life, and knows no requests.
 """
 
 import asyncio

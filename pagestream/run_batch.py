@@ -5,6 +5,9 @@
 Every line gets exactly one result, also if server, workers or this program are stopped on the way: run it again with
 the same files. Requests go to the class `batch`, and each carries a name of its own (Idempotency-Key), so that one
 whose answer was lost on the way is read from the store and not computed again.
+
+A client of its own: beside the server's address it knows nothing of it, and meets gateway and store through HTTP
+alone.
 """
 
 import argparse

@@ -9,6 +9,9 @@ FormatError and nothing else.
     JournalFrame               worker -> journal {m}:j:<id>, appended by EMIT
     StreamEvent                worker -> gateway: TokenEvent | FinishEvent | ErrorEvent, many in one EventBatch a step
     WorkerHeartbeat            worker -> everyone, once a second on channel {m}:hb
+
+Every walk between gateway and worker crosses here: a chat on its way in, a token on its way back, what a takeover
+reads. It knows no connection, and not which process reads what.
 """
 
 from enum import StrEnum

@@ -1,7 +1,9 @@
 """Every stream, group, channel and key name in Redis.
 
 All names of one served model share the hash tag `{model name}`, so that a script touching several of them stays legal
-in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a prefix.
+in a cluster. Nothing else builds a name, but for the Lua scripts, which append an id to a prefix. Every walk that
+crosses the store uses it, from ACCEPT of a chat to REAP of a takeover (redis_scripts.py). It knows no connection, and
+not what the keys hold; docs/architecture.md has that as a table.
 """
 
 from dataclasses import dataclass

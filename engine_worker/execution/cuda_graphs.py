@@ -8,7 +8,8 @@ writes its logits into the same buffer, which the next replay overwrites. All gr
 runs at a time. They are captured largest first, so that the smaller ones fit into memory that the pool has.
 
 What a graph launches is fixed at capture: kernels take lengths from the device, and grids are those of the longest
-sequence there may be. Knows nothing of sampling.
+sequence there may be. Captured at the worker's start, replayed by the model runner in the middle of a step, between
+the inputs (persistent_inputs.py) and the sampler. It knows nothing of requests, scheduling or sampling.
 """
 
 from bisect import bisect_left

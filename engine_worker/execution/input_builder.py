@@ -2,6 +2,9 @@
 
 Rows are ordered for the CPU's attention: sequences that decode first, by ascending length, then those that prefill.
 Nobody outside notices: logits_indices leads back to the order of the batch.
+
+In the middle of a step on a CPU: the model runner asks for them between the scheduler's batch and the forward pass. It
+knows nothing of why a sequence is in the step, of weights or of sampling.
 """
 
 from collections.abc import Mapping

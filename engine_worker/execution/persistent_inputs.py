@@ -5,6 +5,9 @@ order, after the step before has read its inputs. A token that is still in fligh
 
 The host writes a step's description while the one before runs, so there are several in turn; an event says when one
 was read. Block tables are kept as numpy rows between the steps: a decode adds a block every block_size steps.
+
+Between the scheduler and the forward pass, in every step of a worker on CUDA: the model runner hands a ScheduledBatch
+in, and the model reads what lies here. It knows nothing of why a sequence is in the step, of weights or of sampling.
 """
 
 from dataclasses import dataclass

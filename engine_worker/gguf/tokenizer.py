@@ -3,6 +3,9 @@
 Its model is `gpt2` (byte-level BPE, whose merges the file lists) or `llama` (SentencePiece's BPE, whose merges follow
 from its scores). How text is cut before it is merged is known by a name; a wrong cut gives other ids than in training,
 so an unknown name is refused.
+
+Used once a model, by engine_worker/convert_gguf.py before anything is served: no request comes by. It knows nothing of
+tensors, and does not encode.
 """
 
 from dataclasses import dataclass

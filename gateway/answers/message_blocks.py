@@ -5,6 +5,9 @@
     content_blocks(pieces)                                           all of them, joined
 
 A stream and a whole answer are made of the same pieces, so they say the same.
+
+The last step but one of a token's way back at /v1/messages: gateway/parsing has told thoughts, calls and text apart,
+and anthropic_response.py writes these pieces as events or as one body. It knows no tokens and no HTTP.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -10,6 +10,9 @@ The order of a stream's chunks (each method gives whole Server-Sent Events):
     finish(i, r)  once a choice, without text unless all chunks have their usage
     usage(u)      choices [], if include_usage; all other chunks say usage null then, or what it is so far
     DONE
+
+The last step of a token's way back at /v1/chat/completions and /v1/completions. It knows no connection, no tokens and
+no store.
 """
 
 import time

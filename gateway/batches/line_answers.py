@@ -2,6 +2,9 @@
 
 Each line has a name of its own in the store (an Idempotency-Key), the same at every gateway: whoever takes a batch over
 attaches to what the one before it asked for. What says "try again" is tried again until it says something else.
+
+A chat's way in and back for a line: the same planning, submission and formats as routes have. It knows nothing of
+files, turns or shares, which driver.py and service.py have.
 """
 
 import asyncio

@@ -1,1 +1,5 @@
-"""What a model's text means: thoughts, tool calls and content, told apart as the text comes."""
+"""What a model's text means: thoughts, tool calls and content, told apart as the text comes.
+
+A token's way back, between its text (gateway/text) and what is written of it (gateway/answers). Nothing here knows a
+request, HTTP or the store.
+"""

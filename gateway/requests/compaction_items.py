@@ -2,6 +2,9 @@
 
 OpenAI encrypts it. Here it is the client's own conversation, summed up by its own request, so it is only wrapped: any
 gateway of any release can read it, and no key has to be kept for it.
+
+Used at both ends of /v1/responses: responses_items.py unwraps it on a request's way in, answers/compaction_format.py
+wraps it on an answer's way out. It knows nothing of prompts, templates or the store.
 """
 
 import base64

@@ -8,6 +8,8 @@
     none        as if there were no tools
 
 Does not know how a family of models writes its calls (gateway/parsing does).
+
+A chat's way in, where its body is checked: the schemas of all four APIs make these of their own tools.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""GET /openapi.json: what every route takes and answers, made once at the start."""
+"""GET /openapi.json: what every route takes and answers, made once at the start.
+
+gateway/app.py adds it behind all other routes, with their OPERATIONS; gateway/openapi.py makes the document of them.
+No request's way leads through it, and it knows no route by name.
+"""
 
 from collections.abc import Iterable
 

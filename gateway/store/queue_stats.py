@@ -1,7 +1,9 @@
-"""How full the queues are: for metrics and readiness. Decides nothing.
+"""How full the queues are; it decides nothing.
 
 An entry stays in its queue until its request has ended, so the length of a queue is what is accepted and unfinished.
 The age of the oldest entry is told by the server's clock from the entry's id. It is shown, never acted on.
+
+Beside every walk and in none: store_probe.py asks, for metrics and readiness. It knows no request and no worker.
 """
 
 from dataclasses import dataclass, field

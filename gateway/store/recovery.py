@@ -3,6 +3,9 @@
 A stream is read from its journal when it has a hole, after every (re)subscribe, and after 2 s of quiet. A request whose
 hash is gone from the store, though nobody cancelled it, is accepted anew with the tokens already sent. What another
 attempt had made meanwhile may still be on its way: the stream is set aside until a mark behind it has come.
+
+A token's way back where it is not the straight one: after a lost message, a takeover by another worker, or the loss of
+the store. It knows no HTTP, and never speaks to a worker.
 """
 
 import asyncio

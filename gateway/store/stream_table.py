@@ -1,7 +1,8 @@
 """The open ResponseStreams of a gateway by request id: one, or several where clients attached to the same request.
 
 Submission opens them, listening and recovery give them what comes, and all three end them here. `wake` tells recovery
-that one of them misses something. Knows no Redis.
+that one of them misses something. So it stands where a chat's way in ends and a token's way back begins. It knows no
+Redis and no HTTP.
 """
 
 import asyncio

@@ -3,6 +3,9 @@
 There the bytes of a text are those of its tokens, one after the other, so Python's own incremental UTF-8 decoder does
 the rest: 0.6 us a token, where the tokenizer's stream, which decodes a growing end of the text again, takes 5. Other
 tokenizers have rules at word boundaries and go through gateway/text/tokenization.py.
+
+A token's way back, in the gateway: tokenization.py chooses this decoder for a stream of tokens. It knows nothing of
+stop strings, templates or requests.
 """
 
 import codecs

@@ -2,6 +2,8 @@
 
 Of tokenizer_config.json those fields alone that say how text becomes tokens: others may hold paths of the machine on
 which it was written. Pure.
+
+`GET /tokenizer_info` answers with it. No chat comes by, and nothing here encodes.
 """
 
 from collections.abc import Mapping

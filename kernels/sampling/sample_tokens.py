@@ -11,8 +11,9 @@ depends on (seed, output index, group or token id) alone: not on the row's place
 CPU and a GPU draw the same token, but for near-ties that fp32 rounding decides. min-p, top-k and top-p each keep a
 prefix of the row in descending order; equal scores at the edge are kept together.
 
-CPU tensors go to the reference in reference.py, those on CUDA to cuda.py. Knows nothing of sequences,
-penalties or vocabularies' meaning.
+CPU tensors go to the reference in reference.py, those on CUDA to cuda.py. A token's way back begins here:
+engine_worker/execution/sampler.py calls it with the scores of a step. It knows nothing of sequences, penalties, or of
+what a vocabulary means.
 """
 
 from torch import Tensor
