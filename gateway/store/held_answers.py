@@ -3,7 +3,7 @@
 Each of them would expire at a time of its own; prolonged until the end of the last part and once more then, an answer
 and its name can be had for KEEP_SECONDS after its end, and not longer.
 
-After the end of a kept answer's way back: listening and recovery tell what has ended, PROLONG says it to the store. It
+After the end of a kept answer's way back: inference_client.py has it say PROLONG to the store, from time to time. It
 knows nothing of what an answer says, or of who asks for it.
 """
 
