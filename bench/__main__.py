@@ -13,7 +13,7 @@ PROGRAMS = {
     "kv-transfers": "kernel.kv_transfers",  # KV to host memory and back, and a decode beside it
     "engine": "engine.throughput",  # our engine without HTTP, and transformers beside it
     "engine-cases": "engine.cases",  # our engine in the cases in which others were measured
-    "soak": "engine.soak",  # random traffic on one engine, its books checked after each step
+    "soak": "engine.soak",  # random traffic on one engine, its state checked after each step
     "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars

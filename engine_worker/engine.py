@@ -114,13 +114,13 @@ class Engine:
 
     @property
     def intake(self) -> Intake:
-        """What a worker should claim of requests that are not of the class `batch`."""
+        """What a worker should claim of requests that are not in the background."""
         return self._scheduler.intake
 
     @property
-    def batch_intake(self) -> Intake:
-        """The same for those of the class `batch`, which leave room for others."""
-        return self._scheduler.batch_intake
+    def background_intake(self) -> Intake:
+        """The same for background requests, which leave room for others."""
+        return self._scheduler.background_intake
 
     @property
     def last_step(self) -> StepStats:
@@ -215,23 +215,23 @@ class Engine:
         return self._scheduler.kv_events(since)
 
     def withdraw_waiting(self, most: int) -> list[str]:
-        """Drop requests of which nothing has been computed yet, the newest first; none of the class `batch`."""
+        """Drop requests of which nothing has been computed yet, the newest first; none in the background."""
         withdrawn = self._scheduler.withdraw_waiting(most)
         self._request_ids.difference_update(withdrawn)
         return withdrawn
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the KV cache's books balance and every request has its place. Between steps."""
+        """Raise AssertionError unless the KV cache's counts balance and every request has its place. Between steps."""
         self._scheduler.check_integrity()
         num_placed = self._scheduler.num_running + self._scheduler.num_waiting + len(self._early_ends)
         assert num_placed == len(self._request_ids), f"{num_placed} places for {len(self._request_ids)} requests"
 
     def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
         """What is left to do of a request, or its end if nothing is."""
-        sampling, is_batch = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
+        sampling, is_background = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
         sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
         if sampling.use_beam_search and not choices[0].token_ids:
-            return SequenceGroup(sequences[:1], is_batch=is_batch)  # a search is begun anew, or it is over
+            return SequenceGroup(sequences[:1], is_background=is_background)  # a search is begun anew, or it is over
         longest = self._scheduler.max_num_tokens_of(len(request.prompt_token_ids), sampling.num_sequences)
         reasons = [
             choice.finish_reason or finish_reason(sequence, longest)
@@ -240,7 +240,7 @@ class Engine:
         num_ended_tokens = sum(len(choice.token_ids) for choice, reason in zip(choices, reasons, strict=True) if reason)
         left = [sequence for sequence, reason in zip(sequences, reasons, strict=True) if reason is None]
         if left and not sampling.use_beam_search:
-            return SequenceGroup(left, num_ended_tokens, is_batch=is_batch)
+            return SequenceGroup(left, num_ended_tokens, is_background=is_background)
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         usage = Usage(prompt_tokens=len(request.prompt_token_ids), completion_tokens=num_tokens)
         return FinishEvent(request.request_id, reasons[-1] or FinishReason.LENGTH, usage)

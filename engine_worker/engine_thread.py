@@ -22,7 +22,7 @@ from engine_worker.grammar_gate import Compile, GrammarGate
 from engine_worker.scheduling.intake import NOTHING, Intake
 from engine_worker.scheduling.stats import EngineStats, StepStats
 from shared.messages import GenerationRequest, StoredChoice, StreamEvent
-from shared.redis_scripts import Wish
+from shared.redis_scripts import Demand
 
 MAX_STEPS_AHEAD = 2  # one on its way to the store, one waiting behind it: hides a round trip as long as a step
 
@@ -36,7 +36,7 @@ class Turn:
     step: StepStats | None
     events: Sequence[StreamEvent]
     intake: Intake
-    batch_intake: Intake
+    background_intake: Intake
     added_ids: Sequence[str] = ()  # requests that the engine was given since the turn before: `intake` knows of them
 
 
@@ -112,22 +112,22 @@ class EngineThread:
     async def kv_events(self, since: int) -> dict[str, Any]:
         return await self.call(lambda: self._running_engine().kv_events(since))
 
-    async def wait_for_wish(self) -> Wish:
+    async def wait_for_demand(self) -> Demand:
         """What to claim so that the next two steps find work, those just added counted; waits for at least one."""
-        while (wish := self.wish).requests <= 0:
+        while (demand := self.demand).requests <= 0:
             self._turned.clear()
             await self._turned.wait()
-        return wish
+        return demand
 
     @property
-    def wish(self) -> Wish:
+    def demand(self) -> Demand:
         num, num_tokens = len(self._on_way), sum(self._on_way.values())
-        intake, batch_intake = self._latest_turn.intake, self._latest_turn.batch_intake
-        return Wish(
+        intake, background_intake = self._latest_turn.intake, self._latest_turn.background_intake
+        return Demand(
             requests=intake.num_wanted(num, num_tokens),
-            batch_requests=batch_intake.num_wanted(num, num_tokens),
+            background_requests=background_intake.num_wanted(num, num_tokens),
             room=max(0, intake.room - num),
-            batch_room=max(0, batch_intake.room - num),
+            background_room=max(0, background_intake.room - num),
         )
 
     async def withdraw_waiting(self, most: int) -> list[str]:
@@ -185,7 +185,7 @@ class EngineThread:
             self.num_steps += 1
             self._steps_ahead += 1
         added_ids, self._added_ids = self._added_ids, []
-        turn = Turn(step, events, engine.intake, engine.batch_intake, added_ids)
+        turn = Turn(step, events, engine.intake, engine.background_intake, added_ids)
         self._in_loop(partial(self._take_turn, turn))
 
     def _in_loop(self, function: Callable[[], None]) -> None:

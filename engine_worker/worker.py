@@ -118,9 +118,9 @@ class Worker:
 
     async def _claim_until_drained(self, requests: RequestStream) -> None:
         while not self._draining.is_set():
-            wish = await self._engine.wait_for_wish()
+            demand = await self._engine.wait_for_demand()
             if not self._draining.is_set():
-                for claimed in await requests.claim(wish, block=True):
+                for claimed in await requests.claim(demand, block=True):
                     self._take(claimed)
         await self._is_idle.wait()
 
@@ -128,7 +128,7 @@ class Worker:
         """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting."""
         while True:
             await asyncio.sleep(SHARE_SECONDS)
-            level = None if self._draining.is_set() else await requests.peers_level(self._engine.wish.room or 0)
+            level = None if self._draining.is_set() else await requests.peers_level(self._engine.demand.room or 0)
             surplus = 0 if level is None else (requests.num_held - level) // 2
             if surplus > 0:
                 await self._give_back(requests, await self._engine.withdraw_waiting(surplus))

@@ -67,7 +67,7 @@ class GatewaySettings:
         help="how the model writes tool calls of its own accord; auto: as its chat template says",
     )  # fmt: skip
     reasoning_parser: str = setting(
-        "", choices=REASONING_PARSERS, help="how the model marks its thoughts; default: it has none"
+        "", choices=REASONING_PARSERS, help="how the model marks its reasoning; default: it has none"
     )
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 

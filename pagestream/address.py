@@ -16,7 +16,7 @@ def require_free_port(host: str, port: int) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway: TIME_WAIT does not forbid it
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

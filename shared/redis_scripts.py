@@ -82,21 +82,28 @@ class QueueEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Demand:
     """What a worker wants of the queues, in requests."""
 
     requests: int
-    batch_requests: int | None = None  # of them, the most of the last class; None: as many
+    background_requests: int | None = None  # of them, the most of the last class; None: as many
     room: int | None = None  # that it could hold more, now or soon; None: just these
-    batch_room: int | None = None
+    background_room: int | None = None
 
     @property
     def of_last(self) -> int:
-        return self.requests if self.batch_requests is None else max(0, min(self.requests, self.batch_requests))
+        return (
+            self.requests if self.background_requests is None else max(0, min(self.requests, self.background_requests))
+        )
 
     def counts(self) -> list[int]:
         room = self.requests if self.room is None else self.room
-        return [self.requests, room, self.of_last, self.of_last if self.batch_room is None else self.batch_room]
+        return [
+            self.requests,
+            room,
+            self.of_last,
+            self.of_last if self.background_room is None else self.background_room,
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +262,12 @@ class RedisScripts:
     async def register(self, worker_id: str) -> None:
         await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
 
-    async def take(self, worker_id: str, wish: Wish, *, num_held: int = 0, is_impatient: bool = False) -> Taken:
+    async def take(self, worker_id: str, demand: Demand, *, num_held: int = 0, is_impatient: bool = False) -> Taken:
         """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has.
 
         Not to be repeated: read the own pending entries instead.
         """
-        arguments = [worker_id, GROUP, num_held, int(is_impatient), *wish.counts()]
+        arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts()]
         reply = await self._fenced_call("take", worker_id, [*self.keys.held, *self.keys.queues], arguments)
         entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))

@@ -350,7 +350,7 @@ class Transcript:
 
 
 def run_to_end(engine: Engine, transcript: Transcript | None = None, max_steps: int = 10_000) -> Transcript:
-    """Step until there is no work, checking the engine's books after each step; fails if it takes over `max_steps`."""
+    """Step until there is no work, checking the engine's counts after each step; fails if it takes over `max_steps`."""
     transcript = transcript or Transcript()
     for _ in range(max_steps):
         if not engine.has_work:

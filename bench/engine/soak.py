@@ -1,6 +1,6 @@
 """python -m bench soak --seconds 120 -- WORKER FLAGS: random arrivals, lengths, samplings and aborts on one engine.
 
-After every step the engine's books must balance; every request must end exactly once, with tokens whose indices follow
+After every step the engine's counts must balance; every request must end exactly once, with tokens whose indices follow
 one another; in the end every block must be free again. Give the worker a small KV cache, and sequences are preempted.
 Prints a summary as JSON; exits with 1 when something was wrong.
 """

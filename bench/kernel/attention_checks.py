@@ -153,7 +153,7 @@ def check_for_every_device(shape: str, dtype: torch.dtype) -> Check:
     check = check_attention(shape, 16, MIXED, dtype)
 
     def check_elsewhere(generator: torch.Generator) -> list[Error]:
-        with mock.patch.object(serving, "suits_copy_engine", lambda *_: False):
+        with mock.patch.object(serving, "supports_tma", lambda *_: False):
             return check(generator)
 
     return check_elsewhere

@@ -5,7 +5,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import RedisScripts, Wish
+from shared.redis_scripts import Demand, RedisScripts
 
 WORKER = "w0.0"
 CALLS, ROUNDS = 100, 5
@@ -32,10 +32,10 @@ async def _best_of(redis: Redis, keys: RedisKeys, num_peers: int, num_entries: i
             for number in range(CALLS * num_entries):
                 pipeline.xadd(keys.queue("interactive"), {"r": f"{number:032x}", "s": "0"})
             await pipeline.execute()
-        await scripts.take(WORKER, Wish(0))  # the script is known from here on
+        await scripts.take(WORKER, Demand(0))  # the script is known from here on
         await redis.config_resetstat()
         for _ in range(CALLS):
-            await scripts.take(WORKER, Wish(max(1, num_entries), room=64))
+            await scripts.take(WORKER, Demand(max(1, num_entries), room=64))
         stats: Any = await redis.info("commandstats")
         costs.append(stats["cmdstat_evalsha"]["usec_per_call"])
     return min(costs)

@@ -27,14 +27,14 @@ class TokenRules:
         self._device = device
         # Kept while a sequence is in the batch: reading a list of 50,000 ids takes 2 ms.
         self._masks: dict[Sequence, NDArray[np.int32]] = {}
-        self._words: dict[Sequence, _WordEnds] = {}
+        self._words: dict[Sequence, BadWordIndex] = {}
 
     def keep_only(self, sequences: list[Sequence]) -> None:
         """`sequences`: the rows of the steps that follow."""
         asking = [(row, s) for row, s in enumerate(sequences) if s.sampling.allowed_token_ids is not None]
         self._masks = {sequence: self._mask_of(sequence) for _, sequence in asking}
         self._words = {
-            sequence: self._words.get(sequence) or _WordEnds(sequence.sampling.bad_words)
+            sequence: self._words.get(sequence) or BadWordIndex(sequence.sampling.bad_words)
             for sequence in sequences
             if sequence.sampling.bad_words
         }
@@ -64,7 +64,7 @@ class TokenRules:
         return mask
 
 
-class _WordEnds:
+class BadWordIndex:
     """Of a thousand words as fast as of one: by their beginnings, a look for each length that these have."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:

@@ -18,7 +18,7 @@ from kernels.skinny_linear_tiles import tiles_for
 
 # Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
 # tokens takes 30 us.
-MOST_ROWS_ATTENDED_IN_VAIN = 512
+MAX_WASTED_QUERY_ROWS = 512
 
 
 class CudaDevice:
@@ -86,7 +86,7 @@ class CudaStep:
         query = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
         if rows is not None and len(rows) == 0:
             return query[rows].flatten(1)
-        if rows is not None and len(qkv) - len(rows) > MOST_ROWS_ATTENDED_IN_VAIN:
+        if rows is not None and len(qkv) - len(rows) > MAX_WASTED_QUERY_ROWS:
             return self._attend_last(query[rows], scale, layer, rows).flatten(1)
         attended = self._plan.attend(query, *self._device.layers[layer], scale).flatten(1)
         return attended if rows is None else attended[rows]

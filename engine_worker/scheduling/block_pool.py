@@ -8,8 +8,8 @@
 
 free + active + cached == num_usable_blocks. Every operation costs O(1) a block, however many are cached. The least
 recently used cached block is evicted first; whoever gives up a block table last block first therefore loses leaves
-before prefixes. The pool knows nothing of sequences, nor of what a hash stands for; it also keeps the books of the host
-pool. How long blocks were active and cached is counted where they change. A wrong call (double free, more than is
+before prefixes. The pool knows nothing of sequences, nor of what a hash stands for; it also counts the blocks of the
+host pool. How long blocks were active and cached is counted where they change. A wrong call (double free, more than is
 there) is an error of ours and fails an assertion.
 """
 

@@ -50,13 +50,13 @@ class IntakeForecast:
         self._has_seen_one = False
         self._computed_ratio = 1.0
 
-    def scheduling(self, interactive: Iterable[Sequence], batch: Iterable[Sequence]) -> None:
+    def scheduling(self, interactive: Iterable[Sequence], background: Iterable[Sequence]) -> None:
         """A step is being scheduled in which these have more of their prompts to compute."""
-        self._begun = {False: list(interactive), True: list(batch)}
+        self._begun = {False: list(interactive), True: list(background)}
 
-    def begun(self, sequence: Sequence, *, is_batch: bool) -> None:
+    def begun(self, sequence: Sequence, *, is_background: bool) -> None:
         """In the step that is being scheduled."""
-        self._begun[is_batch].append(sequence)
+        self._begun[is_background].append(sequence)
 
     def advanced(self, sequence: Sequence) -> None:
         """By a token."""
@@ -83,14 +83,14 @@ class IntakeForecast:
         spare_blocks: int,
         budget_tokens: int,
         *,
-        is_batch: bool = False,
+        is_background: bool = False,
     ) -> Intake:
         """`waiting`: those before a new one of the class; `budget_tokens`: of prompts, in a step."""
         ratio = self._computed_ratio
         request_tokens = max(1.0, self._prompt_tokens * ratio)
         needs = [(group.num_seats, group.sequences[0].num_uncomputed_tokens * ratio) for group in waiting]
         waiting_tokens = sum(num_tokens for _, num_tokens in needs)
-        begun = [*self._begun[False], *(self._begun[True] if is_batch else ())]
+        begun = [*self._begun[False], *(self._begun[True] if is_background else ())]
         begun_tokens = sum(max(0, sequence.num_uncomputed_tokens - 1) for sequence in begun)
         blocks = spare_blocks - len(needs) - waiting_tokens / self._block_size
         blocks_each = 1 + request_tokens / self._block_size
@@ -98,7 +98,7 @@ class IntakeForecast:
         return Intake(
             room=room,
             tokens=STEPS_AHEAD * budget_tokens - begun_tokens - waiting_tokens,
-            spare=0 if is_batch else self._num_spare_requests + len(self._ending),
+            spare=0 if is_background else self._num_spare_requests + len(self._ending),
             request_tokens=request_tokens,
             computed_ratio=ratio,
         )

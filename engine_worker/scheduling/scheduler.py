@@ -10,7 +10,7 @@ One token budget a step; there is no prefill or decode phase: every sequence's c
     1. running sequences that lack one token (they decode): always all of them, so no prompt ever delays a stream
     2. running sequences that lack more (prompts in chunks, oldest first), with what is left of the budget
     3. waiting sequences, in order, while seats, budget and blocks last
-    4. the same of the class `batch`, in the share that it has (batch_share.py), unless 2 or 3 found a prompt
+    4. the same of background requests, in their share (background_share.py), unless 2 or 3 found a prompt
 
 A request is a SequenceGroup. Its first sequence computes the prompt; in the step that reaches the prompt's end the
 others fork from it, and all sample their first token of the same logits. From then on each is a sequence like any
@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
-from engine_worker.scheduling.batch_share import BatchShare
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -60,7 +60,7 @@ class Scheduler:
         self._block_size = kv_cache.block_size
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
-        self._batch_share = BatchShare(config, kv_cache.num_usable_blocks)
+        self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
         self._forecast = IntakeForecast(config, kv_cache.block_size)
         self._waits_for = ""  # what the first of the queue lacked in the last step
 
@@ -99,14 +99,14 @@ class Scheduler:
         return self._forecast.intake(self._policy.interactive, seats, blocks, budget_tokens)
 
     @property
-    def batch_intake(self) -> Intake:
-        """What to claim of requests of the class `batch`; nothing while others wait."""
+    def background_intake(self) -> Intake:
+        """What to claim of background requests (class `batch`); nothing while others wait."""
         if self._policy.num_interactive:
             return NOTHING
-        free_seats = min(self._num_free_seats(), self._batch_share.seats - self._num_batch_seats())
-        spare_blocks = self._num_spare_blocks() - (self._batch_share.reserved_blocks if self._running else 0)
-        budget_tokens = self._batch_share.prefill_budget(self.num_running)
-        return self._forecast.intake(self._policy, free_seats, spare_blocks, budget_tokens, is_batch=True)
+        free_seats = min(self._num_free_seats(), self._background_share.seats - self._num_background_seats())
+        spare_blocks = self._num_spare_blocks() - (self._background_share.reserved_blocks if self._running else 0)
+        budget_tokens = self._background_share.prefill_budget(self.num_running)
+        return self._forecast.intake(self._policy, free_seats, spare_blocks, budget_tokens, is_background=True)
 
     def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """The longest that each sequence of a group gets, so that all of it fits when it is alone.
@@ -141,7 +141,7 @@ class Scheduler:
 
     def withdraw_waiting(self, most: int) -> list[str]:
         """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
-        fresh = [group for group in self._policy if not group.is_batch and group.is_fresh]
+        fresh = [group for group in self._policy if not group.is_background and group.is_fresh]
         newest = fresh[max(0, len(fresh) - most) :]
         for group in newest:
             self._end(group)
@@ -150,22 +150,22 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """What to compute next; from here on it counts as computed."""
         # Before anything forks: forks get no room in this step.
-        wanted, batch = survey(self._running.values(), self._kv_cache)
-        preempted = self._make_room([*wanted.needing, *batch.needing])
+        wanted, background = survey(self._running.values(), self._kv_cache)
+        preempted = self._make_room([*wanted.needing, *background.needing])
         if preempted:
             wanted.drop(preempted)
-            batch.drop(preempted)
+            background.drop(preempted)
         self._waits_for = "blocks" if preempted else "its share of a step"
         plan = StepPlan(self._kv_cache)
-        self._forecast.scheduling((of for _, of in wanted.behind), (of for _, of in batch.behind))
+        self._forecast.scheduling((of for _, of in wanted.behind), (of for _, of in background.behind))
         plan.add_decodes(wanted.decodes)
         prefills = self._prefills(wanted.behind, may_admit=not preempted)
         has_prompts = plan.add_prefills(prefills, self.config.prefill_budget(len(plan.sequences)))
-        self._batch_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
+        self._background_share.count_step(has_interactive=bool(plan.sequences or self._policy.num_interactive))
         if not has_prompts:
-            plan.add_decodes(batch.first_decodes(self._batch_share.seats))
-            prefills = self._prefills(batch.behind, may_admit=not preempted, is_batch=True)
-            plan.add_prefills(prefills, self._batch_share.prefill_budget(len(plan.sequences)))
+            plan.add_decodes(background.first_decodes(self._background_share.seats))
+            prefills = self._prefills(background.behind, may_admit=not preempted, is_background=True)
+            plan.add_prefills(prefills, self._background_share.prefill_budget(len(plan.sequences)))
         transfers = self._kv_cache.take_transfers()
         return ScheduledBatch(
             plan.sequences,
@@ -235,8 +235,8 @@ class Scheduler:
     def _num_taken_seats(self) -> int:
         return sum(group.num_seats for group in self._running.values())
 
-    def _num_batch_seats(self) -> int:
-        return sum(group.num_seats for group in self._running.values() if group.is_batch)
+    def _num_background_seats(self) -> int:
+        return sum(group.num_seats for group in self._running.values() if group.is_background)
 
     def _num_free_seats(self) -> int:
         return self.config.max_num_seqs - self._num_taken_seats()
@@ -269,7 +269,7 @@ class Scheduler:
         return preempted
 
     def _prefills(
-        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool, is_batch: bool = False
+        self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool, is_background: bool = False
     ) -> Iterator[tuple[SequenceGroup, Sequence]]:
         """Those that are `behind`, then new groups, each admitted when it is asked for.
 
@@ -277,17 +277,17 @@ class Scheduler:
         run at the same time; so does a forked one, which then gets copies of the blocks that it shares and writes to.
         """
         yield from behind
-        while may_admit and (group := self._admit(is_batch)) is not None:
+        while may_admit and (group := self._admit(is_background)) is not None:
             first, *others = group.active
             if not others and not self._kv_cache.is_arriving(first) and group.num_prefill_tokens(first):
-                self._forecast.begun(first, is_batch=is_batch)
+                self._forecast.begun(first, is_background=is_background)
                 yield group, first
 
-    def _admit(self, is_batch: bool) -> SequenceGroup | None:
+    def _admit(self, is_background: bool) -> SequenceGroup | None:
         group = self._policy.first()
-        if group is None or group.is_batch != is_batch:
+        if group is None or group.is_background != is_background:
             return None
-        self._waits_for = self._obstacle(group)
+        self._waits_for = self._reserve(group)
         if self._waits_for:
             return None
         self._policy.pop_first()
@@ -296,11 +296,11 @@ class Scheduler:
         self._running[group.request_id] = group
         return group
 
-    def _obstacle(self, group: SequenceGroup) -> str:
-        """Why `group` is not admitted; "" if there is nothing, and it has its blocks now."""
+    def _reserve(self, group: SequenceGroup) -> str:
+        """Give `group` its blocks, if there are a seat and room for it; else what it waits for is returned."""
         if self._num_taken_seats() + group.num_seats > self.config.max_num_seqs:
             return "a seat" if group.num_seats == 1 else f"{group.num_seats} seats"
-        if group.is_batch and not self._batch_share.has_seats(self._num_batch_seats(), group.num_seats):
+        if group.is_background and not self._background_share.has_seats(self._num_background_seats(), group.num_seats):
             return "a seat of its class"
         if group.has_inflight_tokens:  # preempted just now; its tokens come before the next step is scheduled
             return "its token in flight"
@@ -310,8 +310,8 @@ class Scheduler:
         """Blocks for what is active, and room for what is to be forked."""
         first = group.sequences[0]
         headroom_blocks += group.num_fork_blocks(self.block_size)
-        if group.is_batch and self._running:
-            headroom_blocks += self._batch_share.reserved_blocks
+        if group.is_background and self._running:
+            headroom_blocks += self._background_share.reserved_blocks
         if group.is_swapped:
             return self._kv_cache.try_swap_in(group.active, headroom_blocks)
         if not self._kv_cache.try_admit(first, headroom_blocks):

@@ -24,11 +24,11 @@ class BlockTables(Protocol):
 
 
 class SequenceGroup:
-    def __init__(self, sequences: list[Sequence], num_ended_tokens: int = 0, *, is_batch: bool = False) -> None:
+    def __init__(self, sequences: list[Sequence], num_ended_tokens: int = 0, *, is_background: bool = False) -> None:
         """`sequences`: at least one, all of one request. `num_ended_tokens`: those of choices that ended elsewhere."""
         first = sequences[0]
         self.request_id = first.request_id
-        self.is_batch = is_batch  # of the class that waits behind interactive requests
+        self.is_background = is_background  # of the class that waits behind interactive requests
         self.sampling = first.sampling
         self.num_prompt_tokens = first.num_prompt_tokens
         self.sequences = sequences

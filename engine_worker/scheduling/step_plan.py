@@ -7,7 +7,7 @@
                           or yields
     StepPlan    what is added to it counts as computed, and forks what becomes due with it
 
-Oldest group first in each list, interactive requests apart from those of the class `batch`. A sequence whose last token
+Oldest group first in each list, interactive requests apart from those in the background. A sequence whose last token
 is in flight wants nothing. Order and budget are decided by the scheduler, not here.
 """
 
@@ -45,11 +45,11 @@ class Survey:
 
 
 def survey(running: Iterable[SequenceGroup], kv_cache: KVCacheManager) -> tuple[Survey, Survey]:
-    """(of interactive requests, of the class `batch`)."""
-    interactive, batch = Survey(), Survey()
+    """(of interactive requests, of background ones)."""
+    interactive, background = Survey(), Survey()
     needs_room = kv_cache.needs_room
     for group in running:
-        found = batch if group.is_batch else interactive
+        found = background if group.is_background else interactive
         may_decode, needing = group.may_decode, None
         for sequence in group.active:
             if sequence.num_inflight_tokens and ends_with_inflight_token(sequence, group.max_num_tokens):
@@ -64,7 +64,7 @@ def survey(running: Iterable[SequenceGroup], kv_cache: KVCacheManager) -> tuple[
                 found.decodes.append((group, sequence))
         if needing is not None:
             found.needing.append((group, needing))
-    return interactive, batch
+    return interactive, background
 
 
 class StepPlan:

@@ -35,12 +35,12 @@ from shared.redis_client import BLOCK_MILLISECONDS, RedisConnections, is_missing
 from shared.redis_keys import GROUP
 from shared.redis_scripts import (
     ClaimReply,
+    Demand,
     Ending,
     Fenced,
     QueueEntry,
     ReapMode,
     RedisScripts,
-    Wish,
     gateway_message,
     queue_entry,
 )
@@ -92,18 +92,18 @@ class RequestStream:
         self._reread_at = clock() + REREAD_SECONDS
         self.faults = faults or FaultCounts()
 
-    async def claim(self, wish: Wish, *, block: bool = False) -> list[ClaimedRequest]:
-        """New requests, highest class first, as many as the wish and the peers' share allow; with `block`, waits up to
+    async def claim(self, demand: Demand, *, block: bool = False) -> list[ClaimedRequest]:
+        """New requests, highest class first, as many as demand and the peers' share allow; with `block`, waits up to
         1 s for the first one.
 
         One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
         Cancelled and unreadable entries are finished here.
         """
-        if wish.requests <= 0 or self._claims.runs_solo:
+        if demand.requests <= 0 or self._claims.runs_solo:
             return await self._nothing_to_claim(block)
         try:
-            await self._fill_backlog(wish, block)
-            entries = self._next_entries(wish.requests)
+            await self._fill_backlog(demand, block)
+            entries = self._next_entries(demand.requests)
             return await self._claim(entries) if entries else await self._nothing_to_claim(block and self._must_wait)
         except (RedisError, OSError) as error:
             await self._endure(error, block)
@@ -158,15 +158,15 @@ class RequestStream:
         if block:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _fill_backlog(self, wish: Wish, block: bool) -> None:
+    async def _fill_backlog(self, demand: Demand, block: bool) -> None:
         if self._clock() >= self._reread_at:
             await self._reread_own_pending()
-        wanted = wish.requests - len(self._claimable)
+        wanted = demand.requests - len(self._claimable)
         if wanted <= 0 or self._solo_waits:
             return
-        wish = replace(wish, requests=wanted)
+        demand = replace(demand, requests=wanted)
         taken = await self._scripts.take(
-            self._worker_id, wish, num_held=self.num_held, is_impatient=self._patience.is_over
+            self._worker_id, demand, num_held=self.num_held, is_impatient=self._patience.is_over
         )
         self._backlog += taken.entries
         self._patience.observe(taken)

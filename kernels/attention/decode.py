@@ -5,7 +5,7 @@
 
 decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
 of keys, so that the loads of the next item are in flight while the last tile of this one is computed.
-join_splits_kernel joins the splits of a row. The GROUP query heads that share a kv head are the rows of a tile, so
+combine_splits_kernel joins the splits of a row. The GROUP query heads that share a kv head are the rows of a tile, so
 that keys are read once. Does not know how sequences are split.
 """
 # Triton takes no structures: what a kernel needs are flat arguments.
@@ -44,8 +44,8 @@ def decode_config(dtype: torch.dtype) -> DecodeConfig:
 # Two programs of 78 KB of shared memory and 207 registers fit an SM; the next tile of one loads while the other
 # computes.
 PROGRAMS_PER_SM = 2
-SPLITS_JOINED_AT_ONCE = 4
-JOIN_WARPS = 2
+SPLITS_COMBINED_AT_ONCE = 4
+COMBINE_WARPS = 2
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _attend_tile(
 
 @triton.jit
 def _write_item(
-    accumulator, sums, row_max, output, split_outputs, split_logs, row, part, splits, first_head, num_heads,
+    accumulator, sums, row_max, output, split_outputs, split_lse, row, part, splits, first_head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The normalised result of an item: to the output where it is a row's only one, else to its place among the
@@ -127,12 +127,12 @@ def _write_item(
     else:
         place = tl.cast(part, tl.int64) * num_heads + heads
         tl.store(split_outputs + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
-        tl.store(split_logs + place, row_max + tl.log2(divisor), mask=rows < GROUP)
+        tl.store(split_lse + place, row_max + tl.log2(divisor), mask=rows < GROUP)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    query, key_cache, block_tables, output, items, num_items, split_outputs, split_logs, scale_log2,
+    query, key_cache, block_tables, output, items, num_items, split_outputs, split_lse, scale_log2,
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -180,7 +180,7 @@ def decode_kernel(
         is_last = key + BLOCK_N >= end_key
         if is_last:
             _write_item(
-                accumulator, sums, row_max, output, split_outputs, split_logs, row, part, splits, kv_head * GROUP,
+                accumulator, sums, row_max, output, split_outputs, split_lse, row, part, splits, kv_head * GROUP,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
             )  # fmt: skip
             accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
@@ -198,8 +198,8 @@ def decode_kernel(
 
 
 @triton.jit
-def join_splits_kernel(
-    split_outputs, split_logs, sequence_items, query_start_loc, output,
+def combine_splits_kernel(
+    split_outputs, split_lse, sequence_items, query_start_loc, output,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -214,25 +214,25 @@ def join_splits_kernel(
         gdc_launch_dependents()
         gdc_wait()
     if num_splits > 1:
-        joined = tl.zeros([BLOCK_GROUP, BLOCK_DIM], dtype=tl.float32)
+        combined = tl.zeros([BLOCK_GROUP, BLOCK_DIM], dtype=tl.float32)
         total = tl.zeros([BLOCK_GROUP], dtype=tl.float32)
         maximum = tl.full([BLOCK_GROUP], float("-inf"), dtype=tl.float32)
         for first_split in range(0, num_splits, BLOCK_SPLITS):
             splits = first_split + tl.arange(0, BLOCK_SPLITS)
             inside = (splits < num_splits)[:, None] & (group < GROUP)[None, :]
             places = (first_item + splits)[:, None] * NUM_HEADS + first_head + group[None, :]
-            logs = tl.load(split_logs + places, mask=inside, other=float("-inf"))
+            lse = tl.load(split_lse + places, mask=inside, other=float("-inf"))
             read = places.to(tl.int64)[:, :, None] * HEAD_DIM + lanes[None, None, :]
             parts = tl.load(split_outputs + read, mask=inside[:, :, None] & owned[None, :, :], other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(logs, axis=0))
+            new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
             shift = tl.where(group < GROUP, new_maximum, 0.0)
-            weights, decay = tl.exp2(logs - shift[None, :]), tl.exp2(maximum - shift)
-            joined = joined * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+            weights, decay = tl.exp2(lse - shift[None, :]), tl.exp2(maximum - shift)
+            combined = combined * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
             total = total * decay + tl.sum(weights, axis=0)
             maximum = new_maximum
-        joined = joined / tl.where(group < GROUP, total, 1.0)[:, None]
+        combined = combined / tl.where(group < GROUP, total, 1.0)[:, None]
         write = (row * NUM_HEADS + first_head + group)[:, None] * HEAD_DIM + lanes[None, :]
-        tl.store(output + write, joined.to(output.dtype.element_ty), mask=owned)
+        tl.store(output + write, combined.to(output.dtype.element_ty), mask=owned)
 
 
 def attend_decode(
@@ -263,7 +263,7 @@ def attend_decode(
         plan.items,
         plan.num_items,
         plan.split_outputs,
-        plan.split_logs,
+        plan.split_lse,
         scale * LOG2_E,
         *query.stride()[:2],
         *key_cache.stride()[:3],
@@ -283,9 +283,9 @@ def attend_decode(
         **launch,
     )
     if max_items > num_sequences:
-        join_splits_kernel[(num_kv_heads, num_sequences)](
+        combine_splits_kernel[(num_kv_heads, num_sequences)](
             plan.split_outputs,
-            plan.split_logs,
+            plan.split_lse,
             plan.sequence_items,
             plan.query_start_loc,
             output,
@@ -294,8 +294,8 @@ def attend_decode(
             BLOCK_GROUP=triton.next_power_of_2(group),
             HEAD_DIM=head_dim,
             BLOCK_DIM=block_dim,
-            BLOCK_SPLITS=SPLITS_JOINED_AT_ONCE,
-            num_warps=JOIN_WARPS,
+            BLOCK_SPLITS=SPLITS_COMBINED_AT_ONCE,
+            num_warps=COMBINE_WARPS,
             **launch,
         )
 

@@ -4,9 +4,9 @@
                          keys_are_old) -> None                              writes the rows that `plan` names
 
 A program is one warp with one kv head and a share of the plan's tiles, which it walks in one loop. Its ring of
-NUM_STAGES tiles in shared memory is filled by the copy engine, a block at a time. One warp waits at no barrier: a few
+NUM_STAGES tiles in shared memory is filled by TMA, a block at a time. One warp waits at no barrier: a few
 of them an SM hide each other's latencies, and 190 KiB of keys and values an SM are always on their way. The last
-program to finish a piece of a row joins its pieces, in ascending order. The GROUP query heads that share a kv head are
+program to finish a piece of a row joins its splits, in ascending order. The GROUP query heads that share a kv head are
 the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
 compiled. Does not know how shares are cut.
 """
@@ -69,11 +69,11 @@ def _fill(
 
 
 @gluon.jit
-def _join(
-    output, pieces, piece_logs, first_share, num_pieces, row, first_head,
+def _combine_splits(
+    output, splits, split_lse, first_share, num_splits, row, first_head,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """The pieces of a row, weighted by their sums, in ascending order."""
+    """The splits of a row, weighted by their sums, in ascending order."""
     AT_ONCE: gl.constexpr = 16 // BLOCK_GROUP
     layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // 32], [1, 1, 32], [1, 1, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(2, layout)
@@ -81,31 +81,31 @@ def _join(
     ahead = gl.arange(0, AT_ONCE, gl.SliceLayout(1, flat))
     group = gl.arange(0, BLOCK_GROUP, group_layout)
     lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    joined = gl.zeros([BLOCK_GROUP, HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
+    combined = gl.zeros([BLOCK_GROUP, HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
     total = gl.zeros([BLOCK_GROUP], gl.float32, group_layout)
     maximum = gl.full([BLOCK_GROUP], float("-inf"), gl.float32, group_layout)
-    for first in range(0, num_pieces, AT_ONCE):
-        piece = first + ahead
-        # A row's first piece is the second of its share, the others are the first of theirs.
-        place = (first_share + piece) * 2 + gl.where(piece == 0, 1, 0)
+    for first in range(0, num_splits, AT_ONCE):
+        split = first + ahead
+        # A row's first split is the second of its share, the others are the first of theirs.
+        place = (first_share + split) * 2 + gl.where(split == 0, 1, 0)
         place = gl.expand_dims(place, 1) * NUM_HEADS + first_head + gl.expand_dims(group, 0)
-        inside = gl.expand_dims(piece < num_pieces, 1) & gl.expand_dims(group < GROUP, 0)
-        logs = gl.load(piece_logs + place, mask=inside, other=float("-inf"))
+        inside = gl.expand_dims(split < num_splits, 1) & gl.expand_dims(group < GROUP, 0)
+        lse = gl.load(split_lse + place, mask=inside, other=float("-inf"))
         read = gl.expand_dims(place * HEAD_DIM, 2) + gl.expand_dims(gl.expand_dims(lanes, 0), 0)
-        parts = gl.load(pieces + read, mask=gl.expand_dims(inside, 2), other=0.0)
-        new_maximum = gl.maximum(maximum, gl.max(logs, axis=0))
+        parts = gl.load(splits + read, mask=gl.expand_dims(inside, 2), other=0.0)
+        new_maximum = gl.maximum(maximum, gl.max(lse, axis=0))
         shift = gl.where(group < GROUP, new_maximum, 0.0)
-        weights = gl.exp2(logs - gl.expand_dims(shift, 0))
+        weights = gl.exp2(lse - gl.expand_dims(shift, 0))
         decay = gl.exp2(maximum - shift)
-        joined = joined * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
-        joined += gl.sum(parts * gl.expand_dims(weights, 2), axis=0)
+        combined = combined * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
+        combined += gl.sum(parts * gl.expand_dims(weights, 2), axis=0)
         total = total * decay + gl.sum(weights, axis=0)
         maximum = new_maximum
     divisor = gl.where(group < GROUP, total, 1.0)
-    joined = joined / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
+    combined = combined / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
     heads = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
     write = (row.to(gl.int64) * NUM_HEADS + first_head + gl.expand_dims(heads, 1)) * HEAD_DIM + gl.expand_dims(lanes, 0)
-    gl.store(output + write, joined.to(output.dtype.element_ty), mask=gl.expand_dims(heads < GROUP, 1))
+    gl.store(output + write, combined.to(output.dtype.element_ty), mask=gl.expand_dims(heads < GROUP, 1))
 
 
 @gluon.jit
@@ -162,13 +162,13 @@ def _attend_tile(
 
 
 @gluon.jit
-def _write_piece(
-    accumulator, row_sum, row_max, output, pieces, piece_logs, arrivals, long, short, share, row, seq_len, first_tile,
-    piece_tile, is_last, kv_head,
+def _write_split(
+    accumulator, row_sum, row_max, output, splits, split_lse, arrivals, long, short, share, row, seq_len, first_tile,
+    split_tile, is_last, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The normalised result: to the output where the share has all of the row, else to its place among the pieces,
+    """The normalised result: to the output where the share has all of the row, else to its place among the splits,
     which the last to arrive joins."""
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     group = gl.arange(0, 16, gl.SliceLayout(1, mma))
@@ -176,22 +176,22 @@ def _write_piece(
     heads = kv_head * GROUP + group
     attended = accumulator / row_sum[:, None]
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-    if is_last & (piece_tile == 0):
+    if is_last & (split_tile == 0):
         write = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
         gl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
     else:
         # A row that began before the share ends or goes on in its first place, one that begins in it in its second.
-        place = (share * 2 + gl.where(piece_tile == 0, 1, 0)) * NUM_HEADS + heads
-        gl.store(pieces + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
-        gl.store(piece_logs + place, row_max + gl.log2(row_sum), mask=group < GROUP)
+        place = (share * 2 + gl.where(split_tile == 0, 1, 0)) * NUM_HEADS + heads
+        gl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
+        gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
         first_share = _share_of(first_tile, long, short, LONG_SHARES)
         last_share = _share_of(first_tile + (seq_len - 1) // TILE, long, short, LONG_SHARES)
         arrival = arrivals + first_share * NUM_KV_HEADS + kv_head
         gl.thread_barrier()
         if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == last_share - first_share:
             gl.store(arrival, 0)
-            _join(
-                output, pieces, piece_logs, first_share, last_share - first_share + 1, row, kv_head * GROUP,
+            _combine_splits(
+                output, splits, split_lse, first_share, last_share - first_share + 1, row, kv_head * GROUP,
                 NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
             )  # fmt: skip
 
@@ -220,7 +220,7 @@ def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_stride", "num_sequences"])
 # A warp has two cursors, what it asks for next and what it attends to; Triton has no structure to hand them over in.
 def decode_hopper_kernel(  # noqa: C901, PLR0915
-    pool, query, block_tables, output, rows, counts, share_rows, arrivals, pieces, piece_logs, scale_log2,
+    pool, query, block_tables, output, rows, counts, share_rows, arrivals, splits, split_lse, scale_log2,
     query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_FIELDS: gl.constexpr,
@@ -244,7 +244,7 @@ def decode_hopper_kernel(  # noqa: C901, PLR0915
     sequence, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
     row = gl.where(num_steps > 0, row, 0)
     tile = start - first_tile
-    piece_tile = tile
+    split_tile = tile
     head_row = kv_head * head_rows
     # What is asked for next.
     next_index, next_tile, next_len = index, tile, seq_len
@@ -290,9 +290,9 @@ def decode_hopper_kernel(  # noqa: C901, PLR0915
             next_tile += 1
         is_last = tile * TILE + TILE >= seq_len
         if (step >= 0) & (is_last | (step == num_steps - 1)):
-            _write_piece(
-                accumulator, row_sum, row_max, output, pieces, piece_logs, arrivals, long, short, share, row, seq_len,
-                first_tile, piece_tile, is_last, kv_head,
+            _write_split(
+                accumulator, row_sum, row_max, output, splits, split_lse, arrivals, long, short, share, row, seq_len,
+                first_tile, split_tile, is_last, kv_head,
                 NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, TILE, LONG_SHARES, mma,
             )  # fmt: skip
             if step < num_steps - 1:
@@ -305,7 +305,7 @@ def decode_hopper_kernel(  # noqa: C901, PLR0915
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
                 tile = -1
-                piece_tile = 0
+                split_tile = 0
         if step >= 0:
             tile += 1
     _write_zeros(
@@ -341,8 +341,8 @@ def attend_decode_hopper(
         plan.counts,
         plan.share_rows,
         plan.arrivals,
-        plan.pieces,
-        plan.piece_logs,
+        plan.splits,
+        plan.split_lse,
         scale * LOG2_E,
         *query.stride()[:2],
         pool.block_rows,

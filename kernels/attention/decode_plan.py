@@ -36,7 +36,7 @@ class DecodePlan:
     sequence_items: Tensor  # [S, 2] int32: first item, number of items
     query_start_loc: Tensor  # [S + 1] int32
     split_outputs: Tensor  # [max_items, Hq, D] float32, normalised
-    split_logs: Tensor  # [max_items, Hq] float32, log2 of the sum of exponentials
+    split_lse: Tensor  # [max_items, Hq] float32, log2 of the sum of exponentials
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def plan_decode(
         sequence_items=seq_lens.new_empty(num_sequences, 2),
         query_start_loc=query_start_loc,
         split_outputs=seq_lens.new_empty(max_items, num_heads, head_dim, dtype=torch.float32),
-        split_logs=seq_lens.new_empty(max_items, num_heads, dtype=torch.float32),
+        split_lse=seq_lens.new_empty(max_items, num_heads, dtype=torch.float32),
     )
     plan_decode_kernel[(num_sequences,)](
         query_start_loc,

@@ -5,7 +5,7 @@
 The tiles of the sequences with one new token, one sequence after another, are cut into shares: long ones of equal
 length, one for each program of a kv head that the device runs at once, then `tail` times as many short ones for those
 that finish first, because memory is nearer to some SMs than to others. A share may start and end within a sequence; a
-sequence that lies in several shares is joined from as many pieces. Few sequences are cut, but where they are cut
+sequence that lies in several shares is combined from as many splits. Few sequences are cut, but where they are cut
 depends on the whole batch (ADR 0044). Rows without keys have no part in it, but count in the choice of a form.
 Launching never waits for the device. Does not know queries, keys or layers.
 """
@@ -56,9 +56,9 @@ class SharePlan:
     rows: Tensor  # [S, ROW_FIELDS] int32: rows with keys from the front, rows without from the back
     counts: Tensor  # [5] int32: rows with keys, rows without, tiles in all, tiles of a long share, of a short one
     share_rows: Tensor  # [shares] int32: index of the row in which a share starts; undefined behind the last tile
-    arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: pieces done of the row that leaves a share
-    pieces: Tensor  # [shares * 2, Hq, D] float32, normalised
-    piece_logs: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
+    arrivals: Tensor  # [shares, Hkv] int32, 0 between layers: splits done of the row that leaves a share
+    splits: Tensor  # [shares * 2, Hq, D] float32, normalised
+    split_lse: Tensor  # [shares * 2, Hq] float32, log2 of the sum of exponentials
     num_long_shares: int
     num_shares: int
     tile: int
@@ -157,8 +157,8 @@ def plan_shares(
         counts=seq_lens.new_empty(5),
         share_rows=seq_lens.new_empty(num_shares),
         arrivals=seq_lens.new_empty(num_shares, num_kv_heads),
-        pieces=seq_lens.new_empty(num_shares * 2, num_heads, head_dim, dtype=torch.float32),
-        piece_logs=seq_lens.new_empty(num_shares * 2, num_heads, dtype=torch.float32),
+        splits=seq_lens.new_empty(num_shares * 2, num_heads, head_dim, dtype=torch.float32),
+        split_lse=seq_lens.new_empty(num_shares * 2, num_heads, dtype=torch.float32),
         num_long_shares=num_long_shares,
         num_shares=num_shares,
         tile=tile,

@@ -36,7 +36,7 @@ PROGRAMS_PER_SM = 2  # of short tiles
 
 @triton.jit
 def merge_splits_kernel(
-    splits, split_logs, query_start_loc, seq_lens, output,
+    splits, split_lse, query_start_loc, seq_lens, output,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -50,17 +50,17 @@ def merge_splits_kernel(
         return
     lanes = tl.arange(0, BLOCK_DIM)
     inside = (lanes < HEAD_DIM)[None, :]
-    joined = tl.zeros([1, BLOCK_DIM], dtype=tl.float32)
+    combined = tl.zeros([1, BLOCK_DIM], dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
     maximum = tl.full([1], float("-inf"), dtype=tl.float32)
     for split in range(tl.cdiv(tl.load(seq_lens + sequence), SPLIT_TOKENS)):
         place = (sequence.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
         attended = tl.load(splits + place * HEAD_DIM + lanes[None, :], mask=inside, other=0.0)
-        log = tl.load(split_logs + place + tl.zeros([1], dtype=tl.int32))
-        joined, total, maximum = merge_split(joined, total, maximum, attended, log)
-    joined = joined / tl.where(total == 0.0, 1.0, total)[:, None]
+        lse = tl.load(split_lse + place + tl.zeros([1], dtype=tl.int32))
+        combined, total, maximum = merge_split(combined, total, maximum, attended, lse)
+    combined = combined / tl.where(total == 0.0, 1.0, total)[:, None]
     write = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lanes[None, :]
-    tl.store(output + write, joined.to(output.dtype.element_ty), mask=inside)
+    tl.store(output + write, combined.to(output.dtype.element_ty), mask=inside)
 
 
 def invariant_config(dtype: torch.dtype, max_rows: int) -> PrefillConfig:
@@ -96,7 +96,7 @@ def attend_invariant(
     if programs > 1:
         merge_splits_kernel[(num_heads, num_sequences)](
             split.splits,
-            split.split_logs,
+            split.split_lse,
             *lengths,
             output,
             SPLIT_TOKENS=SPLIT_TOKENS,

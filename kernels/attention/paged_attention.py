@@ -37,7 +37,7 @@ from kernels.attention.decode_hopper import attend_decode_hopper
 from kernels.attention.decode_plan import DecodePlan, plan_decode
 from kernels.attention.decode_shares import SharePlan, plan_shares, share_config
 from kernels.attention.invariant import attend_invariant
-from kernels.attention.pool_rows import suits_copy_engine
+from kernels.attention.pool_rows import supports_tma
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.prefill_hopper import attend_prefill_hopper
 
@@ -127,7 +127,7 @@ class TritonPlan:
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
         self._block_tables, self._lengths = block_tables, (query_start_loc, seq_lens)
         self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
-        self._on_hopper = suits_copy_engine(key_cache, num_heads)
+        self._on_hopper = supports_tma(key_cache, num_heads)
         self._decode: DecodePlan | SharePlan | None = None
         # One sequence with several new tokens leaves nothing to decode.
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):

@@ -1,6 +1,6 @@
-"""The KV pool as the copy engine of a Hopper GPU sees it.
+"""The KV pool as TMA sees it on a Hopper GPU.
 
-suits_copy_engine(key_cache, num_heads) -> whether the kernels for Hopper can serve these heads
+supports_tma(key_cache, num_heads) -> whether the kernels for Hopper can serve these heads
 PoolRows(key_cache, value_cache)        the pool from the layer's first key on, a row for each slot of a head
     num_rows, block_rows, head_rows, value_rows   rows in all, from block to block, head to head, key to value
     boxes(slots)                                  for copies of [slots, 64], laid out for the tensor cores
@@ -19,7 +19,7 @@ COLUMNS = 64  # of a copy: 128 bytes, the width of the swizzle
 MOST_HEADS_A_KV_HEAD = 16  # the rows of a product in the decode kernel
 
 
-def suits_copy_engine(key_cache: Tensor, num_heads: int) -> bool:
+def supports_tma(key_cache: Tensor, num_heads: int) -> bool:
     """Heads of 64 or 128 in half precision, blocks of a power of two from 8 slots on, each in one piece."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     return (

@@ -110,15 +110,15 @@ def _attend_keys(
 
 
 @triton.jit
-def merge_split(joined, total, maximum, attended, log):
+def merge_split(combined, total, maximum, attended, lse):
     """Another split of a row's keys (normalised; log2 of its sum of exponentials) beside those before: the same
     operations in the same order wherever splits are merged, so that no compiler may fuse them differently."""
-    new_maximum = tl.maximum(maximum, log)
+    new_maximum = tl.maximum(maximum, lse)
     # A row without keys so far has maximum -inf, and -inf - -inf is NaN.
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weight, decay = tl.exp2(log - shift), tl.exp2(maximum - shift)
-    joined = tl.fma(attended, tl.broadcast_to(weight[:, None], attended.shape), joined * decay[:, None])
-    return joined, tl.fma(total, decay, weight), new_maximum
+    weight, decay = tl.exp2(lse - shift), tl.exp2(maximum - shift)
+    combined = tl.fma(attended, tl.broadcast_to(weight[:, None], attended.shape), combined * decay[:, None])
+    return combined, tl.fma(total, decay, weight), new_maximum
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
 def prefill_kernel(
-    query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_logs, scale_log2,
+    query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_lse, scale_log2,
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -216,7 +216,7 @@ def prefill_kernel(
         step = tl.num_programs(1) * SPLIT_TOKENS
         for first_key in tl.range(tl.program_id(1) * SPLIT_TOKENS, end_key, step, num_stages=1):
             split_end = tl.minimum(first_key + SPLIT_TOKENS, end_key)
-            split, log = _attend_split(
+            split, lse = _attend_split(
                 query_tile, key_head, block_table, first_key,
                 tl.minimum(tl.maximum(first_masked_key, first_key), split_end), split_end, row_positions, seq_len,
                 scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
@@ -226,9 +226,9 @@ def prefill_kernel(
                 place = tl.cast(sequence, tl.int64) * MAX_SPLITS + first_key // SPLIT_TOKENS
                 place = place * (NUM_KV_HEADS * GROUP) + heads
                 tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned)
-                tl.store(split_logs + place, log, mask=rows < GROUP)
+                tl.store(split_lse + place, lse, mask=rows < GROUP)
             else:
-                attended, total, maximum = merge_split(attended, total, maximum, split, log)
+                attended, total, maximum = merge_split(attended, total, maximum, split, lse)
         attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     if MAX_SPLITS == 0:
         write = (token_rows * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + lanes[None, :]
@@ -256,14 +256,14 @@ def attend_prefill(
 @dataclass(frozen=True)
 class SplitPrefill:
     """Of which sequences, in splits of how many keys (0: none), by how many programs a row, and the room for splits
-    [S, max_splits, Hq, D] float32 and their logs [S, max_splits, Hq], which several programs need."""
+    [S, max_splits, Hq, D] float32 and their lse [S, max_splits, Hq], which several programs need."""
 
     least_query_len: int
     split_tokens: int = 0
     programs: int = 1
     max_splits: int = 0
     splits: Tensor | None = None
-    split_logs: Tensor | None = None
+    split_lse: Tensor | None = None
 
 
 def launch_prefill(
@@ -291,7 +291,7 @@ def launch_prefill(
         seq_lens,
         output,
         output if split.splits is None else split.splits,
-        output if split.split_logs is None else split.split_logs,
+        output if split.split_lse is None else split.split_lse,
         scale * LOG2_E,
         *query.stride()[:2],
         *key_cache.stride()[:3],

@@ -3,7 +3,7 @@
     attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale)
 
 A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
-share keys read them once. One warp asks the copy engine for keys and values, block by block, into rings of tiles;
+share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles;
 two groups of four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so
 that the tensor cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a
 row's additions does not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can

@@ -20,7 +20,7 @@ from shared.new_requests import Keep
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
-from shared.redis_scripts import Ending, QueueEntry, ReapMode, RedisScripts, Wish
+from shared.redis_scripts import Demand, Ending, QueueEntry, ReapMode, RedisScripts
 
 pytestmark = pytest.mark.redis
 
@@ -76,7 +76,7 @@ class History:
 
     async def take(self) -> None:
         worker = self.random.choice(WORKERS)
-        entries = (await self.scripts.take(worker, Wish(self.random.randint(1, 6)))).entries
+        entries = (await self.scripts.take(worker, Demand(self.random.randint(1, 6)))).entries
         self.held[worker] |= {entry.request_id: entry for entry in entries}
         await self.scripts.claim(worker, entries)
 

@@ -88,7 +88,7 @@ def test_what_is_sampled_after_a_stop_token_is_dropped() -> None:
     transcript = run_to_end(engine)
     assert transcript.tokens == {"a": tokens[:3]}
     assert transcript.ends == {"a": FinishEvent("a", STOP, Usage(prompt_tokens=5, completion_tokens=3))}
-    assert runner.num_computed_tokens == 5 + 3  # the third was computed in vain
+    assert runner.num_computed_tokens == 5 + 3  # the third was computed for nothing
     assert engine.stats().counters.generated_tokens == 3
     assert engine.stats().kv_cache.num_active_blocks == 0
 

@@ -41,12 +41,12 @@ async def test_steps_run_ahead_of_the_store_by_two_at_most(thread: EngineThread,
 
 async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThread, gate: Gate) -> None:
     thread.start(make_engine(FakeModelRunner(before_step=gate), max_num_seqs=4), lambda turn: thread.acknowledge())
-    assert (await thread.wait_for_wish()).requests == 4
+    assert (await thread.wait_for_demand()).requests == 4
     for _ in range(3):
         thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
-    assert (await thread.wait_for_wish()).requests == 1  # before the engine has seen any of them
+    assert (await thread.wait_for_demand()).requests == 1  # before the engine has seen any of them
     thread.add_request(make_request(3, max_tokens=100, ignore_eos=True), ())
-    waiting = asyncio.create_task(thread.wait_for_wish())
+    waiting = asyncio.create_task(thread.wait_for_demand())
     await thread.stats()
     assert not waiting.done()
     await thread.drop_requests()

@@ -75,16 +75,16 @@ async def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(
 async def test_a_request_that_is_dropped_while_it_waits_gives_its_seat_back() -> None:
     thread, compiler = EngineThread(), SlowCompiler()
     thread.start(make_engine(FakeModelRunner(), max_num_seqs=4), lambda turn: None, compiler)
-    assert (await thread.wait_for_wish()).requests == 4
+    assert (await thread.wait_for_demand()).requests == 4
     for request_id in ("one", "two"):
         thread.add_request(make_request(3, request_id, grammar=GRAMMAR), ())
-    assert (await thread.wait_for_wish()).requests == 2
+    assert (await thread.wait_for_demand()).requests == 2
     dropped: list[str] = []
     thread.abort_request("one", dropped.append)
     assert dropped == ["one"]
-    assert (await thread.wait_for_wish()).requests == 3
+    assert (await thread.wait_for_demand()).requests == 3
     await thread.drop_requests()
-    assert (await thread.wait_for_wish()).requests == 4
+    assert (await thread.wait_for_demand()).requests == 4
     compiler.go_on.set()
     await thread.stop()
     assert thread.num_steps == 0

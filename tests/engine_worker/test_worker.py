@@ -8,7 +8,7 @@ from engine_worker.engine_thread import MAX_STEPS_AHEAD
 from shared.messages import ErrorEvent, FinishReason, JournalFrame, Usage, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Wish
+from shared.redis_scripts import Demand
 from tests.builders import expected_output, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eventually
 
@@ -85,15 +85,15 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
         calls = harness.thread._calls
         await eventually(lambda: calls.qsize() >= 7)  # six requests, and that the second step is stored
         before = calls.qsize()
-        joiner, wish = "joiner.1", Wish(8, room=8)
+        joiner, demand = "joiner.1", Demand(8, room=8)
         await harness.scripts.register(joiner)
-        assert (await harness.scripts.take(joiner, wish)).entries == []
+        assert (await harness.scripts.take(joiner, demand)).entries == []
         await eventually(lambda: calls.qsize() > before)  # the worker has seen it
         harness.gate.allow(1)
         await eventually(lambda: harness.num_held == 4)
         taken: list[str] = []
         while len(taken) < 3:
-            taken += [entry.request_id for entry in (await harness.scripts.take(joiner, wish)).entries]
+            taken += [entry.request_id for entry in (await harness.scripts.take(joiner, demand)).entries]
         assert taken == ["waiting-3", "waiting-4", "waiting-5"]
         harness.gate.allow(FOREVER_STEPS)
         for request in (running, *waiting[:3]):

@@ -39,7 +39,7 @@ from shared.messages import (
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
-from shared.redis_scripts import Fenced, GatewayMessage, QueueEntry, RedisScripts, Wish
+from shared.redis_scripts import Demand, Fenced, GatewayMessage, QueueEntry, RedisScripts
 from shared.subscription import Message, Subscription
 from shared.tasks import cancel_and_wait
 
@@ -210,7 +210,7 @@ class SimulatedWorker:
         running: dict[str, tuple[GenerationRequest, list[int]]] = {}
         while True:
             await self.awake.wait()
-            claimed = await requests.claim(world.draw_wish(CAPACITY - len(running)), block=not running)
+            claimed = await requests.claim(world.draw_demand(CAPACITY - len(running)), block=not running)
             given_back = {claim.request.request_id for claim in claimed if world.random.random() < GIVEN_BACK_RATIO}
             for claim in claimed:
                 if claim.request.request_id not in given_back:
@@ -279,10 +279,10 @@ class World:
 
     # -- sharing
 
-    def draw_wish(self, num_free: int) -> Wish:
+    def draw_demand(self, num_free: int) -> Demand:
         """What a worker says of itself is sometimes absurd."""
         room = self.random.choice([num_free, num_free, num_free, 0, 10**9]) if num_free else 0
-        return Wish(num_free, room=room)
+        return Demand(num_free, room=room)
 
     async def give_back(self, requests: RequestStream, request_ids: set[str]) -> None:
         self.tally.given_back += len(request_ids)

@@ -158,7 +158,7 @@ class TestLeaving:
         await nothing_is_left(world)
         assert shown == (await world.gateways[0].shown(reader.request_id))[1]
 
-    async def test_without_a_wish_it_ends_with_its_connection(self, world: World) -> None:
+    async def test_without_retention_it_ends_with_its_connection(self, world: World) -> None:
         body = {**GREEDY, "detach_seconds": None}
         async with world.gateways[0].streaming(COMPLETIONS, body) as reader:
             assert "Content-Location" not in reader.reply.headers
@@ -243,7 +243,7 @@ class TestIdempotency:
         assert await world.gateways[1].post(COMPLETIONS, GREEDY, Idempotency_Key="k") == (200, second)
 
 
-async def test_a_wish_that_cannot_be_granted(world: World) -> None:
+async def test_a_retention_that_cannot_be_granted(world: World) -> None:
     cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"Idempotency_Key": ""}, {}, "Idempotency-Key"),
         ({"Idempotency_Key": "k" * 256}, {}, "Idempotency-Key"),

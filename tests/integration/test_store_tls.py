@@ -25,7 +25,7 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Ending, RedisScripts, StepFrame, Wish, gateway_message
+from shared.redis_scripts import Demand, Ending, RedisScripts, StepFrame, gateway_message
 from tests.builders import make_request
 from tests.conftest import Valkey
 
@@ -113,7 +113,7 @@ async def test_a_request_travels_through_tls(tls_server, certificates: Path, key
         await scripts.register("w.1")
         request = make_request(max_tokens=2)
         stream = await client.submission.submit(request)
-        (entry,) = (await scripts.take("w.1", Wish(1))).entries
+        (entry,) = (await scripts.take("w.1", Demand(1))).entries
         await scripts.claim("w.1", [entry])
         token = TokenEvent(request.request_id, 0, [5, 6])
         end = FinishEvent(request.request_id, FinishReason.LENGTH, Usage(prompt_tokens=5, completion_tokens=2))

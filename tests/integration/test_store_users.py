@@ -20,7 +20,7 @@ from shared.new_requests import Keep
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import SCRIPT_NAMES, RedisScripts, Wish, load_sources
+from shared.redis_scripts import SCRIPT_NAMES, Demand, RedisScripts, load_sources
 from tests.builders import make_request
 from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
@@ -106,7 +106,7 @@ async def test_the_protocol_runs_under_the_users(
         scripts = RedisScripts(as_worker.commands, keys)
         for life in ("w2.1", "w2.2", "w2.3"):  # each reads the request and dies
             await scripts.register(life)
-            (entry,) = (await scripts.take(life, Wish(1))).entries
+            (entry,) = (await scripts.take(life, Demand(1))).entries
             await scripts.claim(life, [entry])
             await reap_worker(scripts, life)
         assert isinstance(await asyncio.wait_for(anext(stream), 10), ErrorEvent)

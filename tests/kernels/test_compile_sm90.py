@@ -52,7 +52,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "merge_splits_kernel",
         "plan_decode_kernel",
         "decode_kernel",
-        "join_splits_kernel",
+        "combine_splits_kernel",
         "prefill_kernel",
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",
@@ -103,7 +103,7 @@ def test_the_warps_of_decode_on_hopper_fit_an_sm(reports: list[Report], shape: s
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
-def test_prefill_on_hopper_leaves_loading_to_the_copy_engine(reports: list[Report], shape: str) -> None:
+def test_prefill_on_hopper_leaves_loading_to_tma(reports: list[Report], shape: str) -> None:
     for report in of(reports, "prefill_hopper_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
         # Four warps, four more, and one that loads, for which the hardware counts four.

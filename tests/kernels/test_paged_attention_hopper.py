@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.attention.pool_rows import PoolRows, suits_copy_engine
+from kernels.attention.pool_rows import PoolRows, supports_tma
 from kernels.attention.prefill_hopper import heads_at_once
 
 
@@ -26,11 +26,11 @@ def caches(block_size: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) 
     ],
 )
 def test_who_is_served(block_size: int, head_dim: int, dtype: torch.dtype, num_heads: int, suits: bool) -> None:
-    assert suits_copy_engine(caches(block_size, head_dim, dtype)[0], num_heads) is suits
+    assert supports_tma(caches(block_size, head_dim, dtype)[0], num_heads) is suits
 
 
 def test_no_other_device_is_served() -> None:
-    assert not suits_copy_engine(torch.empty(4, 2, 16, 128, dtype=torch.bfloat16), 8)
+    assert not supports_tma(torch.empty(4, 2, 16, 128, dtype=torch.bfloat16), 8)
 
 
 def test_rows_lead_to_the_slots_of_the_pool() -> None:

@@ -125,7 +125,7 @@ def query(
     with (directory / "log").open("wb") as log:
         server = subprocess.Popen([program("prometheus"), *options], stdout=log, stderr=log)
     try:
-        ask = _asker(port)
+        ask = _queries_of(port)
         _until_rates_exist(ask, directory / "log")
         yield ask
     finally:
@@ -207,7 +207,7 @@ def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
     metrics.queue_pending.labels("all").set(1)
 
 
-def _asker(port: int) -> Callable[[str], list[Any]]:
+def _queries_of(port: int) -> Callable[[str], list[Any]]:
     def ask(expression: str) -> list[Any]:
         url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(url, timeout=10) as reply:

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from shared.new_requests import Keep, NewRequest, Share
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import ACCOUNT_SECONDS, BARE_REQUEST_BYTES, AcceptStatus, Ending, RedisScripts, Wish
+from shared.redis_scripts import ACCOUNT_SECONDS, BARE_REQUEST_BYTES, AcceptStatus, Demand, Ending, RedisScripts
 from tests.conftest import Valkey
 
 pytestmark = pytest.mark.redis
@@ -47,7 +47,7 @@ class Owner:
     async def end(self, *request_ids: str, tokens: bytes = b"") -> None:
         """As a worker ends them, in any order."""
         await self.scripts.register(WORKER)
-        taken = await self.scripts.take(WORKER, Wish(10_000))
+        taken = await self.scripts.take(WORKER, Demand(10_000))
         entries = {entry.request_id: entry for entry in taken.entries}
         await self.scripts.claim(WORKER, list(entries.values()))
         for request_id in request_ids:

@@ -7,7 +7,7 @@ from shared.messages import GenerationRequest, SamplingParams, decode_request, e
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import KEEP_DEAD_SECONDS, RedisScripts, Wish
+from shared.redis_scripts import KEEP_DEAD_SECONDS, Demand, RedisScripts
 
 pytestmark = pytest.mark.redis
 
@@ -23,7 +23,7 @@ async def kill_three_workers_with(scripts: RedisScripts, request_id: str) -> Non
     for life in range(3):
         worker_id = f"{request_id}-{life}"
         await scripts.register(worker_id)
-        entries = (await scripts.take(worker_id, Wish(10))).entries
+        entries = (await scripts.take(worker_id, Demand(10))).entries
         await scripts.claim(worker_id, entries)
         await reap_worker(scripts, worker_id)
 
@@ -54,7 +54,7 @@ async def test_a_retry_is_a_new_request_and_ends_the_letter(
     new_id = await letters.retry(await letters.find("poison"))
     assert await letters.list() == []
     await scripts.register("w")
-    (entry,) = (await scripts.take("w", Wish(10))).entries
+    (entry,) = (await scripts.take("w", Demand(10))).entries
     assert entry.request_id == new_id
     (claimed,) = await scripts.claim("w", [entry])
     assert claimed is not None

@@ -11,6 +11,7 @@ from shared.redis_keys import GROUP, RESUMED, RedisKeys
 from shared.redis_scripts import (
     AcceptStatus,
     AttachStatus,
+    Demand,
     Ending,
     Fenced,
     GatewayMessage,
@@ -18,7 +19,6 @@ from shared.redis_scripts import (
     ReapMode,
     RedisScripts,
     StepFrame,
-    Wish,
     gateway_message,
 )
 
@@ -52,7 +52,7 @@ async def continue_with_all(scripts: RedisScripts, request_ids: list[str]) -> li
 
 
 async def continue_with(scripts: RedisScripts, worker_id: str) -> list[QueueEntry]:
-    entries = (await scripts.take(worker_id, Wish(100))).entries
+    entries = (await scripts.take(worker_id, Demand(100))).entries
     await scripts.claim(worker_id, entries)
     return entries
 
@@ -139,17 +139,17 @@ class TestTake:
         await accept(scripts, "fast2")
         await redis.xadd(keys.queue(RESUMED), {"r": "half", "s": "1"})
         await scripts.register(WORKER)
-        first = (await scripts.take(WORKER, Wish(2))).entries
+        first = (await scripts.take(WORKER, Demand(2))).entries
         assert [(entry.request_id, entry.solo) for entry in first] == [("half", True), ("fast1", False)]
-        assert [entry.request_id for entry in (await scripts.take(WORKER, Wish(5))).entries] == ["fast2", "slow"]
-        assert (await scripts.take(WORKER, Wish(5))).entries == []
+        assert [entry.request_id for entry in (await scripts.take(WORKER, Demand(5))).entries] == ["fast2", "slow"]
+        assert (await scripts.take(WORKER, Demand(5))).entries == []
         assert await pending(redis, keys) == 4
 
     async def test_a_fenced_worker_reads_nothing(self, scripts, redis, keys):
         await accept(scripts)
         await scripts.register("other.1")
         with pytest.raises(Fenced):
-            await scripts.take(WORKER, Wish(1))
+            await scripts.take(WORKER, Demand(1))
         assert await pending(redis, keys) == 0
 
 
@@ -160,71 +160,71 @@ class TestShares:
         for name in names:
             await scripts.register(name)
 
-    async def ask(self, scripts: RedisScripts, name: str, wish: Wish, **options) -> int:
-        return len((await scripts.take(name, wish, **options)).entries)
+    async def ask(self, scripts: RedisScripts, name: str, demand: Demand, **options) -> int:
+        return len((await scripts.take(name, demand, **options)).entries)
 
     async def test_none_gets_further_than_a_quantum_above_the_lowest_with_room(self, scripts):
         await self.workers(scripts, "a.1", "b.1", "c.1")
-        wish, held = Wish(20, room=50), dict.fromkeys(("a.1", "b.1", "c.1"), 0)
+        demand, held = Demand(20, room=50), dict.fromkeys(("a.1", "b.1", "c.1"), 0)
         for name in held:
-            assert await self.ask(scripts, name, wish) == 0  # they are there
+            assert await self.ask(scripts, name, demand) == 0  # they are there
         for number in range(48):
             await accept(scripts, f"r{number}")
         for _ in range(30):
             for name in ("a.1", "a.1", "a.1", "b.1", "c.1"):  # one asks three times as often
-                held[name] += await self.ask(scripts, name, wish, num_held=held[name])
+                held[name] += await self.ask(scripts, name, demand, num_held=held[name])
                 assert max(held.values()) - min(held.values()) <= 2
         assert sum(held.values()) == 48 and max(held.values()) / 16 <= 1.10
 
     async def test_a_quantum_is_an_eighth_where_much_is_held(self, scripts):
         await self.workers(scripts, "a.1", "b.1")
-        await self.ask(scripts, "b.1", Wish(1, room=50), num_held=80)
+        await self.ask(scripts, "b.1", Demand(1, room=50), num_held=80)
         for number in range(50):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "a.1", Wish(40, room=50), num_held=75) == 15
+        assert await self.ask(scripts, "a.1", Demand(40, room=50), num_held=75) == 15
 
     async def test_a_peer_without_room_holds_nobody_back(self, scripts):
         await self.workers(scripts, "a.1", "full.1")
         await accept(scripts, "x")
-        assert await self.ask(scripts, "full.1", Wish(1, room=1)) == 1
+        assert await self.ask(scripts, "full.1", Demand(1, room=1)) == 1
         for number in range(9):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "a.1", Wish(9, room=20), num_held=30) == 9
+        assert await self.ask(scripts, "a.1", Demand(9, room=20), num_held=30) == 9
 
     async def test_held_back_is_told_apart_from_nothing_there(self, scripts):
         await self.workers(scripts, "a.1", "low.1")
-        await self.ask(scripts, "low.1", Wish(4, room=9))
-        taken = await scripts.take("a.1", Wish(4, room=9), num_held=5)
+        await self.ask(scripts, "low.1", Demand(4, room=9))
+        taken = await scripts.take("a.1", Demand(4, room=9), num_held=5)
         assert (taken.allowance, taken.others_wait) == (0, False)
         await accept(scripts, "x")
-        taken = await scripts.take("a.1", Wish(4, room=9), num_held=5)
+        taken = await scripts.take("a.1", Demand(4, room=9), num_held=5)
         assert (taken.entries, taken.allowance, taken.others_wait) == ([], 0, True)
-        taken = await scripts.take("a.1", Wish(4, room=9), num_held=1)
+        taken = await scripts.take("a.1", Demand(4, room=9), num_held=1)
         assert (len(taken.entries), taken.others_wait) == (1, False)
 
     async def test_out_of_patience_it_takes_a_quantum_and_forgets_who_did_not_ask(self, scripts, redis, keys):
         await self.workers(scripts, "a.1", "silent.1")
-        await self.ask(scripts, "silent.1", Wish(4, room=9))
+        await self.ask(scripts, "silent.1", Demand(4, room=9))
         for number in range(9):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "a.1", Wish(9, room=9), num_held=5) == 0
-        assert await self.ask(scripts, "a.1", Wish(9, room=9), num_held=5, is_impatient=True) == 2
+        assert await self.ask(scripts, "a.1", Demand(9, room=9), num_held=5) == 0
+        assert await self.ask(scripts, "a.1", Demand(9, room=9), num_held=5, is_impatient=True) == 2
         assert await redis.zscore(keys.held[0], "silent.1") is None
-        assert await self.ask(scripts, "a.1", Wish(7, room=7), num_held=7) == 7
+        assert await self.ask(scripts, "a.1", Demand(7, room=7), num_held=7) == 7
         await accept(scripts, "back")
-        assert await self.ask(scripts, "silent.1", Wish(1, room=1)) == 1
+        assert await self.ask(scripts, "silent.1", Demand(1, room=1)) == 1
 
     @pytest.mark.parametrize("said", [-5, -(10**30), 10**30, "nan", "-inf", "inf", "x", ""])
     async def test_absurd_numbers_stop_nobody(self, scripts, redis, keys, said):
         await self.workers(scripts, "a.1", "odd.1")
-        await self.ask(scripts, "odd.1", Wish(1, room=9), num_held=said)
+        await self.ask(scripts, "odd.1", Demand(1, room=9), num_held=said)
         await scripts.level("odd.1", said, 9)
         for number in range(30):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "a.1", Wish(2, room=9)) == 2
+        assert await self.ask(scripts, "a.1", Demand(2, room=9)) == 2
         await redis.zadd(keys.held[0], {"odd.1": "-inf" if said in (-5, "nan") else "1e300"})  # as nobody would say it
-        assert await self.ask(scripts, "a.1", Wish(5, room=9), num_held=3, is_impatient=True) >= 2
-        assert await self.ask(scripts, "odd.1", Wish(3, room=9), num_held=0) >= 2
+        assert await self.ask(scripts, "a.1", Demand(5, room=9), num_held=3, is_impatient=True) >= 2
+        assert await self.ask(scripts, "odd.1", Demand(3, room=9), num_held=0) >= 2
 
     async def test_after_a_restart_with_what_was_held_then_it_is_right_with_the_next_asking(self, scripts, redis, keys):
         """A store that comes back with its file: everything in `held` is of yesterday, and some workers are no more."""
@@ -232,33 +232,33 @@ class TestShares:
         await redis.zadd(keys.held[0], {"a.1": 900, "b.1": 3, "gone.1": 0})
         for number in range(12):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "a.1", Wish(6, room=50), num_held=0) == 2  # of the one that is no more
-        assert await self.ask(scripts, "b.1", Wish(6, room=50), num_held=8) == 0
-        assert await self.ask(scripts, "b.1", Wish(6, room=50), num_held=8, is_impatient=True) == 2
+        assert await self.ask(scripts, "a.1", Demand(6, room=50), num_held=0) == 2  # of the one that is no more
+        assert await self.ask(scripts, "b.1", Demand(6, room=50), num_held=8) == 0
+        assert await self.ask(scripts, "b.1", Demand(6, room=50), num_held=8, is_impatient=True) == 2
         assert await redis.zrange(keys.held[0], 0, -1, withscores=True) == [(b"b.1", 10.0)]
-        assert await self.ask(scripts, "a.1", Wish(6, room=50), num_held=2) == 6
+        assert await self.ask(scripts, "a.1", Demand(6, room=50), num_held=2) == 6
 
     async def test_a_batch_has_a_level_of_its_own(self, scripts):
         """One that has room for chats alone holds nobody back from a batch."""
         await self.workers(scripts, "chats.1", "both.1")
-        await self.ask(scripts, "chats.1", Wish(4, 0, room=9, batch_room=0))
+        await self.ask(scripts, "chats.1", Demand(4, 0, room=9, background_room=0))
         for number in range(9):
             await accept(scripts, f"b{number}", priority_class="batch")
-        both = Wish(9, 9, room=20, batch_room=20)
+        both = Demand(9, 9, room=20, background_room=20)
         assert await self.ask(scripts, "both.1", both) == 9
         await accept(scripts, "chat")
         assert await self.ask(scripts, "both.1", both, num_held=9) == 0
-        assert await self.ask(scripts, "chats.1", Wish(4, 0, room=9, batch_room=0)) == 1
+        assert await self.ask(scripts, "chats.1", Demand(4, 0, room=9, background_room=0)) == 1
 
     async def test_a_reaped_worker_holds_nobody_back(self, scripts, redis, keys):
         """It died between TAKE and CLAIM: what it had read goes to another, with no attempt counted."""
         await self.workers(scripts, "dead.1", "a.1")
         for number in range(6):
             await accept(scripts, f"r{number}")
-        assert await self.ask(scripts, "dead.1", Wish(2, 2, room=99, batch_room=99)) == 2
+        assert await self.ask(scripts, "dead.1", Demand(2, 2, room=99, background_room=99)) == 2
         assert await reap_worker(scripts, "dead.1") == ReapSummary(requeued=2)
         assert [await redis.zcard(held) for held in keys.held] == [0, 0]
-        assert await self.ask(scripts, "a.1", Wish(9, room=99), num_held=50) == 6
+        assert await self.ask(scripts, "a.1", Demand(9, room=99), num_held=50) == 6
         assert (await state(redis, keys, "r0"))["attempt"] == "1"
 
     async def test_a_fast_worker_gets_twice_what_one_of_half_its_speed_gets(self, scripts):
@@ -273,18 +273,18 @@ class TestShares:
                 ended = min(held[name], (held[name] // 4) if tick % every == 0 else 0)
                 held[name] -= ended
                 done[name] += ended
-                held[name] += await self.ask(scripts, name, Wish(6, room=40), num_held=held[name])
+                held[name] += await self.ask(scripts, name, Demand(6, room=40), num_held=held[name])
         assert 2 * 0.85 <= done["fast.1"] / done["slow.1"] <= 2 * 1.15
 
     async def test_level_says_what_the_lowest_peer_holds_when_nothing_waits(self, scripts, redis, keys):
         await self.workers(scripts, "a.1", "low.1")
         assert await scripts.level("a.1", 9, 5) is None
-        await self.ask(scripts, "low.1", Wish(4, room=9), num_held=1)
+        await self.ask(scripts, "low.1", Demand(4, room=9), num_held=1)
         assert await scripts.level("a.1", 9, 5) == 1
         assert await redis.zscore(keys.held[0], "a.1") is None  # only who asks is there
         await accept(scripts, "x")
         assert await scripts.level("a.1", 9, 5) is None  # the peer can take that
-        assert await self.ask(scripts, "low.1", Wish(1, room=9), num_held=1) == 1
+        assert await self.ask(scripts, "low.1", Demand(1, room=9), num_held=1) == 1
         assert await scripts.level("low.1", 7, 0) is None
         assert await redis.zscore(keys.held[0], "low.1") is None  # it is full
         await redis.delete(keys.fence("a.1"))
@@ -304,7 +304,7 @@ class TestUnclaim:
         assert "worker" not in stored
         assert await pending(redis, keys) == 1
         await scripts.register("w1.bbbb")
-        again = (await scripts.take("w1.bbbb", Wish(9))).entries
+        again = (await scripts.take("w1.bbbb", Demand(9))).entries
         assert [(entry.request_id, entry.solo) for entry in again] == [("b", True), ("c", False), ("later", False)]
         assert [reply.attempt for reply in await scripts.claim("w1.bbbb", again)] == [3, 1, 1]
         assert await scripts.emit(WORKER, 1, [frame(entry, b"Z") for entry in entries], []) == ["b", "c"]
@@ -342,7 +342,7 @@ class TestClaim:
     async def test_gives_body_and_journal_and_leaves_the_entry_pending(self, scripts, redis, keys):
         await accept(scripts, journal=b"jjj")
         await scripts.register(WORKER)
-        entries = (await scripts.take(WORKER, Wish(1))).entries
+        entries = (await scripts.take(WORKER, Demand(1))).entries
         for _ in range(2):
             (reply,) = await scripts.claim(WORKER, entries)
             assert reply is not None
@@ -363,10 +363,10 @@ class TestClaim:
         await accept(scripts, "a")
         await scripts.register(WORKER)
         await scripts.register("w1.bbbb")
-        first = (await scripts.take("w1.bbbb", Wish(1))).entries
+        first = (await scripts.take("w1.bbbb", Demand(1))).entries
         await scripts.cancel("a", "interactive")
         await accept(scripts, "a")
-        second = (await scripts.take(WORKER, Wish(1))).entries
+        second = (await scripts.take(WORKER, Demand(1))).entries
         assert await scripts.claim("w1.bbbb", first) == [None]
         assert (await scripts.claim(WORKER, second))[0] is not None
         assert await scripts.finish("w1.bbbb", [ending(first[0])], []) == 1
@@ -375,7 +375,7 @@ class TestClaim:
     async def test_a_fenced_worker_gets_nothing(self, scripts, redis, keys):
         await accept(scripts)
         await scripts.register(WORKER)
-        entries = (await scripts.take(WORKER, Wish(1))).entries
+        entries = (await scripts.take(WORKER, Demand(1))).entries
         await redis.delete(keys.fence(WORKER))
         with pytest.raises(Fenced):
             await scripts.claim(WORKER, entries)
@@ -537,7 +537,7 @@ class TestCancel:
         await accept(scripts, "a")
         await accept(scripts, "b")
         assert [await scripts.cancel("a", "interactive") for _ in range(2)] == [True, False]
-        assert [entry.request_id for entry in (await scripts.take(WORKER, Wish(10))).entries] == ["b"]
+        assert [entry.request_id for entry in (await scripts.take(WORKER, Demand(10))).entries] == ["b"]
         assert await redis.exists(keys.request("a")) == 0
 
     async def test_works_before_there_is_a_group(self, scripts, redis, keys):
@@ -555,7 +555,7 @@ class TestCancel:
     async def test_of_a_read_but_unclaimed_entry_keeps_it_pending_for_its_worker(self, scripts, redis, keys):
         await accept(scripts, "a")
         await scripts.register(WORKER)
-        entries = (await scripts.take(WORKER, Wish(1))).entries
+        entries = (await scripts.take(WORKER, Demand(1))).entries
         await scripts.cancel("a", "interactive")
         assert (await pending(redis, keys), await queued(redis, keys)) == (1, 1)
         assert await scripts.claim(WORKER, entries) == [None]
@@ -601,7 +601,7 @@ class TestOrphanedAndHeldAgain:
         stored = await state(redis, keys)
         assert (stored["state"], stored["h:h"], stored["gateway"], stored["jl"]) == ("queued", "g", "g", "2")
         assert not {"terminal", "worker", "orphaned"} & stored.keys()
-        (entry,) = (await scripts.take(WORKER, Wish(9))).entries
+        (entry,) = (await scripts.take(WORKER, Demand(9))).entries
         (reply,) = await scripts.claim(WORKER, [entry])
         assert reply.journal == b"xx"
 
@@ -637,7 +637,7 @@ class TestReap:
             scripts.emit(WORKER, 2, [frame(entry, b"Z")], [message(b"z")]),
             scripts.finish(WORKER, [ending(entry)], []),
             scripts.claim(WORKER, [entry]),
-            scripts.take(WORKER, Wish(1)),
+            scripts.take(WORKER, Demand(1)),
         ):
             with pytest.raises(Fenced):
                 await call
@@ -665,7 +665,7 @@ class TestReap:
     async def test_what_was_read_but_never_started_counts_no_attempt(self, scripts, redis, keys):
         await accept(scripts, "a")
         await scripts.register(WORKER)
-        await scripts.take(WORKER, Wish(1))
+        await scripts.take(WORKER, Demand(1))
         await reap_worker(scripts, WORKER)
         stored = await state(redis, keys)
         assert (stored["attempt"], stored["strikes"]) == ("1", "0")

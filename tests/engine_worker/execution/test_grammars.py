@@ -218,7 +218,7 @@ def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
     def watched(rows: list[int], matchers: list[Any]) -> Any:
         if threading.current_thread() is threading.main_thread():
             asked.set()
-        else:  # who may not come is waited for in vain: that long
+        else:  # who may not come is waited for without a result: that long
             overlaps.append(asked.wait(0.2))
         return fill(rows, matchers)
 

@@ -47,11 +47,11 @@ def logits_and_pool(
     return [model.forward(model_input, device, look) for model_input in inputs], pool
 
 
-@pytest.mark.parametrize("most_rows_in_vain", [cuda_step.MOST_ROWS_ATTENDED_IN_VAIN, 0], ids=["all_rows", "last_rows"])
+@pytest.mark.parametrize("max_wasted_query_rows", [cuda_step.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"])
 def test_both_devices_give_the_same_logits_and_the_same_cache(
-    model: Network, monkeypatch: pytest.MonkeyPatch, most_rows_in_vain: int
+    model: Network, monkeypatch: pytest.MonkeyPatch, max_wasted_query_rows: int
 ) -> None:
-    monkeypatch.setattr(cuda_step, "MOST_ROWS_ATTENDED_IN_VAIN", most_rows_in_vain)
+    monkeypatch.setattr(cuda_step, "MAX_WASTED_QUERY_ROWS", max_wasted_query_rows)
     cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
     cuda_logits, cuda_pool = logits_and_pool(model, CudaDevice)
     assert [len(logits) for logits in cpu_logits] == [0, 1, 2]

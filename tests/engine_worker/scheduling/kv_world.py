@@ -2,7 +2,7 @@
 
 A slot's content is a hash of all tokens up to its own, as a real slot's is: so a block that is shared under a wrong
 prefix, or was not copied, or was given to somebody else too early, is seen by its content. check() runs after every
-operation and holds the manager's books against the tables, and every computed slot against what it must be.
+operation and holds the manager's counts against the tables, and every computed slot against what it must be.
 """
 
 from collections.abc import Iterable

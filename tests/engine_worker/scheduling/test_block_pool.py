@@ -1,4 +1,4 @@
-"""The block pool's books: ids that go out, references, and what check_integrity() notices."""
+"""The block pool's counts: ids that go out, references, and what check_integrity() notices."""
 
 import pytest
 

@@ -150,9 +150,9 @@ def test_a_worker_whose_prompts_fill_its_memory_still_takes_one() -> None:
 
 def test_nothing_of_a_batch_is_claimed_while_others_wait() -> None:
     engine = make_engine(FakeModelRunner(), max_num_seqs=32)
-    assert engine.batch_intake.num_wanted(0, 0) > 0
+    assert engine.background_intake.num_wanted(0, 0) > 0
     engine.add_request(make_request(5))
-    assert engine.batch_intake.num_wanted(0, 0) == 0
+    assert engine.background_intake.num_wanted(0, 0) == 0
 
 
 def test_only_what_has_not_begun_can_be_withdrawn_newest_first() -> None:

@@ -1,4 +1,4 @@
-"""Any order of admissions, forks, steps, preemptions and ends: the manager's books balance and no content is wrong.
+"""Any order of admissions, forks, steps, preemptions and ends: the manager's counts balance and no content is wrong.
 
 Hypothesis looks for a short counterexample; the seeded driver goes 10^5 operations far; and the mutations show that it
 would see a reference too many, a copy too few, or a hash that says too much.
@@ -84,7 +84,7 @@ class KVMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(300)
-def test_no_short_history_breaks_the_books_or_a_content() -> None:
+def test_no_short_history_breaks_the_counts_or_a_content() -> None:
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
         KVMachine,
@@ -250,6 +250,6 @@ def test_a_hash_that_forgets_what_is_before_its_block_is_caught(monkeypatch: pyt
 
 
 def assert_caught() -> None:
-    with pytest.raises((AssertionError, KeyError)):  # KeyError: the books of the prefix cache contradict themselves
+    with pytest.raises((AssertionError, KeyError)):  # KeyError: the counts of the prefix cache contradict themselves
         for seed in range(8):
             run_random_operations(seed, num_operations=2_000)

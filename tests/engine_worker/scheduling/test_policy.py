@@ -50,11 +50,13 @@ def test_who_yields(num_preemptions: tuple[int, ...], needing: int, victim: int)
 
 def test_interactive_requests_come_before_a_batch() -> None:
     policy = FirstComeFirstServed()
-    line, chat, other = (SequenceGroup([make_sequence()], is_batch=is_batch) for is_batch in (True, False, False))
+    line, chat, other = (
+        SequenceGroup([make_sequence()], is_background=is_background) for is_background in (True, False, False)
+    )
     for group in (line, chat, other):
         policy.add(group)
     assert list(policy) == [chat, other, line] and policy.num_interactive == 2 and policy.get(line.request_id) is line
-    policy.put_back(preempted := SequenceGroup([make_sequence()], is_batch=True))
+    policy.put_back(preempted := SequenceGroup([make_sequence()], is_background=True))
     assert [policy.pop_first() for _ in range(4)] == [chat, other, preempted, line]
 
 
@@ -74,7 +76,7 @@ def test_a_batch_yields_first(classes: str, num_preemptions: tuple[int, ...], ne
     running = running_sequences(*num_preemptions)
     in_order = list(running.values())
     for group, kind in zip(in_order, classes, strict=True):
-        group.is_batch = kind == "b"
+        group.is_background = kind == "b"
     assert in_order.index(FirstComeFirstServed().choose_victim(running, in_order[needing])) == victim
 
 

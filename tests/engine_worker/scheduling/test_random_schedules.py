@@ -1,4 +1,4 @@
-"""Random traffic on small caches: after every step the books balance and the promises of scheduler.py hold; in the end
+"""Random traffic on small caches: after every step the counts balance and the promises of scheduler.py hold; in the end
 every output is what the model gives for that request alone, and every block is free.
 """
 
@@ -146,7 +146,7 @@ class Promises:
         self.running = {group.request_id for group in groups}
         lives = {group.request_id: (group.request_id, group.num_preemptions) for group in groups}
         for group in groups:  # decode is never starved; a fork may take a step
-            if group.is_batch:
+            if group.is_background:
                 continue  # which waits while an interactive prompt is computed
             for sequence in group.active if lives[group.request_id] in self.forked else []:
                 behind = sequence.num_uncomputed_tokens > 1 or sequence.sampling.use_beam_search
@@ -157,24 +157,26 @@ class Promises:
         self._check_budget(batch, lives)
         self.last_step = {lives[name] for name in names | late} | just_forked
         moving = scheduled.keys() | ending | arriving
-        oldest = next((group for group in groups if not group.is_batch), groups[0])
+        oldest = next((group for group in groups if not group.is_background), groups[0])
         moves = any(sequence in moving for sequence in oldest.active) or oldest.request_id in late
-        assert moves or lives[oldest.request_id] in just_forked, "the oldest moves on, of class `batch` if it is alone"
-        prompts = [item for item in batch.sequences if item.num_new_tokens > 1 and not self._is_batch(item.sequence)]
-        assert not prompts or not any(map(self._is_batch, scheduled)), "a batch beside an interactive prompt"
+        assert moves or lives[oldest.request_id] in just_forked, "the oldest moves on, in the background if it is alone"
+        prompts = [
+            item for item in batch.sequences if item.num_new_tokens > 1 and not self._is_background(item.sequence)
+        ]
+        assert not prompts or not any(map(self._is_background, scheduled)), "a batch beside an interactive prompt"
         self.num_swapped_blocks += len(batch.swap_in)
         self.num_steps += 1
         self.num_preempted += len(yielded)
 
-    def _is_batch(self, sequence: Sequence) -> bool:
+    def _is_background(self, sequence: Sequence) -> bool:
         return sequence.request_id.startswith("b")
 
     def _check_order(self, groups: list[SequenceGroup]) -> None:
-        for is_batch in (False, True):
+        for is_background in (False, True):
             order = [
                 self.arrivals[group.request_id]
                 for group in groups
-                if group.num_preemptions < 2 and group.is_batch is is_batch
+                if group.num_preemptions < 2 and group.is_background is is_background
             ]
             assert order == sorted(order), "first come, first served; who was preempted twice may have been pinned"
 
@@ -183,7 +185,7 @@ class Promises:
         decodes = [
             item
             for item in batch.sequences
-            if (self._is_batch(item.sequence) or lives[item.sequence.request_id] in self.last_step)
+            if (self._is_background(item.sequence) or lives[item.sequence.request_id] in self.last_step)
             and item.num_new_tokens == 1
             and item.samples
         ]

@@ -11,7 +11,7 @@ from engine_worker.transport.token_publisher import TokenPublisher
 from shared.messages import GenerationRequest, SamplingParams, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import RedisScripts, Wish
+from shared.redis_scripts import Demand, RedisScripts
 
 WORKER = "w0.aaaa"
 
@@ -89,7 +89,7 @@ class Rig:
             await self.scripts.accept(request_id, encode(make_request(request_id)), **options)
 
     async def claim(self, max_requests: int = 100) -> list[str]:
-        return [claimed.request.request_id for claimed in await self.requests.claim(Wish(max_requests))]
+        return [claimed.request.request_id for claimed in await self.requests.claim(Demand(max_requests))]
 
     async def stored(self, request_id: str, *fields: str) -> list[Any]:
         return await self.redis.hmget(self.keys.request(request_id), list(fields))

@@ -10,7 +10,7 @@ from engine_worker.transport.incarnation import register
 from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import connect
-from shared.redis_scripts import Fenced, Wish
+from shared.redis_scripts import Demand, Fenced
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER
 
@@ -65,13 +65,13 @@ async def test_hints_reach_the_worker_they_are_for(rig, connections):
 async def test_an_incarnation_never_takes_an_old_id_and_leaves_nothing_behind(rig, connections):
     first = await register(connections, rig.keys, "w7")
     await rig.accept("a")
-    assert len(await first.requests.claim(Wish(1))) == 1
+    assert len(await first.requests.claim(Demand(1))) == 1
     second = await register(connections, rig.keys, "w7", previous=first)
     assert second.worker_id.startswith("w7.")
     assert second.worker_id != first.worker_id
     with pytest.raises(Fenced):
-        await first.requests.claim(Wish(1))
-    (claimed,) = await second.requests.claim(Wish(1))
+        await first.requests.claim(Demand(1))
+    (claimed,) = await second.requests.claim(Demand(1))
     assert (claimed.request.request_id, claimed.attempt) == ("a", 1)
     assert await list_worker_ids(rig.redis, rig.keys) == sorted([WORKER, second.worker_id])
 
@@ -81,5 +81,5 @@ async def test_registering_again_after_the_store_lost_everything(rig, connection
     await rig.redis.flushall()
     second = await register(connections, rig.keys, "w7", previous=first)
     await rig.accept("a")
-    assert len(await second.requests.claim(Wish(1))) == 1
+    assert len(await second.requests.claim(Demand(1))) == 1
     await reap_worker(rig.scripts, second.worker_id)

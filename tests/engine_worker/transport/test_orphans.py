@@ -7,7 +7,7 @@ from engine_worker.transport.orphans import Orphans
 from shared.messages import FinishReason, decode_terminal_event
 from shared.new_requests import Keep
 from shared.redis_keys import RESUMED
-from shared.redis_scripts import RedisScripts, StepFrame, Wish
+from shared.redis_scripts import Demand, RedisScripts, StepFrame
 
 pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
@@ -50,7 +50,7 @@ async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, co
 async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, keys, connections):
     await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
     await scripts.register(WORKER)
-    (entry,) = (await scripts.take(WORKER, Wish(1))).entries
+    (entry,) = (await scripts.take(WORKER, Demand(1))).entries
     await scripts.claim(WORKER, [entry])
     await ticks(orphans, 3)
     assert await scripts.emit(WORKER, 1, [StepFrame("a", entry.entry_id, b"x")], []) == ["a"]

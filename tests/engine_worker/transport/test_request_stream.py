@@ -11,7 +11,7 @@ from shared.messages import FinishEvent, FinishReason, JournalFrame, StoredChoic
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import GROUP, RESUMED
-from shared.redis_scripts import Fenced, Wish
+from shared.redis_scripts import Demand, Fenced
 from tests.engine_worker.transport.rig import WORKER, Rig, make_request
 
 pytestmark = pytest.mark.redis
@@ -32,7 +32,7 @@ async def requeue_as_suspect(rig: Rig, request_id: str) -> None:
     for life in range(2):
         worker_id = f"victim.{life}"
         await rig.scripts.register(worker_id)
-        entries = (await rig.scripts.take(worker_id, Wish(1))).entries
+        entries = (await rig.scripts.take(worker_id, Demand(1))).entries
         await rig.scripts.claim(worker_id, entries)
         await reap_worker(rig.scripts, worker_id)
 
@@ -48,14 +48,14 @@ async def test_claims_up_to_the_number_in_strict_order(rig):
 
 async def test_gives_the_journal_of_earlier_attempts(rig):
     await rig.accept("a", journal=encode(JournalFrame(0, [7, 8])) + encode(JournalFrame(2, [9])))
-    (claimed,) = await rig.requests.claim(Wish(1))
+    (claimed,) = await rig.requests.claim(Demand(1))
     assert claimed.request == make_request("a")
     assert (claimed.stored, claimed.gateway_id, claimed.attempt) == ([StoredChoice([7, 8, 9])], "g", 1)
     assert rig.claims.get("a") == claimed
 
 
 async def test_a_blocking_claim_wakes_up_for_a_new_request(rig):
-    waiting = asyncio.create_task(rig.requests.claim(Wish(4), block=True))
+    waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
     while not (await rig.redis.info("clients"))["blocked_clients"]:
         await asyncio.sleep(0)
     await rig.accept("a")
@@ -131,7 +131,7 @@ async def test_a_blocking_claim_beside_a_suspect_waits_for_its_end(rig):
     await requeue_as_suspect(rig, "suspect")
     assert await rig.claim() == ["suspect"]
     await rig.accept("later")
-    waiting = asyncio.create_task(rig.requests.claim(Wish(1), block=True))
+    waiting = asyncio.create_task(rig.requests.claim(Demand(1), block=True))
     await asyncio.sleep(0)
     await rig.tokens.finish([finished("suspect")])
     assert await waiting == []
@@ -150,27 +150,27 @@ async def test_a_suspect_that_waits_in_a_dying_worker_gets_no_strike(rig):
 async def test_fenced_when_the_fence_or_the_store_is_gone(rig):
     await rig.redis.delete(rig.keys.fence(WORKER))
     with pytest.raises(Fenced):
-        await rig.requests.claim(Wish(1))
+        await rig.requests.claim(Demand(1))
     await rig.redis.flushall()
     with pytest.raises(Fenced):
-        await rig.requests.claim(Wish(1))
+        await rig.requests.claim(Demand(1))
     await rig.scripts.register(WORKER)
     await rig.redis.delete(*rig.keys.queues)
     with pytest.raises(Fenced, match="lost its queues"):
-        await rig.requests.claim(Wish(1))
+        await rig.requests.claim(Demand(1))
 
 
 async def test_nothing_while_the_store_is_away_and_errors_of_ours_are_raised(rig, tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     try:
         rig_away = Rig(away, rig.keys)
-        assert await rig_away.requests.claim(Wish(1)) == []
+        assert await rig_away.requests.claim(Demand(1)) == []
         assert rig_away.requests.faults.num_read_failures == 1
     finally:
         await away.aclose()
     await rig.redis.set(rig.keys.queue(RESUMED), "not a stream")
     with pytest.raises(ResponseError, match="WRONGTYPE"):
-        await rig.requests.claim(Wish(1))
+        await rig.requests.claim(Demand(1))
 
 
 async def test_handing_back_requeues_without_counting_an_attempt(rig):
@@ -179,31 +179,31 @@ async def test_handing_back_requeues_without_counting_an_attempt(rig):
     assert (await rig.requests.hand_back()).requeued == 1
     assert await rig.stored("a", "attempt", "strikes", "state") == [b"1", b"0", b"queued"]
     with pytest.raises(Fenced):
-        await rig.requests.claim(Wish(1))
+        await rig.requests.claim(Demand(1))
 
 
 async def test_it_lets_a_peer_that_holds_less_go_first_until_its_patience_is_over(rig):
     await rig.scripts.register("peer.1")
-    await rig.scripts.take("peer.1", Wish(1, room=9))  # says that it has room, and is never heard again
+    await rig.scripts.take("peer.1", Demand(1, room=9))  # says that it has room, and is never heard again
     await rig.accept(*(f"r{number}" for number in range(9)))
-    wish = Wish(9, room=9)
-    claimed = [len(await rig.requests.claim(wish)) for _ in range(3)]
+    demand = Demand(9, room=9)
+    claimed = [len(await rig.requests.claim(demand)) for _ in range(3)]
     assert claimed == [2, 0, 0]  # a quantum above the peer, which holds nothing
     rig.clock.now += PATIENCE_SECONDS
-    assert [len(await rig.requests.claim(wish)) for _ in range(2)] == [2, 5]
+    assert [len(await rig.requests.claim(demand)) for _ in range(2)] == [2, 5]
     await rig.accept("next")
-    assert len(await rig.requests.claim(wish)) == 1
+    assert len(await rig.requests.claim(demand)) == 1
 
 
 async def test_one_that_may_have_nothing_does_not_take_it_by_waiting(rig):
     await rig.accept("a", "b", "c")
     await rig.claim()
     await rig.scripts.register("peer.1")
-    await rig.scripts.take("peer.1", Wish(1, room=9))
-    assert await rig.requests.claim(Wish(5, room=9), block=True) == []  # nothing is there
+    await rig.scripts.take("peer.1", Demand(1, room=9))
+    assert await rig.requests.claim(Demand(5, room=9), block=True) == []  # nothing is there
     await rig.accept("d")
-    assert await rig.requests.claim(Wish(5, room=9), block=True) == []
-    assert [entry.request_id for entry in (await rig.scripts.take("peer.1", Wish(1, room=9))).entries] == ["d"]
+    assert await rig.requests.claim(Demand(5, room=9), block=True) == []
+    assert [entry.request_id for entry in (await rig.scripts.take("peer.1", Demand(1, room=9))).entries] == ["d"]
 
 
 async def test_what_is_given_back_is_gone_here_also_when_the_reply_was_lost(rig):

@@ -90,7 +90,7 @@ def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt
         (chat(prompt_logprobs=0), (MAX_VALUES - 2)),
     ],
 )
-def test_without_a_wish_an_answer_is_as_long_as_it_may_be(request_: CompletionRequest, expected: int) -> None:
+def test_without_a_limit_an_answer_is_as_long_as_it_may_be(request_: CompletionRequest, expected: int) -> None:
     (plan,) = planned(request_)
     assert plan.request.sampling.max_tokens == expected
 

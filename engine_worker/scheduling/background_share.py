@@ -1,4 +1,4 @@
-"""What requests of the class `batch` get of a worker: all that the others leave, but for room in which those can begin.
+"""What background requests (class `batch`) get of a worker: what the others leave, but for room in which those begin.
 
     alone    no interactive request for ALONE_AFTER_STEPS: all of a step, three quarters of the seats
     beside   a sixteenth of the seats, 1/128 of a step's budget for their prompts; nothing in a step that computes
@@ -14,7 +14,7 @@ ALONE_AFTER_STEPS = 1000
 MIN_PREFILL_TOKENS = 8
 
 
-class BatchShare:
+class BackgroundShare:
     def __init__(self, config: SchedulerConfig, num_usable_blocks: int) -> None:
         self._config = config
         self.reserved_blocks = num_usable_blocks // 8

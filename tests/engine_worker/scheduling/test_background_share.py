@@ -3,8 +3,8 @@
 from msgspec import structs
 
 from engine_worker.engine import Engine
+from engine_worker.scheduling.background_share import ALONE_AFTER_STEPS, BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch
-from engine_worker.scheduling.batch_share import ALONE_AFTER_STEPS, BatchShare
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import FakeModelRunner, make_engine, make_request
@@ -24,7 +24,7 @@ class Watched:
         self.tokens = {item.sequence.request_id: item.num_new_tokens for item in batch.sequences}
 
     def add(self, *names: str, prompt: int = 8) -> None:
-        """Those of `b...` are of the class `batch`."""
+        """Those of `b...` are in the background."""
         for name in names:
             request: GenerationRequest = make_request(prompt, name, max_tokens=40, ignore_eos=True)
             self.engine.add_request(
@@ -39,10 +39,10 @@ class Watched:
 
 def test_alone_a_batch_takes_three_quarters_of_the_seats() -> None:
     watched = Watched()
-    assert (watched.engine.intake.room, watched.engine.batch_intake.room) == (32, 24)
+    assert (watched.engine.intake.room, watched.engine.background_intake.room) == (32, 24)
     watched.add(*(f"b{number}" for number in range(26)), prompt=4)
     assert len(watched.step()) == 24
-    assert (watched.engine.intake.room, watched.engine.batch_intake.room) == (8, -2)  # two wait
+    assert (watched.engine.intake.room, watched.engine.background_intake.room) == (8, -2)  # two wait
 
 
 def test_a_prompt_that_waits_has_a_step_without_the_batch() -> None:
@@ -87,7 +87,7 @@ def test_blocks_are_left_for_those_who_come() -> None:
 
 def test_a_batch_is_alone_again_after_a_while() -> None:
     config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=128, max_model_len=100)
-    share = BatchShare(config, num_usable_blocks=80)
+    share = BackgroundShare(config, num_usable_blocks=80)
     assert (share.seats, share.prefill_budget(8), share.reserved_blocks) == (24, 120, 10)
     share.count_step(has_interactive=True)
     for _ in range(ALONE_AFTER_STEPS - 1):
