@@ -9,7 +9,7 @@ from typing import Any
 
 
 def provenance(argv: list[str]) -> dict[str, Any]:
-    """What is needed to run it again."""
+    """Return what is needed to run it again."""
     return {
         "command": " ".join(["python -m bench", *argv]),
         "commit": commit(),

@@ -1,4 +1,4 @@
-"""What a load run sends, and when: lengths, prompts and arrival times. Pure; the same seed gives the same load.
+"""The requests of a load run: lengths, prompts and arrival times. Pure; the same seed gives the same load.
 
 A trace is a JSON list of [prompt_tokens, output_tokens] pairs, or an object with that list as `pairs`.
 """

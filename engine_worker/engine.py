@@ -114,17 +114,17 @@ class Engine:
 
     @property
     def intake(self) -> Intake:
-        """What a worker should claim of requests that are not in the background."""
+        """The claims that a worker should make of interactive requests."""
         return self._scheduler.intake
 
     @property
     def background_intake(self) -> Intake:
-        """The same for background requests, which leave room for others."""
+        """The claims that a worker should make of background requests, which leave room for others."""
         return self._scheduler.background_intake
 
     @property
     def last_step(self) -> StepStats:
-        """What the last step did, for the step histograms: unlike stats(), it costs nothing."""
+        """The counts of the last step, for the step histograms; unlike stats(), reading them costs nothing."""
         return self._recorder.last_step
 
     def add_request(self, request: GenerationRequest, stored: Iterable[StoredChoice] = (), problem: str = "") -> None:
@@ -227,7 +227,7 @@ class Engine:
         assert num_placed == len(self._request_ids), f"{num_placed} places for {len(self._request_ids)} requests"
 
     def _group(self, request: GenerationRequest, choices: list[StoredChoice]) -> SequenceGroup | FinishEvent:
-        """What is left to do of a request, or its end if nothing is."""
+        """Return the group of the sequences that are left to generate, or the request's end if there are none."""
         sampling, is_background = request.sampling, request.priority_class != PRIORITY_CLASSES[0]
         sequences = [self._sequence(request, number, choice) for number, choice in enumerate(choices)]
         if sampling.use_beam_search and not choices[0].token_ids:

@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the engine did since the turn before: a step, or only calls (then `step` is None)."""
+    """The work of the engine since the turn before: a step, or only calls (then `step` is None)."""
 
     step: StepStats | None
     events: Sequence[StreamEvent]
@@ -113,7 +113,7 @@ class EngineThread:
         return await self.call(lambda: self._running_engine().kv_events(since))
 
     async def wait_for_demand(self) -> Demand:
-        """What to claim so that the next two steps find work, those just added counted; waits for at least one."""
+        """Wait until at least one request is to be claimed for the next two steps; those just added are counted."""
         while (demand := self.demand).requests <= 0:
             self._turned.clear()
             await self._turned.wait()

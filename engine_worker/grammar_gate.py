@@ -45,7 +45,7 @@ class GrammarGate:
         return task is not None
 
     def drop_all(self) -> list[str]:
-        """Those that were waiting here."""
+        """Forget the requests that were waiting here, and return their ids."""
         return [request_id for request_id in list(self._waiting) if self.drop(request_id)]
 
     async def _compile_and_pass_on(

@@ -45,7 +45,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What does not change while the worker runs, and how to ask for what does."""
+    """The facts that do not change while the worker runs, and how to ask for those that do."""
 
     device: str
     dtype: str

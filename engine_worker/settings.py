@@ -141,7 +141,7 @@ class WorkerSettings:
         return self.served_model_name[0] if self.served_model_name else self.model.resolve().name
 
     def for_device(self, device: str) -> "WorkerSettings":
-        """The same with every None that depends on the device (`cpu` or `cuda`) filled in."""
+        """Return these settings with every None that depends on the device (`cpu` or `cuda`) filled in."""
         defaults = CUDA_DEFAULTS if device == "cuda" else CPU_DEFAULTS
         seqs = self.max_num_seqs or min(defaults.max_num_seqs, self.max_num_batched_tokens or defaults.max_num_seqs)
         tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, seqs)

@@ -1,4 +1,4 @@
-"""What the worker is doing now, in one place that its heartbeats, its health routes and its log lines read.
+"""The worker's present state, in one place that its heartbeats, its health routes and its log lines read.
 
 Loading reports from the engine's thread; everybody else reads. One assignment of one frozen value each, so no lock.
 

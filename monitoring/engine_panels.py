@@ -1,4 +1,4 @@
-"""What a step is made of, the queue before it, the memory under it, and how tokens are delivered."""
+"""Panels of the engine: the parts of a step, the queue before it, the memory under it, and how tokens are delivered."""
 
 from monitoring.panels import Panel, heatmap, lines, mean, rate, stack, stat, total_rate
 from monitoring.queries import ALL_QUEUES, MODEL, PROCESS, SELECTED, in_queue

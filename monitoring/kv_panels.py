@@ -1,4 +1,4 @@
-"""Where the KV blocks are, what moved them, and how long they stay."""
+"""Panels of the KV blocks: where they are, what moved them, and how long they stay."""
 
 from monitoring.panels import Panel, heatmap, lines, mean, quantile, rate, stack, stat, total_rate
 from monitoring.queries import SELECTED, average, hit_rate, requests_in

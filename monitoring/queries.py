@@ -13,7 +13,7 @@ def requests_in(state: str) -> str:
 
 
 def in_queue(metric: str, selected: str = MODEL) -> str:
-    """Of all models. Every gateway tells the same of one: they look at the same store."""
+    """The metric of all models. Every gateway tells the same of one: they look at the same store."""
     return f"sum(max by (model) ({metric}{{{selected}}}))"
 
 

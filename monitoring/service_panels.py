@@ -1,4 +1,4 @@
-"""What clients see: rates, errors, latencies, lengths."""
+"""Panels of what clients see: rates, errors, latencies, lengths."""
 
 from monitoring.panels import Panel, heatmap, lines, mean, quantiles, rate, stack, stat, total_rate
 from monitoring.queries import MODEL, PROCESS, SELECTED, in_queue

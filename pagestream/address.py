@@ -25,13 +25,13 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def base_url(host: str, port: int) -> str:
-    """Where a client on this machine finds the server."""
+    """The address at which a client on this machine finds the server."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 async def ready_status(host: str, port: int) -> int | None:
-    """Of every model together, by /readyz, which needs no key; None if nobody answers.
+    """The status of every model together, by /readyz, which needs no key; None if nobody answers.
 
     By hand: the command line needs no HTTP library otherwise.
     """

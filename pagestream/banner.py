@@ -1,4 +1,4 @@
-"""What `pagestream serve` says when it begins and when it is ready: lines to copy and run."""
+"""The words of `pagestream serve` when it begins and when it is ready: lines to copy and run."""
 
 import json
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ LineSink = Callable[[str, str], None]  # child's name, line
 
 @dataclass(frozen=True, kw_only=True)
 class ChildCommand:
-    """What to run. `death_signal` reaches the child when the supervisor dies without stopping it."""
+    """The command of a child. `death_signal` reaches it when the supervisor dies without stopping it."""
 
     name: str
     argv: Sequence[str]

@@ -176,7 +176,7 @@ def _config(arguments: Sequence[str]) -> int:
 
 
 def _show(program: str, arguments: Sequence[str]) -> str:
-    """What the program itself says of its settings; empty if it refused them, which it then has said on stderr."""
+    """Return the program's own account of its settings; empty if it refused them, which it then has said on stderr."""
     command = [MODULES[program]] if program in MODULES else ["pagestream", program]
     argv = [sys.executable, "-P", "-m", *command, *arguments]
     return subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True).stdout

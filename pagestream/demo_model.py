@@ -29,7 +29,7 @@ WHEEL_BYTES = 92_871_040
 
 
 def demo_model_directory() -> Path:
-    """Where the converted model is, or will be."""
+    """The directory in which the converted model is, or will be."""
     return cache_directory() / "models" / f"{DEMO_MODEL_NAME}-{VERSION}-{CONVERTER_VERSION}"
 
 

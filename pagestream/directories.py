@@ -1,16 +1,16 @@
-"""Where files of the embedded default live: the XDG base directories, nothing beside them."""
+"""Directories of the embedded default: the XDG base directories, nothing beside them."""
 
 import os
 from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """What can be made again: converted weights."""
+    """The directory of files that can be made again: converted weights."""
     return _base("XDG_CACHE_HOME", ".cache") / "pagestream"
 
 
 def state_directory() -> Path:
-    """What must outlive a restart: the store's append-only file."""
+    """The directory of files that must outlive a restart: the store's append-only file."""
     return _base("XDG_STATE_HOME", ".local/state") / "pagestream"
 
 

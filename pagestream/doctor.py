@@ -81,7 +81,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def probe_torch() -> dict[str, object] | str:
-    """What torch says of itself, or why it could not be asked."""
+    """Return torch's account of itself, or why it could not be asked."""
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH_PROBE],

@@ -24,7 +24,7 @@ class ModelUnavailable(RuntimeError):
 
 
 def converted_directory(gguf: Path) -> Path:
-    """Where `gguf` is converted to: another directory as soon as the file's size, head or tail differ."""
+    """The directory that `gguf` is converted to: another one as soon as the file's size, head or tail differ."""
     with gguf.open("rb") as file:
         head = file.read(_FINGERPRINT_BYTES)
         size = file.seek(0, 2)

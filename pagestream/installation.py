@@ -1,4 +1,4 @@
-"""What of pagestream this environment has: the extras that a command needs, and nobody else's package under its names.
+"""The parts of pagestream in this environment: the extras that a command needs, no other package under its names.
 
 Asks the metadata of installed distributions and Python's own search for modules; imports none of what it looks for.
 """
@@ -34,7 +34,7 @@ def missing(*extras: str) -> list[str]:
 
 
 def missing_told(extra: str, *parts: str) -> str:
-    """What to install, or nothing: `extra` is the one to name, `parts` the extras that it stands for, if several."""
+    """Say what to install, or nothing: `extra` is to be named, `parts` are the extras it stands for, if several."""
     absent = missing(*(parts or (extra,)))
     return f"{', '.join(absent)} not installed: pip install '{DISTRIBUTION}[{extra}]'" if absent else ""
 

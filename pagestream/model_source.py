@@ -1,4 +1,4 @@
-"""What `pagestream serve MODEL` may name: `demo`, a .gguf file, or a model directory."""
+"""The models that `pagestream serve MODEL` may name: `demo`, a .gguf file, or a model directory."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

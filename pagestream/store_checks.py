@@ -1,4 +1,4 @@
-"""What `pagestream doctor` asks of the store: is it there, new enough, safe for requests, and is its clock ours?
+"""The questions of `pagestream doctor` to the store: is it there, new enough, safe for requests, its clock ours?
 
 Changes nothing in it.
 """

@@ -1,1 +1,1 @@
-"""What the gateway and the engine worker must agree on: messages, Redis names and scripts, settings, logs. A leaf."""
+"""The agreements of the gateway and the engine worker: messages, Redis names and scripts, settings, logs. A leaf."""

@@ -54,7 +54,7 @@ class DeadLetters:
         raise NoSuchLetter(f"no dead letter of request {request_id}")
 
     async def request(self, letter: DeadLetter) -> GenerationRequest:
-        """What was asked. Raises NoSuchLetter when it has expired or cannot be read."""
+        """Return the request of `letter`. Raises NoSuchLetter when it has expired or cannot be read."""
         body: Any = await self._redis.hget(self._keys.request(letter.request_id), "body")
         if body is None:
             raise NoSuchLetter(f"the body of request {letter.request_id} has expired")

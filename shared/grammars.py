@@ -1,4 +1,4 @@
-"""What a Grammar means, for both programs: the gateway refuses a bad one with it, the worker compiles it to masks.
+"""The meaning of a Grammar, for both programs: the gateway refuses a bad one with it, the worker compiles it to masks.
 
 llguidance reads all kinds. It bounds its own work by counts, not by time, so that a grammar is refused or accepted
 alike on every machine: the worst known one takes 0.4 s of a core and 100 MB, and 20 ms a mask. Nothing
@@ -58,12 +58,12 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def json_schema_grammar(schema: object) -> Grammar:
-    """Of a schema as JSON values. The order of its properties is the order in which they are written."""
+    """The grammar of a schema of JSON values. The order of its properties is the order in which they are written."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
 def lark_grammar(rules: Mapping[str, str | Grammar]) -> Grammar:
-    """Of rules in Lark's notation, one of them `start`, and whole grammars that they name. Raises GrammarError."""
+    """The grammar of rules in Lark's notation, one of them `start`, and grammars they name. Raises GrammarError."""
     lines = [f"{name}: {rule if isinstance(rule, str) else _rule_of(rule)}" for name, rule in rules.items()]
     return Grammar(GrammarKind.GRAMMAR, "\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its KV memory while somebody watches: every block, who has it, and what moved it lately.
+"""A worker's account of its KV memory while somebody watches: every block, who has it, and what moved it lately.
 
 Published about once a second on channel {m}:kv, only while {m}:kvw exists; read by the gateway's live page. It tells of
 all requests whose they are, and a gateway gives each watcher only its own (`of_tenant`).
@@ -49,7 +49,7 @@ class KVSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_tenant(snapshot: KVSnapshot, tenant: str) -> KVSnapshot:
-    """What its watcher may see: the states of all blocks, and of requests its own alone.
+    """The part that a tenant may see: the states of all blocks, and of requests its own alone.
 
     Ids, lengths and block tables of others would tell how long their prompts and answers are.
     """

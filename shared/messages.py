@@ -134,7 +134,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a whole request: the prompt once, the tokens of all choices that were sent."""
+    """The token counts of a whole request: the prompt once, the tokens of all choices that were sent."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -150,7 +150,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of the prompt's tokens [start, start + len(tokens)), each given those before it; its first token has none."""
+    """Scores of the prompt's tokens [start, start + len(tokens)), each given those before it; the first has none."""
 
     start: Index
     tokens: list[TokenLogprobs]
@@ -193,7 +193,7 @@ StreamEvent: TypeAlias = TokenEvent | TerminalEvent
 
 
 class JournalExtras(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What some requests have beside tokens; readers pass over fields that they do not know."""
+    """The part of a frame that some requests have beside tokens; readers pass over fields that they do not know."""
 
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -228,7 +228,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerPhase(StrEnum):
-    """What a worker is doing; the first two are told by the supervisor, in order until READY."""
+    """The phase of a worker; the first two are told by the supervisor, in order until READY."""
 
     DOWNLOAD = "download"
     CONVERT = "convert"

@@ -48,7 +48,7 @@ def read_models(path: Path) -> list[ModelEntry]:
 
 
 def models_text(entries: Iterable[ModelEntry]) -> str:
-    """What read_models() reads as `entries`."""
+    """Write `entries` as the text that read_models() reads."""
     tables = []
     for entry in entries:
         fields: dict[str, Any] = msgspec.to_builtins(entry)
@@ -61,7 +61,7 @@ def models_text(entries: Iterable[ModelEntry]) -> str:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Of all models together. Raises SettingsError."""
+    """Check the names of all models together. Raises SettingsError."""
     seen = set()
     for name in names:
         if not name or len(name) > 255 or any(character in "{}," or not character.isprintable() for character in name):

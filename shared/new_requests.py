@@ -1,4 +1,4 @@
-"""What ACCEPT is told of a request: whether and for whom it is kept, and what its key may hold in the store. Pure."""
+"""The request as ACCEPT is told of it: whether and for whom it is kept, what its key may hold in the store. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, who
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What makes a request one that is kept: it can be attached to, and read after its end."""
+    """The mark of a request that is kept: it can be attached to, and read after its end."""
 
     record: bytes  # whatever a gateway needs to answer it again; not empty
     holder: str  # who holds it first: a random name
@@ -37,7 +37,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the requests of one key may hold in the store, all together."""
+    """The bytes that the requests of one key may hold in the store, all together."""
 
     owner_key_hash: str
     max_bytes: int

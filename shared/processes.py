@@ -1,4 +1,4 @@
-"""What a child process does about its parent. Linux only where the kernel is asked; knows nothing of supervision."""
+"""A child process and its parent's end. Linux only where the kernel is asked; knows nothing of supervision."""
 
 import ctypes
 import os

@@ -44,7 +44,7 @@ class RedisKeys:
         return self._name(f"i:{digest}")
 
     def account(self, owner_key_hash: str) -> str:
-        """What the requests of one API key hold. Beside the names, which the store's users of before may write too."""
+        """The account of one API key's requests. Beside the names, which the store's users of before may write too."""
         digest = f"bytes:{owner_key_hash}"  # which no name's is
         return self.client_name(digest)
 
@@ -53,7 +53,7 @@ class RedisKeys:
 
     @property
     def held(self) -> tuple[str, str]:
-        """What workers hold that have room for requests, and what those hold that have room for the last class."""
+        """The counts of workers with room for requests, and of those with room for the last class."""
         names = [self._name(f"held:{of}") for of in ("any", PRIORITY_CLASSES[-1])]
         return names[0], names[1]
 

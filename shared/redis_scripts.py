@@ -61,7 +61,7 @@ class AcceptStatus(StrEnum):
 
 
 class AttachStatus(IntEnum):
-    """What is not 0 goes on."""
+    """The outcome of ATTACH; a request goes on unless it is 0."""
 
     ENDED = 0  # or unknown: there is nothing more to come of it
     HELD = 1
@@ -83,7 +83,7 @@ class QueueEntry:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a worker wants of the queues, in requests."""
+    """The requests that a worker wants of the queues."""
 
     requests: int
     background_requests: int | None = None  # of them, the most of the last class; None: as many
@@ -125,7 +125,7 @@ class ClaimReply:
 
 @dataclass(frozen=True, slots=True)
 class StepFrame:
-    """What one engine step adds to a request's journal."""
+    """The tokens that one engine step adds to a request's journal."""
 
     request_id: str
     entry_id: bytes  # that it was claimed by
@@ -247,7 +247,7 @@ class RedisScripts:
         return AcceptStatus(status.decode())
 
     async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
-        """What a kept answer is made of lives on: its requests that have ended for KEEP_SECONDS, and its client's name
+        """Prolong the life of a kept answer: its requests that have ended for KEEP_SECONDS, and its client's name
         for it, if it has one, for `name_seconds`."""
         first = self.keys.client_name(name) if name else self.keys.request(request_ids[0])
         arguments = [request_ids[0], name_seconds, KEEP_SECONDS]
@@ -277,7 +277,7 @@ class RedisScripts:
         return Taken(entries, reply[2], reply[3], bool(reply[4]))
 
     async def level(self, worker_id: str, num_held: int, room: int) -> int | None:
-        """What the peer that holds least of those with room for more holds; None if there is none, or if something
+        """Return what the emptiest peer with room for more holds; None if there is none, or if something
         waits that it can take."""
         keys = [self.keys.held[0], *self.keys.queues[:-1]]
         reply = await self._fenced_call("level", worker_id, keys, [worker_id, num_held, room])

@@ -83,7 +83,7 @@ class ResultFile:
 
 
 def _new_id() -> str:
-    """Of a result: drawn here, as a line that was refused has no request whose id it could have."""
+    """Draw the id of a result, as a line that was refused has no request whose id it could have."""
     return f"batch_req_{secrets.token_hex(16)}"
 
 

@@ -44,7 +44,7 @@ ALIASES = (
 
 
 def with_vllm_names(registry: CollectorRegistry, model_name: str) -> CollectorRegistry:
-    """What to expose instead of `registry`: all that is in it, now or later, and the aliases."""
+    """Return a registry to expose instead of `registry`: all that is in it, now or later, and the aliases."""
     both = CollectorRegistry()
     both.register(registry)
     both.register(VllmNames(registry, model_name))

@@ -56,7 +56,7 @@ class Bench:
         self.tables = 1 + torch.randperm(NUM_BLOCKS - 1, generator=generator).view(NUM_SEQUENCES, -1)
 
     def model_input(self, pieces: list[tuple[int, int, int]]) -> ModelInput:
-        """Of (sequence, first token, end) each; logits of every piece's last token."""
+        """The input of pieces (sequence, first token, end); it wants the logits of every piece's last token."""
         sequences = torch.tensor([sequence for sequence, _, _ in pieces])
         lens = torch.tensor([end - start for _, start, end in pieces])
         ends = torch.tensor([end for _, _, end in pieces])
@@ -85,7 +85,7 @@ class Bench:
 
 
 def other_bits(network: Bench) -> dict[str, Any]:
-    """What differs: numbers of sequences in a decode step, cuts of a prompt, decode against prefill."""
+    """Return the cases whose bits differ: sequences in a decode step, cuts of a prompt, decode against prefill."""
     lens = [1 + (37 * sequence) % 500 for sequence in range(NUM_SEQUENCES)]
     for first in range(0, NUM_SEQUENCES, 16):
         network.logits([(sequence, 0, lens[sequence]) for sequence in range(first, first + 16)])

@@ -1,4 +1,4 @@
-"""Where a step's time goes on a CUDA device: kernels by name, and how long the device waits between them.
+"""The time of a step on a CUDA device: kernels by name, and how long the device waits between them.
 
 Decode steps are taken from the middle of a run in which the whole batch decodes; of a long prompt all that it takes.
 """

@@ -1,4 +1,4 @@
-"""What the scheduler costs the host: python -m bench scheduler-cost. No device, no model, one thread.
+"""The scheduler's cost to the host: python -m bench scheduler-cost. No device, no model, one thread.
 
     step        schedule() + apply() with every sequence decoding, microseconds; with and without the prefix cache, and
                 one step ahead, as on CUDA

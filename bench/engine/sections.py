@@ -141,7 +141,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
 
 
 def _preemption_figures(before: EngineStats, after: EngineStats) -> dict[str, Any]:
-    """What became of sequences that lost their place, and how much of what was computed was so for them."""
+    """Count the sequences that lost their place, and the tokens that were computed again for them."""
     old, new = before.counters, after.counters
     computed, recomputed = new.computed_tokens - old.computed_tokens, new.recomputed_tokens - old.recomputed_tokens
     return {

@@ -44,7 +44,7 @@ class RunLog:
         return self.step_ends[first] - self.started_at
 
     def steady_step_seconds(self, batch: int) -> list[float]:
-        """Of the longest run of consecutive steps with a token of every sequence, without its ends."""
+        """The times of the longest run of consecutive steps with a token of every sequence, without its ends."""
         longest: list[float] = []
         current: list[float] = []
         for end, tokens in zip(self.step_ends, self.step_tokens, strict=True):

@@ -57,7 +57,7 @@ class Answers:
 
 
 def followable(schemas: dict[str, Any]) -> tuple[dict[str, Any], Counter[str]]:
-    """Those that the gateway takes, and why it refuses the others."""
+    """Return the schemas that the gateway takes, and why it refuses the others."""
     taken, refused = {}, Counter[str]()
     for name, schema in schemas.items():
         try:

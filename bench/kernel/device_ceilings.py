@@ -1,4 +1,4 @@
-"""What the device itself reaches, measured now: the denominators of the kernel table. Knows torch and triton only.
+"""The device's own ceilings, measured now: the denominators of the kernel table. Knows torch and triton only.
 
 copy      bytes read and written by a device-to-device copy     read    bytes read by a kernel that only sums
 matmul    operations of an 8192 x 8192 x 8192 product in bf16

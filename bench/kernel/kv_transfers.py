@@ -174,7 +174,7 @@ class Bench:
         return seconds
 
     def _host_microseconds(self) -> Figures:
-        """What a block costs the thread that schedules."""
+        """Measure what a block costs the thread that schedules."""
         copies = self._copies(scattered=True)
         batches = {"out": ScheduledBatch([], swap_out=copies), "in": ScheduledBatch([], swap_in=_reversed(copies))}
         figures = {}

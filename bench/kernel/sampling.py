@@ -45,7 +45,7 @@ def uniform_rows(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> SamplingRows | None:
-    """The same parameters for all rows, another seed for each."""
+    """Rows with one set of parameters, and a seed of its own for each."""
     if temperature == 0.0:
         return None
     everyone = torch.arange(num_rows, device=device)

@@ -1,4 +1,4 @@
-"""What the slots of the KV pool hold, averaged over simulated time (figure 2), and how many sequences run (figure 13).
+"""The content of the KV pool's slots, averaged over simulated time (figure 2), and the running sequences (figure 13).
 
 tokens      KV of a token that was computed, those of this step included
 reserved    kept for a token that this sequence will have
@@ -44,7 +44,7 @@ class Occupancy:
         return self._sequence_seconds / self.seconds
 
     def shares(self) -> dict[str, float]:
-        """Of all slots; they sum to 1."""
+        """The shares of all slots; they sum to 1."""
         shares = {name: value / self.seconds / self.num_slots for name, value in self._slot_seconds.items()}
         return shares | {"external": 1.0 - sum(shares.values())}
 

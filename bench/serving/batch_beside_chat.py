@@ -92,7 +92,7 @@ async def _target(fleet: OwnFleet) -> AsyncIterator[Target]:
 
 
 def _salted(target: Target, salt: str) -> Target:
-    """The same prompts again are computed again: nothing is found in the prefix cache."""
+    """Salt the target's prompts, so that they are computed again: nothing is found in the prefix cache."""
     return replace(target, extra_body={"cache_salt": salt})
 
 
@@ -140,7 +140,7 @@ async def _batch(target: Target, batch_id: str) -> dict[str, Any]:
 
 
 async def _end_batch(target: Target, batch_id: str, num_lines: int) -> list[str]:
-    """What is wrong with its results."""
+    """Wait for the batch's end, and return what is wrong with its results."""
     while (batch := await _batch(target, batch_id))["status"] not in ("failed", "completed", "cancelled"):
         await asyncio.sleep(0.1)
     if batch["output_file_id"] is None:

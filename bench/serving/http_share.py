@@ -119,7 +119,7 @@ async def _through_http(url: str, requests: list[PlannedRequest]) -> Figures:
 
 
 def wave_figures(results: list[RequestResult]) -> Figures:
-    """Of requests sent at once, each token of which came as an event of its own."""
+    """The figures of requests sent at once, each token of which came as an event of its own."""
     started = min(result.sent_at for result in results)
     all_began = max(result.event_times[0] for result in results)
     ended = max(result.event_times[-1] for result in results)

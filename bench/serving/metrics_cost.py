@@ -1,4 +1,4 @@
-"""What the metrics cost: python -m bench metrics-cost [--step-milliseconds S]. No device, no model, one thread.
+"""The cost of the metrics: python -m bench metrics-cost [--step-milliseconds S]. No device, no model, one thread.
 
     step      observing one step of 256 decoding sequences, and the times of their requests: microseconds, and its share
               of a step of S milliseconds
@@ -76,7 +76,7 @@ def timed(work: Callable[[], object], repeats: int, scale: float) -> dict[str, f
 
 
 def worker_side(num_sequences: int) -> tuple[Callable[[], None], Callable[[], bytes]]:
-    """What a worker does after each step, and at a scrape, with so many sequences decoding."""
+    """Return a worker's work after each step, and at a scrape, while `num_sequences` decode."""
     config = SchedulerConfig(
         max_num_seqs=num_sequences, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN_TOKENS
     )

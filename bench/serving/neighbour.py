@@ -44,7 +44,7 @@ FILES = ["--max-files-bytes", "256M"]
 
 @dataclass
 class Watched:
-    """What the gateway shows while chats run."""
+    """The gateway's gauges while chats run."""
 
     livez_seconds: list[float] = field(default_factory=list)
     memory_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What a TAKE costs the store, by its own count: beside how many peers, and for how many entries."""
+"""The cost of a TAKE to the store, by its own count: beside how many peers, and for how many entries."""
 
 from typing import Any
 

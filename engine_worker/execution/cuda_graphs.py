@@ -65,7 +65,7 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphKey]:
-    """What a worker captures in one of settings.CUDAGRAPH_MODES."""
+    """The graphs that a worker captures in one of settings.CUDAGRAPH_MODES."""
     decodes = [GraphKey(size, mixed=False) for size in decode_sizes(max_num_seqs)] if mode != "none" else []
     mixed = [GraphKey(size, mixed=True) for size in mixed_sizes(max_num_batched_tokens)] if mode == "full" else []
     return decodes + mixed

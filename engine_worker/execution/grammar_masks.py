@@ -74,7 +74,7 @@ class GrammarMasks:
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
     def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
-        """Of what is asked next. Only where all tokens are known, so that nothing is waited for."""
+        """Begin the masks that are asked for next, only where all tokens are known, so that nothing is waited for."""
         known = (sequence.num_output_tokens for sequence in sequences)
         if self._device.type == "cpu" and all(map(ge, known, indices)):
             filling = self._thread.submit(self._filled, sequences, indices, dict[Sequence, int])
@@ -95,8 +95,8 @@ class GrammarMasks:
         return (self._sent(filled) if filled is not None else None), problems
 
     def _end_of_begun(self) -> _Begun | None:
-        """What was begun last and has not been asked for. Its thread writes to the buffer and to matchers, so even what
-        nobody wants any more, because a forward pass failed, is waited for."""
+        """Return the masks that were begun last and not asked for. Their thread writes to the buffer and to matchers,
+        so even what nobody wants any more, because a forward pass failed, is waited for."""
         begun, self._begun = self._begun, None
         if begun is not None:
             wait([begun.filling])

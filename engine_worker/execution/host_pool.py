@@ -38,7 +38,7 @@ class HostPool(Protocol):
 
 
 def staging_bytes(num_host_blocks: int, bytes_per_block: int) -> int:
-    """What a host pool takes on a CUDA device."""
+    """The bytes that a host pool takes on a CUDA device."""
     return _num_staging_chunks(num_host_blocks, bytes_per_block) * _CHUNK_BLOCKS * bytes_per_block
 
 

@@ -22,13 +22,13 @@ _NONE: Mapping[Sequence, int] = MappingProxyType({})
 
 
 class StepInputs(Protocol):
-    """What makes the network's inputs of a batch; PersistentInputs on CUDA."""
+    """A maker of the network's inputs of a batch; PersistentInputs on CUDA."""
 
     def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
         """`size`: pad to as many rows and tokens."""
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        """Those with tokens, in the order in which their tokens stand in the network's input."""
+        """The scheduled sequences with tokens, in the order in which their tokens stand in the network's input."""
 
     def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
         """`token_ids[i]` is the token in flight of `sequences[i]` when the next step begins."""

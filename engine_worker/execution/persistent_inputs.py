@@ -70,7 +70,7 @@ class PersistentInputs:
         )
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        """Those with tokens, in the order in which their tokens stand in the network's input."""
+        """The scheduled sequences with tokens, in the order in which their tokens stand in the network's input."""
         return [scheduled for scheduled in batch.sequences if scheduled.num_new_tokens]
 
     def views(
@@ -91,7 +91,7 @@ class PersistentInputs:
         )
 
     def fill_with_padding(self, size: int) -> None:
-        """What a graph is warmed up and captured on: `size` sequences of length 0."""
+        """Fill in `size` sequences of length 0, on which a graph is warmed up and captured."""
         described = self._descriptions[0].describe([], {}, self._tables, self._block_size)
         unpack_inputs(described, self._sampled_token_ids, self._tensors, size, self._block_size)
         self._descriptions[0].enqueued()

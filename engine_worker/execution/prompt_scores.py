@@ -31,7 +31,7 @@ class _Part:
 
 
 class PromptScores:
-    """Of one step: launched within its forward pass, collected after it."""
+    """The prompt scores of one step: launched within its forward pass, collected after it."""
 
     def __init__(self, rows: list[ScheduledSequence], device: torch.device) -> None:
         """`rows`: in the order of the network's input."""

@@ -115,7 +115,7 @@ class Sampler:
         return self.launch(logits, self.prepare(sequences, indices)).collect()
 
     def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
-        """What of the same prepare() can be done beside the forward pass. May be left out."""
+        """Do beside the forward pass what prepare() of the same sequences would do after it. May be left out."""
         self._follow(sequences)
         if self._grammars is not None and self._batch.has_grammars:
             self._grammars.begin(self._batch.sequences, indices)

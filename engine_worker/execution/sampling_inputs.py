@@ -1,4 +1,4 @@
-"""What a step's sampling needs to know of its sequences, as tensors on the device; built without waiting for it.
+"""The parameters of a step's sampling, as tensors on the device; built without waiting for it.
 
 Of a sequence it reads the parameters and how many tokens are out, not which: so a step can be prepared while the one
 before still samples. Penalties need the tokens (Sequence.needs_last_token_on_host), and so do grammars and bad words,
@@ -26,7 +26,7 @@ _MIN_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class ScoreEdits:
-    """What can change even a greedy choice; each applies to few entries of few rows. Indices are row * V + token id."""
+    """The edits that can change even a greedy choice, few entries of few rows each. Indices are row * V + token id."""
 
     masked: Tensor  # [M] int64
     biased: Tensor  # [B] int64
@@ -77,7 +77,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class BatchParameters:
-    """What stays while the same sequences decode, step after step; on the device already."""
+    """The parameters that stay while the same sequences decode, step after step; on the device already."""
 
     sequences: list[Sequence]
     rows: SamplingRows | None  # its indices are those of another step

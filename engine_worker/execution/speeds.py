@@ -31,7 +31,7 @@ def measure_speeds(runner: ModelRunner, kv_cache: KVCache) -> MeasuredSpeeds:
 
 
 def decode_tokens_per_second(runner: ModelRunner) -> float:
-    """Of one sequence alone, with hardly any KV to read: the best of three steps."""
+    """Measure the decoding of one sequence alone, with hardly any KV to read: the best of three steps."""
     batch = made_up_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner)
     return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 

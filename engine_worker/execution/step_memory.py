@@ -1,4 +1,4 @@
-"""What the largest step takes on CUDA beside weights and KV, measured by running one before the KV pool exists.
+"""The memory of the largest step on CUDA beside weights and KV, measured by running one before the KV pool exists.
 
 The step has as many prompt tokens as the budget allows, and samples as many sequences as there are seats, with top-p,
 which takes the most. Its KV goes to one block over and over; nobody reads what it answers.

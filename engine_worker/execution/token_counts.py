@@ -52,7 +52,7 @@ class TokenCounts:
 
 
 class PenaltyCounts:
-    """Those of a batch's penalised sequences."""
+    """The token counts of a batch's penalised sequences."""
 
     def __init__(self) -> None:
         self._of: dict[Sequence, TokenCounts] = {}

@@ -1,4 +1,4 @@
-"""What requests say of single tokens: the only ones they allow, and the words that must not be completed.
+"""Rules of requests for single tokens: the only ones that are allowed, and the words that must not be completed.
 
     rules.keep_only(sequences)                          when the batch changes
     rules.allowed                                       -> TokenMasks on the device, or None
@@ -65,7 +65,7 @@ class TokenRules:
 
 
 class BadWordIndex:
-    """Of a thousand words as fast as of one: by their beginnings, a look for each length that these have."""
+    """An index of bad words by their beginnings: a thousand take as long as one, a look-up for each length of these."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}

@@ -17,7 +17,7 @@ class ConversionError(ValueError):
 
 
 def architecture_of(path: Path) -> str | None:
-    """What the file calls its family, where that is its first key as llama.cpp and `gguf` write it; else None.
+    """The file's name for its family, where that is its first key as llama.cpp and `gguf` write it; else None.
 
     A vocabulary takes seconds to read: a family that is not read from GGUF is refused before.
     """
@@ -64,7 +64,7 @@ class GgufFile:
         return str(self.required("general.architecture"))
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """What the family's key says: `block_count` is `llama.block_count` of a Llama."""
+        """The value of the family's key: `block_count` is `llama.block_count` of a Llama."""
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             raise ConversionError(f"{self.architecture}.{key} differs from layer to layer, which is not supported")

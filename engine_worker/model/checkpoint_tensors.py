@@ -40,7 +40,7 @@ def _of_layer(layer: LayerSpec, names: NamesSpec, hidden: int) -> Iterator[tuple
 
 
 def _linear(names: Sequence[str], outputs: Sequence[int], inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
-    """Of products that are one tensor each, or all together one."""
+    """Yield the tensors of products that are one tensor each, or all together one."""
     rows = outputs if len(names) == len(outputs) else (sum(outputs),)
     for name, size in zip(names, rows, strict=True):
         yield f"{name}.weight", (size, inputs)

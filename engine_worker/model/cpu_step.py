@@ -1,4 +1,4 @@
-"""What one forward pass does on a CPU: matrix products, norms, rotation, KV store, attention, gate.
+"""The operators of one forward pass on a CPU: matrix products, norms, rotation, KV store, attention, gate.
 
 Made once a step; it gathers there what all layers share. Few operators, because at batch 1 each costs 2-10 us against
 120 us of products in a layer (SmolLM2, 2 cores). Same methods as CudaStep.
@@ -15,7 +15,7 @@ from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan,
 
 
 class CpuDevice:
-    """What outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
+    """The state that outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
 
     def __init__(self, spec: ModelShape, kv_pool: Tensor) -> None:
         self.spec = spec

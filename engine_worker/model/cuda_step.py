@@ -1,4 +1,4 @@
-"""What one forward pass does on CUDA: Triton kernels, and the library's matrix products where these are faster.
+"""The operators of one forward pass on CUDA: Triton kernels, and the library's matrix products where these are faster.
 
 Same methods as CpuStep. A product of few rows goes to skinny_linear where its table says so: by shape alone.
 """
@@ -22,7 +22,7 @@ MAX_WASTED_QUERY_ROWS = 512
 
 
 class CudaDevice:
-    """What outlives a step: the layers' views of the KV pool."""
+    """The state that outlives a step: the layers' views of the KV pool."""
 
     def __init__(self, spec: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> None:
         self.spec, self.is_deterministic = spec, is_deterministic

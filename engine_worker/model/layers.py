@@ -88,7 +88,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """What a layer has between its norms: products, rotation, norms of queries and keys."""
+    """The weights of attention between a layer's norms: products, rotation, norms of queries and keys."""
 
     spec: AttentionSpec
     rope_index: int  # layers of one network whose positions turn alike have the same one, and the same table
@@ -134,7 +134,7 @@ def load_attention(
 
 
 def _fused(source: WeightSource, names: Sequence[str], sizes: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
-    """Of one tensor that the checkpoint has fused already, or of one a size."""
+    """Get the rows of one tensor that the checkpoint has fused already, or of one a size."""
     if len(names) == 1:
         return source.get(names[0], (sum(sizes), *rest))
     return torch.cat([source.get(name, (size, *rest)) for name, size in zip(names, sizes, strict=True)])

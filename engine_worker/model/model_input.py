@@ -1,4 +1,4 @@
-"""What one forward pass computes: every tensor the network needs beside its weights and the KV pool.
+"""The input of one forward pass: every tensor that the network needs beside its weights and the KV pool.
 
 T = tokens of this step, all sequences one after another; S = sequences; B = longest block table of the step.
 """

@@ -63,14 +63,14 @@ class DecoderLayer:
         return self._leave(step, hidden, self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
-        """What a part adds to the residual."""
+        """Return the summand of a part to the residual."""
         if norm is not None:
             hidden = step.rms_norm(hidden, norm)
         return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
 
 
 def _enter(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None) -> tuple[Tensor, Tensor]:
-    """What a part reads, and the residual that it adds to."""
+    """Return the input of a part, and the residual that it adds to."""
     if norm is not None:
         return step.add_rms_norm(hidden, residual, norm)
     residual = residual + hidden

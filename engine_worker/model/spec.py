@@ -1,4 +1,4 @@
-"""What a decoder-only network consists of, as frozen values: a family's file makes them, layers are made from them.
+"""The parts of a decoder-only network, as frozen values: a family's file makes them, layers are made from them.
 
     ModelSpec -> one LayerSpec a layer -> AttentionSpec, GatedMlpSpec, which norms it has
     RopeSpec     which positions turn which pairs of a head's elements, and how fast
@@ -74,7 +74,7 @@ class AttentionSpec:
 
     @property
     def kv_size(self) -> int:
-        """Of keys, or of values."""
+        """The size of all keys of a token, or of all values."""
         return self.num_kv_heads * self.head_dim
 
 

@@ -14,7 +14,7 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 def uploader(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What moves a tensor of the host to `device`."""
+    """Return a function that moves a tensor of the host to `device`."""
     return WeightUpload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
 
 

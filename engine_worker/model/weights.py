@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files of a model directory, or random numbers of the right shape.
+"""Sources of weights: safetensors files of a model directory, or random numbers of the right shape.
 
 A source hands out each tensor once, on its device and in its dtype, and checks name and shape. It does not know what
 the tensors mean.

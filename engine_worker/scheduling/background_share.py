@@ -1,4 +1,4 @@
-"""What background requests (class `batch`) get of a worker: what the others leave, but for room in which those begin.
+"""The share of background requests (class `batch`) in a worker: what others leave, but for room in which those begin.
 
     alone    no interactive request for ALONE_AFTER_STEPS: all of a step, three quarters of the seats
     beside   a sixteenth of the seats, 1/128 of a step's budget for their prompts; nothing in a step that computes

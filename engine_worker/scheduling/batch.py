@@ -1,4 +1,4 @@
-"""What the scheduler decides and what the executor answers: the seam between thinking and doing.
+"""The scheduler's decision and the executor's answer: the seam between thinking and doing.
 
 `schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it
 out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing here knows of tensors.
@@ -118,7 +118,7 @@ class FinishedStep:
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: one is made for each token
 class SequenceUpdate:
-    """What one step did to one sequence. It has ended if there is a `finish_reason` or an `error`.
+    """The outcome of one step for one sequence, which has ended if there is a `finish_reason` or an `error`.
 
     A beam search gives updates without tokens until it is over; then one for each answer, with all its tokens.
     """
@@ -132,7 +132,7 @@ class SequenceUpdate:
 
     @property
     def index(self) -> int:
-        """Of the first new token in the output. A beam search has no output before its end."""
+        """The index of the first new token in the output. A beam search has no output before its end."""
         if self.sequence.sampling.use_beam_search:
             return 0
         return self.sequence.num_output_tokens - len(self.new_token_ids)

@@ -20,7 +20,7 @@ WEIGHT = 1 / 8  # of the newest prompt in the averages
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Of one class of requests, at one moment between two steps."""
+    """The room for requests of one class, at one moment between two steps."""
 
     room: int  # requests for which there are seats and blocks beside those that wait; below 0: not for all of those
     tokens: float  # of prompts, that the next steps can compute beside what waits

@@ -99,7 +99,7 @@ class PreemptionChoice:
         return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
 
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
-        """Of the tokens that no other sequence keeps on the device."""
+        """The seconds to compute the tokens that no other sequence keeps on the device."""
         num_computed = sum(sequence.num_computed_tokens for sequence in sequences)
         num_shared = sum(self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.block_table)
         return costs.compute_seconds(max(0, num_computed - num_shared * self._block_size))

@@ -33,7 +33,7 @@ _TOKEN_BYTES = 4
 
 
 def cache_root(tenant: str, salt: str) -> bytes:
-    """What the chain of a request begins with; requests share blocks only if it is equal."""
+    """The beginning of a request's chain of hashes; requests share blocks only if it is equal."""
     return sha256(f"{len(tenant)}:{tenant}{salt}".encode()).digest()
 
 
@@ -55,7 +55,7 @@ def extend_block_hashes(sequence: Sequence, num_blocks: int, block_size: int) ->
 
 
 def parent_hash(sequence: Sequence, index: int) -> bytes:
-    """What block `index` of `sequence` is chained to; the blocks before it have their hashes."""
+    """The hash that block `index` of `sequence` is chained to; the blocks before it have their hashes."""
     return sequence.block_hashes[index - 1] if index else sequence.cache_root
 
 

@@ -33,7 +33,7 @@ def check_request(request: GenerationRequest, stored: Sequence[StoredChoice], li
 
 
 def _shortages(request: GenerationRequest, limits: RequestLimits) -> Iterator[str]:
-    """What this worker lacks even when it does nothing else. Sequences are sure to share the prompt's full blocks."""
+    """Yield what this worker lacks even when it does nothing else. Sequences share the prompt's full blocks."""
     num_sequences = request.sampling.num_sequences
     if num_sequences > limits.max_num_seqs:
         yield f"{num_sequences} sequences at one time; this worker computes at most {limits.max_num_seqs}"

@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Of those that wait: with their KV in host memory."""
+        """The waiting requests whose KV is in host memory."""
         return sum(group.is_swapped for group in self._policy)
 
     @property
@@ -93,14 +93,14 @@ class Scheduler:
 
     @property
     def intake(self) -> Intake:
-        """What to claim of interactive requests."""
+        """The claims to make of interactive requests."""
         budget_tokens = self.config.prefill_budget(min(1, self.num_running))  # nobody knows how many will decode
         seats, blocks = self._num_free_seats(), self._num_spare_blocks()
         return self._forecast.intake(self._policy.interactive, seats, blocks, budget_tokens)
 
     @property
     def background_intake(self) -> Intake:
-        """What to claim of background requests (class `batch`); nothing while others wait."""
+        """The claims to make of background requests (class `batch`); none while others wait."""
         if self._policy.num_interactive:
             return NOTHING
         free_seats = min(self._num_free_seats(), self._background_share.seats - self._num_background_seats())
@@ -148,7 +148,7 @@ class Scheduler:
         return [group.request_id for group in newest]
 
     def schedule(self) -> ScheduledBatch:
-        """What to compute next; from here on it counts as computed."""
+        """Decide what is computed next; from here on it counts as computed."""
         # Before anything forks: forks get no room in this step.
         wanted, background = survey(self._running.values(), self._kv_cache)
         preempted = self._make_room([*wanted.needing, *background.needing])
@@ -201,12 +201,12 @@ class Scheduler:
         return self._kv_cache.stats(self._active_sequences())
 
     def kv_view(self) -> dict[str, Any]:
-        """Of all sequences; children that have no blocks yet wait for the first of their group."""
+        """Describe the KV of all sequences; children that have no blocks yet wait for the first of their group."""
         sequences = [sequence for group in (*self._running.values(), *self._policy) for sequence in group.sequences]
         return kv_view(self._kv_cache, sequences, self._waits_for if self.num_waiting else "")
 
     def kv_events(self, since: int) -> dict[str, Any]:
-        """Those after the number `since`."""
+        """Return the events after the number `since`."""
         return self._kv_cache.events.since(since)
 
     @property
@@ -271,7 +271,7 @@ class Scheduler:
     def _prefills(
         self, behind: list[tuple[SequenceGroup, Sequence]], may_admit: bool, is_background: bool = False
     ) -> Iterator[tuple[SequenceGroup, Sequence]]:
-        """Those that are `behind`, then new groups, each admitted when it is asked for.
+        """Yield the sequences that are `behind`, then those of new groups, each admitted when it is asked for.
 
         One whose KV comes from the host is admitted now and takes part in the next step, so that the copy and this step
         run at the same time; so does a forked one, which then gets copies of the blocks that it shares and writes to.
@@ -379,7 +379,7 @@ class Scheduler:
         return [*updates[:-1], replace(updates[-1], ended_group=group)]
 
     def _end(self, group: SequenceGroup) -> None:
-        """Of a group that runs, or that was preempted while the step that ends it was running, or that never began."""
+        """End a group that runs, or that was preempted while the step that ends it was running, or that never began."""
         if self._running.pop(group.request_id, None) is None:
             self._policy.remove(group.request_id)
         self._forecast.ended(group.sequences)

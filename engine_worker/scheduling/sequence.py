@@ -57,7 +57,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Those whose ids are known."""
+        """The number of output tokens whose ids are known."""
         return len(self.output_token_ids)
 
     @property
@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def num_beam_candidates(self) -> int:
-        """So many that a full width of beams can go on even if each beam's best tokens all stop it."""
+        """As many candidates as let a full width of beams go on even if each beam's best tokens all stop it."""
         return max(2, 1 + len(self.stop_token_ids)) * self.sampling.beam_width
 
     @property
@@ -86,7 +86,7 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """So many need not be computed if a cache has their KV: the last must be, as it gives the logits.
+        """The tokens that need not be computed if a cache has their KV: the last must be, as it gives the logits.
 
         A beam that was preempted leaves one more: it computes up to its last token first, and samples with the others.
         """

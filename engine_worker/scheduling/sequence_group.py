@@ -16,7 +16,7 @@ from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceS
 
 
 class BlockTables(Protocol):
-    """What of the KVCacheManager a search needs."""
+    """The part of the KVCacheManager that a beam search needs."""
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None: ...
 
@@ -61,7 +61,7 @@ class SequenceGroup:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices, those that have ended included."""
+        """The output tokens of all choices, those that have ended included."""
         return self._num_ended_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
 
     @property
@@ -82,7 +82,7 @@ class SequenceGroup:
         return sum(-(-child.num_tokens // block_size) - shared_blocks for child in waiting)
 
     def num_prefill_tokens(self, sequence: Sequence) -> int:
-        """Those that it lacks; all but the last of a beam that was preempted, which does not sample on its own."""
+        """The tokens that it lacks; all but the last of a beam that was preempted, which does not sample on its own."""
         return sequence.num_uncomputed_tokens - (self.sampling.use_beam_search and sequence.num_output_tokens > 0)
 
     def preempted(self, *, is_swap: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the engine counts: frozen snapshots for metrics, heartbeats and tests. No Prometheus here.
+"""Counts of the engine: frozen snapshots for metrics, heartbeats and tests. No Prometheus here.
 
 StepRecorder makes them from what the scheduler decided and the executor answered; it reads no clock.
 """
@@ -31,7 +31,7 @@ class KVCacheStats:
 
     @property
     def num_available_blocks(self) -> int:
-        """What new content can have: free blocks, and cached ones by evicting them."""
+        """The blocks that new content can have: free ones, and cached ones by evicting them."""
         return self.num_free_blocks + self.num_cached_blocks
 
     @property

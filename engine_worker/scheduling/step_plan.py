@@ -22,14 +22,14 @@ from engine_worker.scheduling.sequence_group import SequenceGroup
 
 @dataclass(slots=True)
 class Survey:
-    """What the running groups of one class want of the next step."""
+    """The tokens and blocks that the running groups of one class want of the next step."""
 
     decodes: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
     behind: list[tuple[SequenceGroup, Sequence]] = field(default_factory=list)
     needing: list[tuple[SequenceGroup, list[Sequence]]] = field(default_factory=list)
 
     def first_decodes(self, num_seats: int) -> list[tuple[SequenceGroup, Sequence]]:
-        """Those of the oldest groups, as whole groups, until so many seats are taken."""
+        """The decodes of the oldest groups, as whole groups, until `num_seats` are taken."""
         chosen: list[tuple[SequenceGroup, Sequence]] = []
         for place in self.decodes:
             if len(chosen) >= num_seats and place[0] is not chosen[-1][0]:
@@ -74,12 +74,12 @@ class StepPlan:
         self._block_size = kv_cache.block_size
 
     def add_decodes(self, decodes: Iterable[tuple[SequenceGroup, Sequence]]) -> None:
-        """Of sequences that lack one token."""
+        """Add the decodes of sequences that lack one token."""
         for group, sequence in decodes:
             self._add(group, sequence, 1, samples=True)
 
     def add_prefills(self, prefills: Iterator[tuple[SequenceGroup, Sequence]], budget_tokens: int) -> bool:
-        """What fits of sequences that lack more, each asked for when there is budget for it; whether there was one."""
+        """Add what fits of sequences that lack more, each asked for when there is budget; whether there was one."""
         num_before = len(self.sequences)
         while budget_tokens > 0 and (prefill := next(prefills, None)) is not None:
             group, sequence = prefill

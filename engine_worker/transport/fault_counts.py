@@ -1,4 +1,4 @@
-"""What went wrong between this process and the store, counted over all its lives; exposed as metrics.
+"""Counts of faults between this process and the store, over all its lives; exposed as metrics.
 
 Each part of the transport that counts is given the process's one. Decides nothing.
 """

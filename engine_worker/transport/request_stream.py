@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Verdict:
-    """What became of entries: requests to run, entries to finish at once, and errors to tell by gateway."""
+    """The outcome of entries: requests to run, entries to finish at once, and errors to tell by gateway."""
 
     claimed: list[ClaimedRequest] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
@@ -110,7 +110,7 @@ class RequestStream:
             return []
 
     async def peers_level(self, room: int) -> int | None:
-        """What the peer holds that holds least of those with room for more, when nothing waits for it in the queue.
+        """The number that the emptiest peer with room for more holds, when nothing waits for it in the queue.
 
         None: something does, there is no such peer, or nobody knows.
         """

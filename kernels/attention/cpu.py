@@ -50,7 +50,7 @@ class LayerKV:
 
 @dataclass(slots=True, frozen=True)
 class CacheLayout:
-    """Where a (block, K or V, head) lies, in rows of [BS * D] elements from the layer's first one."""
+    """The place of a (block, K or V, head), in rows of [BS * D] elements from the layer's first one."""
 
     num_kv_heads: int
     block_size: int

@@ -1,4 +1,4 @@
-"""What the decode kernels of all layers of a step share: the list of splits, and room for their partial results.
+"""The plan that the decode kernels of all layers of a step share: the list of splits, and room for their results.
 
     plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) -> DecodePlan
 

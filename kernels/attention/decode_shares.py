@@ -1,4 +1,4 @@
-"""What the layers of a step share on a Hopper GPU: the keys of all decoding sequences, dealt out evenly.
+"""The plan that the layers of a step share on a Hopper GPU: the keys of all decoding sequences, dealt out evenly.
 
     plan_shares(query_start_loc, seq_lens, num_heads, num_kv_heads, head_dim, config, num_multiprocessors) -> SharePlan
 

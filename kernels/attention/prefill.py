@@ -246,7 +246,7 @@ def attend_prefill(
     max_query_len: int,
     scale: float,
 ) -> None:
-    """Of the sequences with two new tokens or more."""
+    """Compute the output rows of the sequences with two new tokens or more."""
     num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
     config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device))
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
@@ -255,7 +255,7 @@ def attend_prefill(
 
 @dataclass(frozen=True)
 class SplitPrefill:
-    """Of which sequences, in splits of how many keys (0: none), by how many programs a row, and the room for splits
+    """The sequences to attend, the keys of a split (0: none), the programs of a row, and the room for splits
     [S, max_splits, Hq, D] float32 and their lse [S, max_splits, Hq], which several programs need."""
 
     least_query_len: int

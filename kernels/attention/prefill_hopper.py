@@ -276,7 +276,7 @@ def attend_prefill_hopper(
     output: Tensor,
     scale: float,
 ) -> None:
-    """Of the sequences with two new tokens or more."""
+    """Compute the output rows of the sequences with two new tokens or more."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads

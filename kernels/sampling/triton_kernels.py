@@ -45,7 +45,7 @@ def _gumbel(seed, index, STAGE: tl.constexpr, counters):
 
 @triton.jit
 def _greatest(values):
-    """Of all parts of a row; NaN if any is, which tl.max passes over."""
+    """The greatest of all parts of a row; NaN if any is, which tl.max passes over."""
     unordered = tl.max((values != values).to(tl.int32), axis=0)
     greatest = tl.max(values, axis=0)
     return tl.where(unordered > 0, float("nan"), greatest)
@@ -129,7 +129,7 @@ def _survey(
     scores_of_row, active, best, greatest, inverse_temperature, floor,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, GROUPS_PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of the scores from `floor` on that are not -inf: how many, their mass, the least."""
+    """The number of scores from `floor` on that are not -inf, their mass, and the least of them."""
     num_active = _list_groups(active, best, floor, NUM_GROUPS, GROUPS_BLOCK)
     number = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)
     mass = tl.zeros([GROUPS_PER_TILE, _GROUP], tl.float32)

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to a family's checkpoints. What it calls their tensors the package `gguf` knows."""
+"""The changes of llama.cpp's converter to a family's checkpoints. The package `gguf` knows its names of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
