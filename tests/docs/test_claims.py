@@ -69,7 +69,7 @@ def test_every_kind_is_planted() -> None:
 def test_enough_is_looked_at() -> None:
     """A pattern that matches nothing would find nothing false."""
     text = "\n".join(path.read_text() for path in PAGES)
-    assert len(list(claims.told_routes(text))) > 60
+    assert len(list(claims.told_routes(text))) > 40
     assert len(re.findall(r"\b[45]\d\d `[a-z]+_\w+`", text)) > 10
     assert len(claims.spans(text)) > 1000
 
