@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dependent_launch import dependent_launch
 from kernels.rms_norm import rms_norm_reference
 
-# 8 heads of 128 for 4 warps: 8 elements a thread, and a token of Llama 8B is 6 programs, not one long one.
+# 8 heads of 128 for 4 warps: 8 elements a thread, and a token of an 8B model is 6 programs, not one long one.
 _HEADS_PER_PROGRAM = 8
 
 

@@ -4,6 +4,7 @@ The import contracts themselves are in pyproject.toml, in the words of docs/arch
 """
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,54 @@ def test_serve_knows_which_flags_are_the_gateways_alone() -> None:
     assert of_gateway - of_worker - of_serve - SET_BY_SERVE == GATEWAY_FLAGS
     # What both programs know must be an option of serve, or serve would hand it to the workers alone.
     assert of_gateway & of_worker - of_serve == SET_BY_SERVE & of_gateway & of_worker
+
+
+# A family is one file: nothing else asks which one it serves, and nothing else is named after one.
+FAMILY_WORDS = re.compile(r"model_type|qwen|llama|gemma|mistral|granite|olmo", re.IGNORECASE)
+FAMILY_FILES = (
+    "engine_worker/model/architectures/",
+    "engine_worker/model/transformers_backend/library.py",  # looks the model type up in the library's table
+    "engine_worker/gguf/",  # what the file calls its architecture
+)
+
+
+def test_no_file_outside_the_families_names_one() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for package in ("engine_worker", "kernels")
+        for path in (ROOT / package).rglob("*.py")
+        if not str(path.relative_to(ROOT)).startswith(FAMILY_FILES)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if FAMILY_WORDS.search(line)
+    ]
+    assert found == []
+
+
+# The device code knows a step's batch and its sequences; the network knows nothing of scheduling at all.
+LINKS_TO_SCHEDULING = {
+    "execution": {"engine_worker.scheduling.batch", "engine_worker.scheduling.sequence"},
+    "model": set(),
+}
+
+
+@pytest.mark.parametrize("package", LINKS_TO_SCHEDULING)
+def test_what_runs_on_the_device_knows_of_scheduling_the_batch_alone(package: str) -> None:
+    imported = {
+        name
+        for path in (ROOT / "engine_worker" / package).rglob("*.py")
+        for name in imports(path.read_text())
+        if name.startswith("engine_worker.scheduling")
+    }
+    assert imported == LINKS_TO_SCHEDULING[package]
+
+
+def imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
 
 
 def test_kernels_is_ours_alone() -> None:

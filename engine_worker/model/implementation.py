@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_worker.model.architectures import MODULES, spec_from_json
+from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.spec import ModelSpec
 from shared.model_files import read_model_files
 
@@ -39,7 +39,7 @@ def blueprint_from_directory(directory: Path, wanted: str = "auto") -> "Blueprin
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:
-    return wanted == "native" or (wanted == "auto" and config.get("model_type") in MODULES)
+    return wanted == "native" or (wanted == "auto" and has_family(config))
 
 
 def blueprint(config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto") -> "Blueprint":

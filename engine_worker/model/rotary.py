@@ -49,7 +49,7 @@ def _linear(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor
     return frequencies / scaling.factor
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
+def _by_wavelength(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tensor:
     """Wavelengths that fit often into the original context stay, those longer than it are stretched by `factor`, and
     between the two bounds the frequency goes linearly from one to the other."""
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
@@ -84,4 +84,4 @@ def _longrope(frequencies: Tensor, scaling: RopeScaling, rope: RopeSpec) -> Tens
     return frequencies / torch.tensor(scaling.factors)
 
 
-_STRETCHED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_STRETCHED = {"linear": _linear, "by_wavelength": _by_wavelength, "yarn": _yarn, "longrope": _longrope}

@@ -26,10 +26,10 @@ class QkNorm(StrEnum):
 class RopeScaling:
     """How the rotary frequencies are stretched. Which fields count depends on `kind`; see layers.rotary_frequencies().
 
-    linear    factor
-    llama3    factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
-    yarn      factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, attention_factor
-    longrope  factors (one for each frequency), attention_factor
+    linear         factor
+    by_wavelength  factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    yarn           factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, attention_factor
+    longrope       factors (one for each frequency), attention_factor
     """
 
     kind: str

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.sampling.counter_based_noise import draw_keys, gumbel_noise
 
 # Tokens of one group of the two-level draw. Part of the answer: another value draws other tokens for the same seed.
-# 128 divides the vocabularies of Llama 3 (128256), Qwen (151936) and SmolLM2 (49152), so their logits need no padding.
+# 128 divides common vocabularies (128256, 151936, 49152), so their logits need no padding.
 GROUP_SIZE = 128
 
 

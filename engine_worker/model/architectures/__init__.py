@@ -32,6 +32,10 @@ MODULES = {
 GGUF_MODULES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
+def has_family(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in MODULES
+
+
 def spec_from_directory(directory: Path) -> ModelSpec:
     """Raises ValueError with what config.json has that is not served."""
     files = read_model_files(directory)

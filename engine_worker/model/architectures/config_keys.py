@@ -93,7 +93,8 @@ def _scaling(rope: Config, config: Config) -> RopeScaling | None:
         return _longrope(rope, config)
     if kind == "yarn":
         return _yarn(rope)
-    return RopeScaling(kind=kind, **{key: rope[key] for key in _SCALING_KEYS[kind]})
+    kind_here = "by_wavelength" if kind == "llama3" else kind
+    return RopeScaling(kind=kind_here, **{key: rope[key] for key in _SCALING_KEYS[kind]})
 
 
 def _yarn(rope: Config) -> RopeScaling:

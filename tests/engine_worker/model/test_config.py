@@ -42,7 +42,11 @@ def test_defaults_are_those_of_transformers() -> None:
 
 def test_rope_of_old_and_of_new_exporters() -> None:
     scaling = RopeScaling(
-        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
+        kind="by_wavelength",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=256,
     )
     old = parse(rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     new = parse(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})

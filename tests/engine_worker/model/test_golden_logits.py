@@ -1,0 +1,115 @@
+"""What networks answered before they are changed: the logits of tiny models, written down.
+
+`python -m tests.engine_worker.model.test_golden_logits` writes golden_logits.json anew. Whoever does that says in the
+commit why the numbers changed: nothing but a mended mistake is a reason. Weights are drawn by numpy's frozen generator
+from the name of each tensor, so neither torch's generator nor transformers has a part in it.
+"""
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine_worker.model.architectures import MODULES
+from engine_worker.model.implementation import blueprint
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import kv_block_shape
+
+GOLDEN = Path(__file__).with_name("golden_logits.json")
+BLOCK_SIZE, NUM_PROMPT_TOKENS = 8, 21
+# AVX2, AVX512 and AMX add in different orders: logits of +-5 differ by 1e-5 then. A factor left out differs by 1e-1; the two likeliest
+# tokens of a row differ by 3e-3 at least.
+TOLERANCE = 1e-3
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "ernie4_5": {"use_bias": True},
+    "glm": {},
+    "glm4": {},
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+                "logits_scaling": 0.5},
+    "helium": {"attention_bias": True},
+    "llama": {"rope_parameters": ROPE},
+    "mistral": {"rope_parameters": YARN, "sliding_window": None},
+    "olmo2": {},
+    "phi3": {"partial_rotary_factor": 0.75},
+    "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {},
+    "seed_oss": {"attention_out_bias": True},
+    "smollm3": {"num_hidden_layers": 4},
+}  # fmt: skip
+
+
+class NamedWeights:
+    """A WeightSource without files: a tensor is a function of its name and shape."""
+
+    def __init__(self) -> None:
+        self.loaded_bytes, self.device = 0, torch.device("cpu")
+        self.names: Collection[str] = ()
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        generator = np.random.RandomState(zlib.crc32(name.encode()))
+        values = generator.uniform(0.5, 1.5, shape) if "norm" in name else generator.standard_normal(shape) * 0.2
+        return torch.from_numpy(values.astype(np.float32))
+
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
+        pass
+
+
+def step(first: int, token_ids: Sequence[int]) -> ModelInput:
+    """One sequence in blocks 1, 2, ...: its next tokens, of which all logits are wanted."""
+    positions = torch.arange(first, first + len(token_ids))
+    return ModelInput(
+        token_ids=torch.tensor(token_ids),
+        positions=positions,
+        slot_mapping=positions + BLOCK_SIZE,
+        query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+        seq_lens=torch.tensor([first + len(token_ids)], dtype=torch.int32),
+        block_tables=torch.arange(1, 5, dtype=torch.int32)[None],
+        logits_indices=torch.arange(len(token_ids)),
+        max_query_len=len(token_ids),
+        max_seq_len=first + len(token_ids),
+    )
+
+
+def answers(model_type: str) -> dict[str, list[float]]:
+    """Of a prompt and one token after it: the likeliest token of each row, its logit, and a sum over the vocabulary."""
+    found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
+    model = found.build(NamedWeights(), 64, is_deterministic=False)
+    device = model.attach(torch.zeros(5, *kv_block_shape(found.shape, BLOCK_SIZE)))
+    prompt = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(NUM_PROMPT_TOKENS)]
+    logits = torch.cat([model.forward(step(0, prompt), device), model.forward(step(len(prompt), [5]), device)])
+    signs = torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], logits.shape[1]).astype(np.float32))
+    return {
+        "tokens": logits.argmax(-1).tolist(),
+        "logits": [round(value, 5) for value in logits.amax(-1).tolist()],
+        "mean of signed logits": [round(value, 5) for value in (logits @ signs / len(signs)).tolist()],
+    }
+
+
+def test_every_family_has_its_numbers() -> None:
+    assert set(CASES) == set(MODULES) == set(json.loads(GOLDEN.read_text()))
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_a_network_answers_as_it_did(model_type: str) -> None:
+    golden = json.loads(GOLDEN.read_text())[model_type]
+    found = answers(model_type)
+    assert found["tokens"] == golden["tokens"]
+    for name in ("logits", "mean of signed logits"):
+        assert found[name] == pytest.approx(golden[name], abs=TOLERANCE)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({model_type: answers(model_type) for model_type in CASES}) + "\n")
