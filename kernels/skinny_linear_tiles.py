@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.skinny_linear import NUM_SMS, Tiles
 
-# (outputs, inputs, is gated): (rows up to, tiles), ascending. Layers of 4,096 columns, 14,336 inner ones; two heads.
+# (outputs, inputs, is gated): (rows up to, tiles), ascending. Of 4,096 columns and 14,336 inner ones; two heads.
 H200_TILES: dict[tuple[int, int, bool], tuple[tuple[int, Tiles], ...]] = {
     (6144, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
     (4096, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128)), (128, Tiles(64, 128, row_blocks=2))),
