@@ -23,8 +23,8 @@ from engine_worker.model.spec import kv_block_shape
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 BLOCK_SIZE, NUM_PROMPT_TOKENS = 8, 21
-# AVX2, AVX512 and AMX add in different orders: logits of +-5 differ by 1e-5 then. A factor left out differs by 1e-1, and
-# the two likeliest tokens of a row by 3e-3 at least.
+# AVX2, AVX512 and AMX add in different orders: logits of +-5 differ by 1e-5 then. A factor left out differs by 1e-1,
+# and the two likeliest tokens of a row by 3e-3 at least.
 TOLERANCE = 1e-3
 SHAPE = {
     "vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
