@@ -49,7 +49,7 @@ def read_model_files(directory: Path) -> ModelFiles:
 
 
 def text_part(config: Json) -> Json:
-    """What config.json says of the language model."""
+    """The part of config.json about the language model."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         return config

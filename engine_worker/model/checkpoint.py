@@ -38,7 +38,7 @@ class StoredTensor:
 
 
 def text_name(stored: str) -> str | None:
-    """What the language model calls a tensor of a checkpoint of several parts; None of one of another part."""
+    """The language model's name of a tensor of a checkpoint of several parts; None for a tensor of another part."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for wrapped, bare in _WRAPPED.items():
@@ -80,7 +80,7 @@ def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Those that the index names, or the only one. Raises ModelFilesError if one of them is not there."""
+    """The files that the index names, or the only one. Raises ModelFilesError if one of them is not there."""
     index = directory / INDEX
     names = [SINGLE]
     if index.is_file():

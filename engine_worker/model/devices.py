@@ -34,7 +34,7 @@ class Device(Protocol):
 
 
 def attach_device(shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> Device:
-    """Where `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies."""
+    """The device on which `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies."""
     if kv_pool.is_cuda:
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
 

@@ -1,4 +1,4 @@
-"""What can be told of a model directory before torch is there: that its files are whole and fit its network."""
+"""Checks of a model directory before torch is there: its files are whole and fit its network."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What execution asks of a network, whoever wrote it: its shape before the weights are there, and a forward pass.
+"""The demands of execution on a network, whoever wrote it: its shape before the weights are there, and a forward pass.
 
     Blueprint     a model that can be served, known by its config.json alone
     ServedModel   the same with its weights; Network and TransformersNetwork are the two there are
@@ -27,7 +27,7 @@ class ServedModel(Protocol):
     def spec(self) -> ModelShape: ...
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the keys and values that it stores."""
+        """The type of the weights, and of the keys and values that it stores."""
 
     def attach(self, kv_pool: Tensor) -> Device:
         """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""

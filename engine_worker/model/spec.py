@@ -118,7 +118,7 @@ class NamesSpec:
 
 
 class ModelShape(Protocol):
-    """What is known of any network before its weights are there, one of a ModelSpec or not."""
+    """The facts that are known of any network before its weights are there, one of a ModelSpec or not."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What a model asks of attention, seen by running it once without weights; and what of that is not served, by name.
+"""A model's demands on attention, seen by running it once without weights; and those that are not served, by name.
 
     probe(model) -> Probed: which modules call attention, in the order of layers, and with which heads
 
@@ -77,7 +77,7 @@ def refuse(reasons: Iterator[str]) -> None:
 
 @contextmanager
 def _recorded_calls(model: "PreTrainedModel") -> Iterator[list[AttentionCall]]:
-    """What attention is asked for meanwhile; whichever module asks."""
+    """Record what attention is asked for meanwhile, whichever module asks."""
     calls: list[AttentionCall] = []
 
     def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:

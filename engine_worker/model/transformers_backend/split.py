@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Output:
-    """What a decoder answers: its last states, by name or as the first of a tuple, and nothing else."""
+    """The answer of a decoder: its last states, by name or as the first of a tuple, and nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
