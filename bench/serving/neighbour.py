@@ -4,8 +4,8 @@ For each of twelve patterns (hostile_patterns.py) a fleet of its own: store, gat
 whose steps take 6 ms, so that what is measured is the gateway and the store. Polite chats stream at a steady rate,
 first alone, then beside the hostile client. Told: the time to the first token in both, what polite chats did not get,
 the gateway's memory, the longest wait of a probe for /livez. Ends with 1 if, beside a pattern, p99 of the first token
-is more than --most-ratio times that alone, a token is missing or the gateway takes more than --most-memory-bytes.
-`--programs DIR` measures the gateway of another checkout, with its .venv.
+is more than --most-ratio times that alone, a token is missing, or a probe or the gateway's memory is over its limit.
+`--programs DIR` measures the gateway of another checkout, with its .venv. All patterns take 7 minutes.
 """
 
 import argparse
@@ -38,6 +38,7 @@ STEP_SECONDS = 0.006
 PROBE_SECONDS = 0.02  # between two
 CHAT_SECONDS = 60.0  # after which a chat has failed
 STORE_BYTES = 2**28  # the default of `pagestream serve`
+WARM_UP_CHATS = 16
 HOSTILE_BEGINS_SECONDS = 1.0  # before the first polite chat beside it
 FILES = ["--max-files-bytes", "256M"]
 
@@ -69,7 +70,7 @@ async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
 async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
     keys = {"polite": secrets.token_hex(16), "hostile": secrets.token_hex(16)}
     async with _fleet(options, keys) as fleet, _target(fleet, keys["polite"]) as target:
-        await _chats(target, options, "warm-up")
+        await _chats(target, options, "warm-up", WARM_UP_CHATS)
         alone = await _watched_chats(fleet, target, options)
         hostile = await _begin(options, name, fleet.url, keys["hostile"])
         assert hostile.stdout is not None
@@ -109,6 +110,7 @@ def misses_of(options: argparse.Namespace, figures: dict[str, Any]) -> list[str]
         "the time to the first token": ratio is None or ratio > options.most_ratio,
         "tokens that did not come": beside["num_failed"] > 0 or figures["alone"]["num_failed"] > 0,
         "the gateway's memory": beside["gateway_memory_bytes"] > options.most_memory_bytes,
+        "the wait for /livez": (beside["livez_worst_seconds"] or 0.0) > options.most_livez_seconds,
     }
     return [what for what, is_missed in misses.items() if is_missed]
 
@@ -164,16 +166,16 @@ async def _watched_chats(
         asyncio.create_task(_weigh(fleet.processes["gateway 0"], watched)),
     ]
     try:
-        return await _chats(target, options, "measured"), watched
+        return await _chats(target, options, "measured", options.chats), watched
     finally:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
 
 
-async def _chats(target: Target, options: argparse.Namespace, stream: str) -> list[RequestResult]:
+async def _chats(target: Target, options: argparse.Namespace, stream: str, count: int) -> list[RequestResult]:
     """Each at its time, whatever became of those before it."""
-    lengths = [(options.prompt_words, options.output_tokens)] * options.chats
+    lengths = [(options.prompt_words, options.output_tokens)] * count
     planned = Workload(lengths=lengths, token_ids=range(0), seed=1, chat=True).requests(options.rate, stream)
     begin = asyncio.get_running_loop().time()
 
@@ -233,12 +235,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--real", action="store_true", help="a worker with the model instead of a scripted one")
     parser.add_argument("--pattern", action="append", choices=PATTERNS, help="may be repeated; default: all")
     parser.add_argument("--rate", type=float, default=8.0, help="polite chats a second (%(default)s)")
-    parser.add_argument("--chats", type=int, default=160, help="alone, and as many beside (%(default)s)")
+    parser.add_argument("--chats", type=int, default=96, help="alone, and as many beside (%(default)s)")
     parser.add_argument("--prompt-words", type=int, default=64, help="of a chat (%(default)s)")
     parser.add_argument("--output-tokens", type=int, default=32, help="of a chat (%(default)s)")
     parser.add_argument("--turns", type=int, default=2_000, help="of the hostile client at most (%(default)s)")
     parser.add_argument("--hostile-concurrent", type=int, default=16, help="its key's max_concurrent (%(default)s)")
     parser.add_argument("--most-ratio", type=float, default=1.5, help="of p99 of the first token (%(default)s)")
+    parser.add_argument("--most-livez-seconds", type=float, default=0.05, help="of a probe (%(default)s)")
     parser.add_argument("--most-memory-bytes", type=float, default=500e6, help="of the gateway (%(default)s)")
     parser.add_argument("--programs", type=Path, help="a checkout, with its .venv, whose gateway is measured")
     parser.add_argument("--worker-flags", default="")

@@ -18,7 +18,8 @@ def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_d
     path = tmp_path / "result.json"
     patterns = ("deep-json", "detached-streams", "slow-batches")
     asked = [flag for name in patterns for flag in ("--pattern", name)]
-    small = ["--chats", "10", "--turns", "12", "--most-ratio", "inf", "--json", str(path)]
+    limits = ["--most-ratio", "inf", "--most-livez-seconds", "inf"]
+    small = ["--chats", "10", "--turns", "12", *limits, "--json", str(path)]
     assert neighbour.main(["--model", str(demo_model_dir), *asked, *small]) == 0
     result = json.loads(path.read_text())["patterns"]
     assert tuple(result) == patterns
@@ -35,12 +36,12 @@ def test_there_are_twelve_patterns() -> None:
     assert len(PATTERNS) == 12
 
 
-def side(p99: float | None, num_failed: int, memory_bytes: int) -> dict[str, object]:
+def side(p99: float | None, num_failed: int, memory_bytes: int, livez: float = 0.01) -> dict[str, object]:
     return {
         "first_token_seconds": {} if p99 is None else {"p50": p99, "p99": p99},
         "num_failed": num_failed,
         "gateway_memory_bytes": memory_bytes,
-        "livez_worst_seconds": 0.01,
+        "livez_worst_seconds": livez,
     }
 
 
@@ -51,10 +52,11 @@ def side(p99: float | None, num_failed: int, memory_bytes: int) -> dict[str, obj
         (1.6, side(0.16, 0, 500), ["the time to the first token"]),
         (None, side(None, 3, 500), ["the time to the first token", "tokens that did not come"]),
         (1.0, side(0.1, 0, 501), ["the gateway's memory"]),
+        (1.0, side(0.1, 0, 500, 0.06), ["the wait for /livez"]),
     ],
 )
 def test_what_is_missed(ratio: float | None, beside: dict[str, object], misses: list[str]) -> None:
-    options = argparse.Namespace(most_ratio=1.5, most_memory_bytes=500)
+    options = argparse.Namespace(most_ratio=1.5, most_memory_bytes=500, most_livez_seconds=0.05)
     figures = {"p99_ratio": ratio, "alone": side(0.1, 0, 1), "beside": beside, "hostile_answers": {"400": 2}}
     assert neighbour.misses_of(options, figures) == misses
     shown = neighbour.table({"deep-json": figures}).splitlines()
