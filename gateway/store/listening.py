@@ -4,6 +4,7 @@ Pub/sub is the fast path and may lose anything. This task never waits for the st
 recovery reads it from the journals.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -52,6 +53,7 @@ class Listening:
                 self._streams.mark_behind(self._streams)
             elif isinstance(message, Message):
                 self.understand(message)
+                await asyncio.sleep(0)  # of what has piled up nothing waits for the socket: others' turn
 
     async def aclose(self) -> None:
         await self._subscription.aclose()

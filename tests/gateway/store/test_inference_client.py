@@ -7,6 +7,7 @@ import pytest
 from gateway.store.inference_client import InferenceClient, QueueFull, StoreUnavailable
 from gateway.store.response_stream import cancelled_event
 from shared.messages import (
+    PROTOCOL_VERSION,
     ErrorCode,
     EventBatch,
     FinishEvent,
@@ -37,6 +38,31 @@ class TestStream:
         end = await worker.finish("a", 3)
         assert await rest(stream) == ([6, 7], end)
         assert client.counts.num_journal_reads == 0
+
+    async def test_others_have_turns_between_messages_that_piled_up(self, client, worker, connections, keys):
+        """They are there at one time when a gateway was busy, and are read without waiting for the socket."""
+        stream = await start(client, worker)
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        heard_at: list[int] = []
+        stream.on_news = lambda: heard_at.append(turns)
+        counting = asyncio.create_task(count())
+        async with connections.commands.pipeline(transaction=False) as pipeline:
+            for index in range(20):
+                batch = EventBatch(PROTOCOL_VERSION, WORKER, index, [TokenEvent("a", index, [5])])
+                pipeline.publish(keys.gateway_channel("g"), encode(batch))
+            await pipeline.execute()
+        async with asyncio.timeout(20):
+            while len(heard_at) < 20:
+                await asyncio.sleep(0)
+        counting.cancel()
+        assert len(set(heard_at)) == 20, "each in a turn of its own"
 
     async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
         stream = await start(client, worker)
