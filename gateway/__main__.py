@@ -16,11 +16,10 @@ from aiohttp import web
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
-from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import model_options
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState
+from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging

@@ -2,25 +2,23 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import web, web_urldispatcher
+from aiohttp.http import HttpVersion11
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
-from gateway.charging import charge
-from gateway.http.expectations import meet_expectations
-from gateway.http.server_log import server_logger
-from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
-from gateway.middlewares import errors_to_json, identify, measure, set_headers
+from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace
 from gateway.models.model_options import ModelOptions
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import (
     admin,
     batches,
-    chat,
     completions,
     description,
     embeddings,
@@ -32,13 +30,46 @@ from gateway.routes import (
     requests,
     responses,
     tokenize,
-    tokenizer_info,
 )
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState
+from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
-from gateway.tracing import trace
 from shared.tracing import Tracing
+
+_UNCHANGED = web_urldispatcher._default_expect_handler
+
+
+async def _expected(request: web.Request) -> None:
+    if request.version == HttpVersion11 and request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is met.")
+    await _UNCHANGED(request)
+
+
+def meet_expectations() -> None:
+    """What is answered to `Expect: ...`, which aiohttp answers before any of our middlewares is asked.
+
+    aiohttp repeats the header in its 417, and ends in a 500 and a stack trace where its bytes are no UTF-8: with keys
+    too, and on paths that do not exist. It lets each route have a handler of its own, but not what stands for no route:
+    so this is set for all applications of the process.
+    """
+    web_urldispatcher._default_expect_handler = _expected
+
+
+class _NoHttp(logging.Filter):
+    """What strangers send that is no HTTP is not logged: aiohttp writes a traceback at ERROR for each, with the bytes
+    that it could not read: a key, perhaps."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+def server_logger() -> logging.Logger:
+    logger = logging.getLogger("gateway.http")
+    if not logger.filters:
+        logger.addFilter(_NoHttp())
+    return logger
+
 
 # Run with handler_cancellation=True: by default a non-streaming handler goes on when its client has left.
 RUNNER_OPTIONS: dict[str, Any] = {
@@ -77,7 +108,7 @@ def create_app(
     meet_expectations()
     app[STATE] = GatewayState(settings, clients, metrics)
     app.on_response_prepare.append(set_headers)
-    groups = [chat, completions, messages, responses, embeddings, requests, models, tokenize, tokenizer_info]
+    groups = [completions, messages, responses, embeddings, requests, models, tokenize]
     groups += [admin, kv]
     if settings.ui:
         groups.append(page)

@@ -1,25 +1,57 @@
-"""What surrounds every route: a request id, a duration, and OpenAI's error object for whatever goes wrong."""
+"""What surrounds every route: a request id, a duration, a trace, a charge; and an error object for what goes wrong.
+
+Every route is charged to the account of its key before its body is read, but for UNCHARGED ones: one that is added
+later is charged too. What a limit refuses has cost nothing; what is let in counts as a request, also when it ends in an
+error. A trace is its client's, or begins here, and is handed on to the worker with the request.
+"""
 
 import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from types import MappingProxyType
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from gateway.answers.anthropic_response import anthropic_error
+from gateway.answers.request_context import TRACEPARENT
+from gateway.answers.retention import NAME_HEADER
+from gateway.auth.access import ACCOUNT, CHARGE, OPEN_ROUTES
+from gateway.auth.rate_limits import Charge
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
 from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
 from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
-from gateway.http.route_name import route_name
 from gateway.metrics import GatewayMetrics
+from gateway.open_requests import UNKNOWN_ROUTE, route_name
 from shared.logs import request_id as log_request_id
+from shared.tracing import Tracing, valid_traceparent
+
+
+def trace(tracing: Tracing | None) -> Middleware:
+    """Without `tracing` a client's traceparent is handed on as it came, for workers that trace."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        parent = valid_traceparent(request.headers.get("traceparent", ""))
+        request[TRACEPARENT] = parent
+        if tracing is None or request.method != "POST":  # probes, scrapes and the page would fill any store of traces
+            return await handler(request)
+        span = tracing.begin("gateway", parent)
+        request[TRACEPARENT] = tracing.traceparent(span)
+        try:
+            span.set_attribute("http.request.method", request.method)
+            span.set_attribute("url.path", request.path[:200])
+            response = await handler(request)
+            span.set_attribute("http.response.status_code", response.status)
+            return response
+        finally:
+            span.end()
+
+    return middleware
+
 
 logger = logging.getLogger("gateway")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -105,3 +137,26 @@ def _of_aiohttp(request: web.Request, error: web.HTTPException) -> GatewayError:
     if error.status == UnknownUrl.status:
         return UnknownUrl(f"Unknown request URL: {request.method} {request.path[:200]}.")
     return InvalidRequest(error.reason)
+
+
+# By the pattern of the route, with why.
+UNCHARGED = MappingProxyType(
+    dict.fromkeys(OPEN_ROUTES, "probes have no key")
+    | dict.fromkeys(("/health", "/ready", "/metrics", "/version"), "for who operates it, also when a key is spent")
+    | dict.fromkeys(("/v1/models", "/v1/models/{id}", "/models", "/models/{id}"), "names out of memory")
+    | dict.fromkeys(("/openapi.json", "/", "/ui/{name}"), "bytes that are ready")
+    | dict.fromkeys(("/v1/embeddings", UNKNOWN_ROUTE), "refused without a look at it")
+)
+GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))  # by POST
+
+
+@web.middleware
+async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Raises RateLimited."""
+    route = route_name(request)
+    if route in UNCHARGED:
+        return await handler(request)
+    # One with a name may be the repeat of one that still has its place: it takes its own once it is known to be new.
+    generates = request.method == "POST" and route in GENERATING and NAME_HEADER not in request.headers
+    with Charge(request[ACCOUNT], generates=generates) as request[CHARGE]:
+        return await handler(request)

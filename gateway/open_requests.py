@@ -4,7 +4,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aiohttp import web
 from prometheus_client import Gauge
+
+UNKNOWN_ROUTE = "unknown"
+
+
+def route_name(request: web.Request) -> str:
+    """For labels and counts: the pattern that was matched, never the URL."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else UNKNOWN_ROUTE
 
 
 class OpenRequests:
@@ -18,8 +27,8 @@ class OpenRequests:
         self._idle.set()
 
     @contextmanager
-    def counted(self, route: str) -> Iterator[None]:
-        gauge = self._gauge.labels(route)
+    def counted(self, request: web.Request) -> Iterator[None]:
+        gauge = self._gauge.labels(route_name(request))
         self.num_open += 1
         self._idle.clear()
         gauge.inc()

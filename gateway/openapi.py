@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.answer_shapes import ErrorBody
-from gateway.answers.keeping import NAME_HEADER
+from gateway.answers.retention import NAME_HEADER
 from gateway.errors import (
     BodyTooLarge,
     DeadlineExceeded,

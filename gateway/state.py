@@ -1,12 +1,14 @@
 """What one gateway process holds for its whole life: what all its models share, and the models.
 
-Composed in app.py; no HTTP in here.
+Composed in app.py, and found by handlers under STATE.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
+
+from aiohttp import web
 
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
@@ -15,10 +17,9 @@ from gateway.fair_pool import FairPool, TooMuchWaits
 from gateway.http.event_stream import StreamWatch
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import ModelOptions
-from gateway.models.model_service import ModelService
-from gateway.models.model_table import ModelTable
+from gateway.models.model_service import ModelService, ModelTable
 from gateway.open_requests import OpenRequests
-from gateway.requests.deadlines import Timeouts
+from gateway.requests.planning import Timeouts
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.turns import LoopTurns
@@ -99,3 +100,6 @@ class GatewayState:
             self.model_failed.set()
         else:
             self.models_loaded.set()
+
+
+STATE = web.AppKey("STATE", GatewayState)

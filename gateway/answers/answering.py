@@ -16,18 +16,16 @@ from aiohttp import web
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.generation import Generation
-from gateway.answers.keeping import Retention, new_keeps, retention_of
 from gateway.answers.kept_answers import AnswerChanged, find_named
 from gateway.answers.message_parsing import with_calls
 from gateway.answers.request_context import RequestContext, context_of
+from gateway.answers.retention import Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission, reply_of
 from gateway.http.http_body import read_body
-from gateway.http.route_name import route_name
 from gateway.models.model_service import ModelService
-from gateway.requests.deadlines import timeouts_of, with_deadlines
-from gateway.requests.extra_fields import PRIORITY_HEADER, asked_class
+from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
+from gateway.requests.planning import PlannedRequest, timeouts_of, with_deadlines
 from gateway.requests.preparation import has_more_work, prepared
 from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import NameTaken, StoreUnavailable
@@ -41,7 +39,7 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
     """`complete` adds to a body what it refers to."""
     arrived_at, context = time.monotonic(), context_of(http)
     data = await read_body(http, context.state.settings.body_timeout_seconds)
-    with context.state.open_requests.counted(route_name(http)):
+    with context.state.open_requests.counted(http):
         body = await context.work(len(data), partial(kind.decode, data))
         if complete is not None:
             body = await complete(context, body)

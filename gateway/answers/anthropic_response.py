@@ -5,20 +5,99 @@ content_block_delta ..., content_block_stop, then message_delta (stop_reason, us
 stream's last event. There is one choice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
-from gateway.answers.message_blocks import MessageBlocks, Piece, content_blocks
 from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, json_text
 from gateway.errors import GatewayError
 from gateway.http.anthropic_dialect import anthropic_id
 from gateway.http.sse import named_event
 from gateway.parsing.message import ToolCallDelta
+from gateway.requests.anthropic_blocks import CALL_ID_PREFIX
 from gateway.text.logprobs import LogprobEntry
 from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
+
+# kind of block -> the field of its text, and the type of its deltas
+_FIELDS = {
+    "text": ("text", "text_delta"),
+    "thinking": ("thinking", "thinking_delta"),
+    "tool_use": ("partial_json", "input_json_delta"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    kind: Literal["text", "thinking", "tool_use"]
+    text: str
+    begins: bool
+    call: ToolCallDelta | None = None  # where a call begins
+
+    def start(self) -> dict[str, Any]:
+        """Its block before it has any text."""
+        if self.kind == "tool_use":
+            assert self.call is not None and self.call.id is not None
+            return {"type": self.kind, "id": CALL_ID_PREFIX + self.call.id, "name": self.call.name, "input": {}}
+        # A signature would prove to Anthropic's servers that the thoughts are theirs.
+        return {"type": self.kind, self.kind: ""} | ({"signature": ""} if self.kind == "thinking" else {})
+
+    def delta(self) -> dict[str, str]:
+        field, kind = _FIELDS[self.kind]
+        return {"type": kind, field: self.text}
+
+
+class MessageBlocks:
+    def __init__(self, *, shows_thoughts: bool) -> None:
+        self._shows_thoughts = shows_thoughts
+        self._open: str | None = None
+
+    def pieces(self, reasoning: str, tool_calls: Sequence[ToolCallDelta], text: str) -> Iterator[Piece]:
+        if reasoning and self._shows_thoughts:
+            yield self._piece("thinking", reasoning)
+        for call in tool_calls:
+            yield self._piece("tool_use", call.arguments, call)
+        if text:
+            yield self._piece("text", text)
+
+    def ending(self) -> Iterator[Piece]:
+        """A message has one block at least."""
+        if self._open is None:
+            yield self._piece("text", "")
+
+    def _piece(
+        self, kind: Literal["text", "thinking", "tool_use"], text: str, call: ToolCallDelta | None = None
+    ) -> Piece:
+        begins = kind != self._open or (call is not None and call.id is not None)
+        self._open = kind
+        return Piece(kind, text, begins, call)
+
+
+def content_blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for piece in pieces:
+        if piece.begins:
+            blocks.append(piece.start())
+            texts.append("")
+        texts[-1] += piece.text
+    for block, text in zip(blocks, texts, strict=True):
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(text)
+        else:
+            block[block["type"]] = text
+    return blocks
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Nothing of a call that was cut: half an object is none, and the stop reason says why; nor of one without end."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
 
 _encode = msgspec.json.encode
 _ERROR_TYPES = {"server_error": "api_error"}  # the others are of one name

@@ -15,8 +15,8 @@ from gateway.answers.responses_input import shown_item
 from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
 from gateway.parsing.message import ToolCallDelta
-from gateway.requests.compaction_items import wrapped
 from gateway.requests.responses_compaction import USER_ITEMS
+from gateway.requests.responses_items import wrapped
 from gateway.text.logprobs import LogprobEntry
 
 

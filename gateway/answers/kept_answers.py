@@ -12,7 +12,7 @@ from functools import partial
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
 from gateway.answers.generation import Generation
-from gateway.answers.keeping import AnswerRecord, Retention, attached_keeps, decode_record
+from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from gateway.auth.charges import CHARGE, Charge
-from gateway.auth.rate_limits import Account
-from gateway.keys import STATE
-from gateway.requests.deadlines import Timeouts
-from gateway.state import GatewayState
-from gateway.tracing import traceparent_of
+from gateway.auth.access import CHARGE
+from gateway.auth.rate_limits import Account, Charge
+from gateway.requests.planning import Timeouts
+from gateway.state import STATE, GatewayState
+
+TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
 
 _Result = TypeVar("_Result")
 
@@ -45,5 +45,5 @@ def context_of(http: web.Request) -> RequestContext:
         http.headers,
         state.default_timeouts,
         state.settings.default_detach_seconds,
-        traceparent_of(http),
+        http[TRACEPARENT],
     )

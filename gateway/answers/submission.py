@@ -21,13 +21,12 @@ from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
-from gateway.answers.kept_body import told_names
 from gateway.answers.request_context import RequestContext, context_of
+from gateway.answers.retention import told_names
 from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
-from gateway.http.route_name import route_name
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.store.inference_client import Keep
 
@@ -160,7 +159,7 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
     completion = replace(completion, stream=True, include_usage=include_usage)
     if num_known is not None:
         context = replace(context, headers={LAST_EVENT_ID: first_events(num_known)})
-    with context.state.open_requests.counted(route_name(http)):
+    with context.state.open_requests.counted(http):
         submission = KeptSubmission(context, kept, completion)
         await submission.submit()
         try:

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
 from gateway.auth.browser_guard import check_host, check_site, is_of_this_site
-from gateway.auth.rate_limits import Account
+from gateway.auth.rate_limits import Account, Charge
 from gateway.errors import Unauthenticated
 
 logger = logging.getLogger("gateway")
@@ -26,6 +26,7 @@ logger = logging.getLogger("gateway")
 OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
 RELOAD_SECONDS = 2.0
 ACCOUNT = web.RequestKey("account", Account)
+CHARGE = web.RequestKey("charge", Charge)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

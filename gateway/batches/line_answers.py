@@ -20,16 +20,15 @@ from typing import TypeAlias
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
 from gateway.answers.answering import submitted
-from gateway.answers.keeping import NAME_HEADER, name_digest
 from gateway.answers.request_context import RequestContext
 from gateway.answers.responses_history import with_history
-from gateway.auth.charges import Charge
-from gateway.auth.rate_limits import Account
+from gateway.answers.retention import NAME_HEADER, name_digest
+from gateway.auth.rate_limits import Account, Charge
 from gateway.batches.fair_slots import FairSlots
 from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
-from gateway.requests.deadlines import Timeouts
-from gateway.requests.extra_fields import PRIORITY_HEADER
+from gateway.requests.generation_fields import PRIORITY_HEADER
+from gateway.requests.planning import Timeouts
 from gateway.state import GatewayState
 
 logger = logging.getLogger("gateway")

@@ -1,4 +1,5 @@
-"""One served model at this gateway: its files, its queue and workers in the store, its metrics, who is let in.
+"""A served model at this gateway: its files, its queue and workers in the store, its metrics, who is let in; and the
+table of all, in which the `model` of a request chooses one by its name or an alias.
 
 What all models share (open requests, background work, turns of the event loop) is handed in. Knows no HTTP.
 """
@@ -6,6 +7,7 @@ What all models share (open requests, background work, turns of the event loop) 
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -13,12 +15,12 @@ from prometheus_client import CollectorRegistry
 from gateway.admission import Limits, Load, Rejected, admit, unavailable
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
+from gateway.errors import MissingParameter, ModelNotFound
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.models.model_options import ModelOptions
 from gateway.open_requests import OpenRequests
 from gateway.readiness import Readiness, assess, ready_workers
-from gateway.requests.deadlines import Timeouts, without_worker
-from gateway.requests.planning import ModelLimits
+from gateway.requests.planning import ModelLimits, Timeouts, without_worker
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.store.store_share import share_of
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
@@ -129,3 +131,29 @@ class ModelService:
             ready = [last_ready.heartbeat]
         told = [beat.max_model_len for beat in ready if beat.max_model_len]
         return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)
+
+
+class ModelTable:
+    def __init__(self, services: Sequence[ModelService]) -> None:
+        self._services = tuple(services)
+
+    def __iter__(self) -> Iterator[ModelService]:
+        return iter(self._services)
+
+    def of(self, account: Account) -> list[ModelService]:
+        """Those that the account may use."""
+        return [service for service in self._services if account.may_use(service.options.names)]
+
+    def find(self, name: str | None, account: Account) -> ModelService:
+        """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
+        services = self.of(account)
+        names = ", ".join(repr(known) for service in services for known in service.options.names) or "none for this key"
+        if name is None:
+            if len(services) == 1:
+                return services[0]
+            raise MissingParameter(f"Missing required parameter: model. This server has {names}.", param="model")
+        for service in services:
+            if name in service.options.names:
+                return service
+        shown = name[:100]
+        raise ModelNotFound(f"The model {shown!r} does not exist; this server has {names}.", param="model")

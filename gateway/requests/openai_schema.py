@@ -15,11 +15,18 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.requests.choice_fields import MAX_BEAM_WIDTH, ChoiceCount, choice_count
-from gateway.requests.extra_fields import ExtraFields, check_extra_fields
+from gateway.requests.generation_fields import (
+    MAX_BEAM_WIDTH,
+    ChoiceCount,
+    ExtraFields,
+    TokenId,
+    Words,
+    check_extra_fields,
+    check_token_fields,
+    choice_count,
+)
 from gateway.requests.grammar_fields import AskedGrammar, asked_grammar
 from gateway.requests.request_body import JsonBody, is_neutral
-from gateway.requests.token_fields import TokenId, Words, check_token_fields
 from gateway.requests.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
 from gateway.text.chat_template import ChatMessage
 from shared.messages import MAX_LOGPROBS

@@ -2,19 +2,84 @@
 
 Checks what needs the model: context length, token ids, and pairs of fields after their defaults are filled. Each
 prompt is a request of its own, with all its choices and an id that no client chooses.
+
+    timeout_seconds          until the whole answer is there      504 deadline_exceeded
+    queue_timeout_seconds    until a worker begins with it        503 queue_timeout
+
+A request without a time in the queue that is taken while no worker is ready waits for at most
+--no-worker-wait-seconds, and is then answered in the same way: its client must not wait for a worker that never comes.
+
+What is over is told as an event where the answer has begun as a stream, else with the status. Times are the fleet
+clock's (shared/fleet_clock.py), so that a worker can refuse what has waited too long before it computes anything.
 """
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
-from gateway.requests.answer_size import check_size, most_tokens
+from gateway.requests.generation_fields import check_something_is_allowed
 from gateway.requests.openai_schema import CompletionRequest, GenerationFields
-from gateway.requests.token_fields import check_something_is_allowed
 from shared.choice_seeds import SEED_BITS
 from shared.messages import GenerationRequest, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
+
+# One answer's tokens, and every log-probability that is told beside them. Prompts, choices, tokens and
+# log-probabilities are each within limits of their own, but what the store's journal, this gateway and the answer's body hold is their
+# product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is made: 2**19 of them
+# are a tenth of the longest journal that is read, and 150 MB here.
+MAX_VALUES = 2**19
+
+
+def most_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int]]) -> int:
+    """That each choice may have, at least 1. Raises InvalidRequest where what is told of the prompts leaves no room."""
+    num_told = _told_of_prompts(request, sum(map(len, prompts_token_ids)))
+    most = (MAX_VALUES - num_told) // (_num_choices(request) * _values_of_token(request))
+    if most < 1:
+        param = "prompt_logprobs" if request.fields.prompt_logprobs is not None else request.prompt_param
+        raise InvalidRequest(
+            f"{param}: prompts of {sum(map(len, prompts_token_ids))} tokens, with what is to be told of each, are "
+            f"{num_told} values in the answer; it has at most {MAX_VALUES}. Send fewer prompts, or ask for fewer "
+            "log-probabilities.",
+            param=param,
+        )
+    return most
+
+
+def check_size(request: CompletionRequest, max_tokens: int, most: int) -> None:
+    """`most`: of most_tokens(). Raises InvalidRequest."""
+    if max_tokens > most:
+        param = request.max_tokens_param
+        raise InvalidRequest(
+            f"{param}: {max_tokens} tokens of {_num_choices(request)} choices, with {_values_of_token(request) - 1} "
+            f"log-probabilities each, are more than {MAX_VALUES} values in the answer; at most {most} tokens here.",
+            param=param,
+        )
+
+
+def _num_choices(request: CompletionRequest) -> int:
+    """Those that the engine tells of: the rest of a beam search is dropped there."""
+    choices = request.choices
+    return len(request.prompts) * (choices.n if choices.use_beam_search else choices.num_candidates)
+
+
+def _values_of_token(request: CompletionRequest) -> int:
+    """The token, its own log-probability, those of the likeliest or of the named ones."""
+    if request.num_logprobs is None:
+        return 2 if request.choices.is_best_of else 1
+    return 2 + max(request.num_logprobs, len(request.fields.logprob_token_ids or ()))
+
+
+def _told_of_prompts(request: CompletionRequest, num_tokens: int) -> int:
+    """Each choice of a text completion repeats what is told of its prompt."""
+    scores = request.num_prompt_logprobs
+    if scores is None and not request.echo and not request.fields.return_token_ids:
+        return 0
+    times = 1 if request.is_chat else request.n
+    return num_tokens * times * (1 if scores is None else 2 + scores)
+
 
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -156,3 +221,45 @@ def _check_token_ids(token_ids: Sequence[int], param: str, limits: ModelLimits) 
         raise InvalidRequest(
             f"{param}: {max(token_ids)} is no token id; this model's are 0..{limits.vocab_size - 1}.", param=param
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds; 0 = none."""
+
+    total_seconds: float
+    queue_seconds: float
+    no_worker_seconds: float = 0.0  # in place of no time in the queue, while no worker is ready
+
+    def __bool__(self) -> bool:
+        return bool(self.total_seconds or self.queue_seconds)
+
+
+def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float) -> Timeouts:
+    """Raises InvalidRequest."""
+    for param, seconds in (
+        ("timeout_seconds", fields.timeout_seconds),
+        ("queue_timeout_seconds", fields.queue_timeout_seconds),
+    ):
+        if seconds is not None and seconds > max_seconds:
+            raise InvalidRequest(f"{param}: expected at most {max_seconds:g}; got {seconds:g}.", param=param)
+    return Timeouts(
+        defaults.total_seconds if fields.timeout_seconds is None else fields.timeout_seconds,
+        defaults.queue_seconds if fields.queue_timeout_seconds is None else fields.queue_timeout_seconds,
+        defaults.no_worker_seconds,
+    )
+
+
+def without_worker(timeouts: Timeouts) -> Timeouts:
+    """Those of a request that is taken while no worker is ready."""
+    return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
+
+
+def with_deadlines(planned: Sequence[PlannedRequest], timeouts: Timeouts, now_seconds: float) -> list[PlannedRequest]:
+    deadline, queue_deadline = (
+        now_seconds + seconds if seconds else None for seconds in (timeouts.total_seconds, timeouts.queue_seconds)
+    )
+    return [
+        replace(plan, request=structs.replace(plan.request, deadline=deadline, queue_deadline=queue_deadline))
+        for plan in planned
+    ]

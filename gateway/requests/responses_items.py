@@ -9,16 +9,21 @@
 Does not know where items come from: those of earlier responses stand before the new ones (responses_history.py).
 """
 
+import base64
+import binascii
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.compaction_items import unwrapped
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
 from gateway.requests.tool_fields import CalledFunction, ToolCallFields
+
+# A summary that clients hand back as it is. OpenAI encrypts it. Here it is the client's own conversation, summed up by
+# its own request, so it is only wrapped: any gateway of any release can read it, and no key has to be kept for it.
+_PREFIX = "pagestream1."
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -128,3 +133,17 @@ def _needed(value: Any, param: str) -> Any:
     if value is None:
         raise MissingParameter(f"Missing required parameter: {param}.", param=param)
     return value
+
+
+def wrapped(summary: str) -> str:
+    return _PREFIX + base64.urlsafe_b64encode(summary.encode()).decode()
+
+
+def unwrapped(content: str) -> str:
+    """Raises ValueError for what is not made by wrapped()."""
+    if not content.startswith(_PREFIX):
+        raise ValueError("not made by this server")
+    try:
+        return base64.b64decode(content[len(_PREFIX) :], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError("damaged") from error

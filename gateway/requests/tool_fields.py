@@ -9,6 +9,8 @@
 
 Does not know how a family of models writes its calls (gateway/parsing does).
 
+A call by a grammar is an object {"name", "arguments"}, the arguments by the function's schema.
+
 A chat's way in, where its body is checked: the schemas of all four APIs make these of their own tools.
 """
 
@@ -22,8 +24,52 @@ from msgspec import Meta
 from gateway.errors import InvalidRequest
 from gateway.requests.grammar_fields import AskedGrammar, check_beside_grammar
 from gateway.requests.request_body import decode_object
-from gateway.requests.tool_schemas import ANY_OBJECT, Schema, calls_schema
 from shared.grammars import json_schema_grammar
+
+Schema: TypeAlias = Mapping[str, Any]
+ANY_OBJECT: Schema = {"type": "object"}
+
+
+def call_schema(functions: Mapping[str, Schema], arguments: str = "arguments") -> dict[str, Any]:
+    """Of one call. `functions`: names with the schemas of their arguments; `arguments`: the key of these."""
+    return {"anyOf": _calls(functions, arguments), "$defs": _definitions(functions)}
+
+
+def calls_schema(functions: Mapping[str, Schema], *, is_parallel: bool, arguments: str = "arguments") -> dict[str, Any]:
+    """Of a list of calls, at least one."""
+    most = {} if is_parallel else {"maxItems": 1}
+    items = {"anyOf": _calls(functions, arguments)}
+    return {"type": "array", "minItems": 1, "items": items, "$defs": _definitions(functions), **most}
+
+
+def _calls(functions: Mapping[str, Schema], arguments: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{index}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for index, name in enumerate(functions)
+    ]
+
+
+def _definitions(functions: Mapping[str, Schema]) -> dict[str, Any]:
+    """Each function's parameters are a definition, within which its own $refs point."""
+    return {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
 
 MAX_TOOLS = 128  # OpenAI's limit
 

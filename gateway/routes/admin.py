@@ -14,11 +14,10 @@ from prometheus_client.exposition import choose_encoder
 from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
-from gateway.keys import STATE
 from gateway.models.model_service import ModelService
 from gateway.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter
 from gateway.readiness import Readiness, overall
-from gateway.state import GatewayState
+from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import StoreUnavailable
 
 OPENMETRICS = "application/openmetrics-text"

@@ -21,11 +21,11 @@ from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metad
 from gateway.batches.service import BATCHES
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
 from gateway.http.http_body import read_body
-from gateway.keys import STATE
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
 from gateway.routes.files import PAGING_PARAMETERS, checked_expiry, find_file, full_disk_told
+from gateway.state import STATE
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):

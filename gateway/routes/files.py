@@ -22,8 +22,8 @@ from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRec
 from gateway.batches.service import BATCHES, BatchService
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
-from gateway.keys import STATE
 from gateway.openapi import Operation, Parameter
+from gateway.state import STATE
 
 CONTENT = "application/octet-stream"
 MAX_LISTED = 10_000

@@ -10,8 +10,8 @@ from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.http import sse
 from gateway.http.event_stream import EventStream
-from gateway.keys import STATE
 from gateway.openapi import EVENTS, MODEL_PARAMETER, Operation
+from gateway.state import STATE
 from gateway.store.kv_watch import snapshots_of
 from shared.kv_snapshot import of_tenant
 

@@ -11,9 +11,9 @@ from gateway.answers.anthropic_models import model_info, models_page
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.http.anthropic_dialect import speaks_anthropic
-from gateway.keys import STATE
 from gateway.models.model_service import ModelService
 from gateway.openapi import Operation
+from gateway.state import STATE
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -17,8 +17,8 @@ from gateway.answers.submission import read_again, stream_again
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
-from gateway.keys import STATE
 from gateway.openapi import EVENTS, Operation, Parameter
+from gateway.state import STATE
 
 
 class RequestBody(msgspec.Struct, kw_only=True):

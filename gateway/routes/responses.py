@@ -15,6 +15,7 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.admission import unavailable
+from gateway.answer_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
 from gateway.answers.answer_kinds import COMPACTION, RESPONSE
 from gateway.answers.answering import answer
 from gateway.answers.kept_answers import KeptAnswer
@@ -22,17 +23,16 @@ from gateway.answers.request_context import context_of
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
 from gateway.answers.responses_input import InputItemsBody, input_items
-from gateway.answers.responses_shapes import CompactedBody, DeletedResponseBody, InputTokensBody, ResponseBody
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.http_body import read_body
 from gateway.http.query_fields import query_choice, query_flag, query_number
-from gateway.keys import STATE
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
-from gateway.requests.prompt_encoding import encode_prompts
+from gateway.requests.preparation import encode_prompts
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import parse_response
+from gateway.state import STATE
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"

@@ -1,4 +1,8 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes; also under /v1."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes; also under /v1.
+
+The last has no option of its own: it is behind the key like every route but the probes, and tells what stands in the
+model's files, no path and no setting of this server.
+"""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -6,17 +10,16 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from gateway.answer_shapes import DetokenizedBody, TokenizedBody
+from gateway.answer_shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
 from gateway.http.http_body import read_body
-from gateway.keys import STATE
-from gateway.openapi import Operation
+from gateway.openapi import Operation, Parameter
 from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
-from gateway.requests.prompt_encoding import encode_prompt
+from gateway.requests.preparation import encode_prompt
 from gateway.requests.request_body import decode_body
-from gateway.state import GatewayState
+from gateway.state import STATE, GatewayState
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -88,11 +91,20 @@ def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool]:
     return body.prompt, "prompt", True
 
 
+async def tokenizer_info(request: web.Request) -> web.Response:
+    model = request.app[STATE].service(request.query.get("model"), request[ACCOUNT]).require_model()
+    return web.json_response(model.tokenizer_info)
+
+
 def routes() -> list[web.RouteDef]:
     return [
-        web.post(prefix + path, handler)
+        route
         for prefix in ("", "/v1")
-        for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize))
+        for route in (
+            web.post(prefix + "/tokenize", tokenize),
+            web.post(prefix + "/detokenize", detokenize),
+            web.get(prefix + "/tokenizer_info", tokenizer_info),
+        )
     ]
 
 
@@ -110,4 +122,14 @@ OPERATIONS = tuple(
         ("/tokenize", "The token ids of a prompt or of messages", TokenizeBody, TokenizedBody),
         ("/detokenize", "The text of token ids", DetokenizeBody, DetokenizedBody),
     )
+) + tuple(
+    Operation(
+        method="GET",
+        path=prefix + "/tokenizer_info",
+        summary="Special tokens and chat template of a model",
+        answer=TokenizerInfoBody,
+        errors=(InvalidRequest, ModelNotFound, Unavailable),
+        parameters=(Parameter(name="model", where="query", description="Needed where there are several"),),
+    )
+    for prefix in ("", "/v1")
 )

@@ -14,7 +14,7 @@ import pytest
 from tests.docs.facts import ROOT, SETTINGS
 
 NUMBERS = [
-    ("operations.md", r"One answer holds at most ([\d,]+) values", "gateway.requests.answer_size:MAX_VALUES", 1),
+    ("operations.md", r"One answer holds at most ([\d,]+) values", "gateway.requests.planning:MAX_VALUES", 1),
     ("operations.md", r"beyond ([\d,]+) pieces", "gateway.fair_pool:MAX_WAITING", 1),
     ("operations.md", r"or (\d+) MiB of it the key", "gateway.fair_pool:MAX_WAITING_BYTES", 2**20),
     ("operations.md", r"first ([\d,]+) plain tokens", "gateway.store.store_share:RESERVED_TOKENS", 1),
@@ -25,7 +25,7 @@ NUMBERS = [
     ("operations.md", r"a batch is tried again every (\d+) s", "gateway.batches.service:RETRY_SECONDS", 1),
     ("operations.md", r"memory is (\d+) % full", "gateway.store.store_memory:CLOSE_AT_RATIO", 0.01),
     ("operations.md", r"until it is under (\d+) %", "gateway.store.store_memory:REOPEN_AT_RATIO", 0.01),
-    ("operations.md", r"`detach_seconds` \(at least (\d+) s\)", "gateway.answers.keeping:MIN_GRACE_SECONDS", 1),
+    ("operations.md", r"`detach_seconds` \(at least (\d+) s\)", "gateway.answers.retention:MIN_GRACE_SECONDS", 1),
     ("operations.md", r"one that is not kept after (\d+) s", "shared.new_requests:GRACE_SECONDS", 1),
     ("operations.md", r"heartbeats are missed (\d+) times",
      "engine_worker.transport.reaper:MISSED_TICKS_UNTIL_DEAD", 1),

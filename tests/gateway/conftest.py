@@ -12,11 +12,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
-from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import model_options
 from gateway.models.model_service import ModelService
 from gateway.settings import GatewaySettings
+from gateway.state import STATE
 from gateway.text.served_model import ServedModel, load_served_model
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model

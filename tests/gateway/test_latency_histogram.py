@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from gateway.latency_histogram import LatencyHistogram
+from gateway.metrics import LatencyHistogram
 
 
 def test_it_is_scraped_as_the_librarys_own() -> None:

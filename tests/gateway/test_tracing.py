@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
-from gateway.keys import STATE
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_options import model_options
 from gateway.settings import GatewaySettings
+from gateway.state import STATE
 from shared.tracing import Tracing
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, says

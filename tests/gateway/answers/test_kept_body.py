@@ -10,8 +10,16 @@ import msgspec
 import pytest
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, MESSAGE, RESPONSE, AnswerKind
-from gateway.answers.keeping import AnswerRecord, Retention, decode_record, new_keeps
-from gateway.answers.kept_body import MAX_UNPACKED_BYTES, kept_body, packed, unpacked
+from gateway.answers.retention import (
+    MAX_UNPACKED_BYTES,
+    AnswerRecord,
+    Retention,
+    decode_record,
+    kept_body,
+    new_keeps,
+    packed,
+    unpacked,
+)
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 from shared.messages import GenerationRequest, SamplingParams

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.requests.answer_size import MAX_VALUES
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
-from gateway.requests.planning import ModelLimits, PlannedRequest, plan_requests
+from gateway.requests.planning import MAX_VALUES, ModelLimits, PlannedRequest, plan_requests
 from gateway.requests.request_body import decode_body
 from shared.messages import (
     MAX_JOURNAL_BYTES,

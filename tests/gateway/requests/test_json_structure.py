@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION
 from gateway.errors import InvalidJson, InvalidRequest
-from gateway.requests import json_structure as structure
-from gateway.requests.json_structure import check_structure
+from gateway.requests import request_body as structure
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.request_body import MAX_BODY_BYTES
+from gateway.requests.request_body import MAX_BODY_BYTES, check_structure
 
 HI = b'{"messages":[{"role":"user","content":"x"}],'
 ANY = HI + b'"tools":[{"type":"function","function":{"name":"a","parameters":{"x":['

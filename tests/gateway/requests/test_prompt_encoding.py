@@ -7,7 +7,7 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.requests.planning import ModelLimits
-from gateway.requests.prompt_encoding import encode_prompt
+from gateway.requests.preparation import encode_prompt
 
 
 def encodes(text: str, **options: Any) -> NoReturn:

@@ -4,26 +4,97 @@
     Idempotency-Key    in the headers: a repeat gets the same answer; detach_seconds is the gateway's default then
 
 A kept answer has event ids, can be resumed at any gateway, and can be read for ten minutes after its end.
+
+Of a body only what its answer is written by is stored. The tokens of a prompt, and what limits the sampling, are in the
+request that the worker gets. Fields that only made those are left out, and so are fields without effect and the values
+of unknown ones: their names are told again with the answer. The result is a body of its kind, read like any other; a
+long one is packed.
 """
 
 import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from gateway.answers.answer_kinds import AnswerKind
-from gateway.answers.kept_body import MIN_PACKED_BYTES, kept_body, packed, unpacked
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest
 from gateway.requests.request_body import JsonBody
 from shared.messages import GenerationRequest
 from shared.new_requests import Keep
+
+MIN_PACKED_BYTES = 1024  # a shorter one is a fifth of what the store needs for a request anyway
+MAX_UNPACKED_BYTES = 16 * 2**20  # eight times the longest body that is read
+MAX_TOLD_NAMES, MAX_TOLD_CHARS = 16, 64  # of unknown fields
+
+_SOME_TEXT = "."  # in place of texts that were encoded; some kinds of bodies have no empty ones
+_MADE_THE_REQUEST = frozenset(
+    (
+        "system", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+        "logit_bias", "allowed_token_ids", "bad_words", "cache_salt",
+    )
+)  # fmt: skip
+
+
+def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes:
+    """`body`: one that was read; `ignored`: the names in it that nobody knows."""
+    kept: dict[str, Any] = {}
+    for name, value in body.given.items():
+        if name in kind.fields and name not in _MADE_THE_REQUEST and value is not None:
+            kept[name] = _PROMPTS[name](value, body.given) if name in _PROMPTS else value
+    kept |= dict.fromkeys(told_names(ignored))
+    return json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def told_names(names: Sequence[str]) -> list[str]:
+    """Of unknown fields. They come from the client: only plain ones may enter a header, and not without end."""
+    plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_TOLD_CHARS]
+    return plain[:MAX_TOLD_NAMES]
+
+
+def packed(body: bytes) -> bytes:
+    return zlib.compress(body)
+
+
+def unpacked(data: bytes) -> bytes:
+    """Raises ValueError."""
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(data, MAX_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not unpacker.eof:
+        raise ValueError(f"cut short, or more than {MAX_UNPACKED_BYTES} bytes")
+    return body
+
+
+def _messages(_: Any, __: Mapping[str, Any]) -> Any:
+    return [{"role": "user", "content": _SOME_TEXT}]
+
+
+def _prompt(prompt: Any, given: Mapping[str, Any]) -> Any:
+    """Their number counts, and with `echo` their texts."""
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return prompt if given.get("echo") else _SOME_TEXT if is_one else [_SOME_TEXT] * len(prompt)
+
+
+def _input(items: Any, given: Mapping[str, Any]) -> Any:
+    """It is listed, and continued."""
+    return _SOME_TEXT if given.get("store") is False else items
+
+
+_PROMPTS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "messages": _messages, "prompt": _prompt, "input": _input
+}  # fmt: skip
+
 
 NAME_HEADER = "Idempotency-Key"
 MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is

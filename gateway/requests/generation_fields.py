@@ -1,0 +1,188 @@
+"""How an answer is generated: the fields that chats and completions share, OpenAI's and vLLM's, and their checks. Pure.
+
+    n                                 that many samples
+    n, best_of                        best_of samples, the n most likely of them answered
+    use_beam_search, best_of or n     a beam search of that width, its n best answered
+    allowed_token_ids    no other token is ever sampled; the end of a text is one of them only if it is named
+    bad_words            texts that the output never has, at its beginning or behind a space
+    logprob_token_ids    with logprobs: those of these tokens at every place, in this order, in place of the likeliest
+
+The types are the validation; null is the same as absent. Beam search does not sample and looks at the model's own
+probabilities, so what changes either is refused beside it.
+
+A word is forbidden as the tokens that the tokenizer makes of it, with and without a space before it; what spells it in
+other tokens is not found. vLLM forbids the form with a space only where it has as many tokens as the one without.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta
+
+from gateway.errors import InvalidRequest
+from gateway.requests.grammar_fields import GrammarFields
+from gateway.requests.request_body import is_neutral
+from shared.messages import MAX_LOGPROBS
+from shared.redis_keys import PRIORITY_CLASSES
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+_Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Words: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class TokenFields(GrammarFields, kw_only=True):
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[_Word], Meta(max_length=500)] | None = None  # of two forms each: vLLM's limit, 1000
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None  # vLLM's limit
+
+
+def check_token_fields(fields: Any) -> None:
+    """`fields`: those of a chat or of a completion. Raises InvalidRequest."""
+    if not fields.logprob_token_ids:
+        return
+    param = "logprob_token_ids"
+    if fields.logprobs is None or fields.logprobs is False:
+        raise InvalidRequest(f"{param}: only allowed when logprobs is given.", param=param)
+    if getattr(fields, "echo", None):
+        raise InvalidRequest(f"{param}: cannot be given together with echo.", param=param)
+
+
+def words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> Words:
+    """`encode`: without special tokens. Raises InvalidRequest."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        forms = [tuple(encode(form)) for form in (bare, f" {bare}")] if bare else [tuple(encode(word))]
+        if not forms[0]:
+            param = f"bad_words[{index}]"
+            raise InvalidRequest(f"{param}: {word!r} has no tokens.", param=param)
+        found |= dict.fromkeys(form for form in forms if form)
+    return tuple(found)
+
+
+def check_something_is_allowed(allowed: tuple[int, ...] | None, words: Words) -> None:
+    """Raises InvalidRequest where every allowed token is a bad word by itself."""
+    if allowed is not None and {(token_id,) for token_id in allowed} <= set(words):
+        raise InvalidRequest("bad_words: forbid every one of allowed_token_ids.", param="bad_words")
+
+
+PRIORITY_HEADER = "x-priority"  # a class by name; for clients that cannot add a field
+# What a template is rendered with by the gateway itself; a client's value would stand in for it.
+RESERVED_TEMPLATE_NAMES = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
+)
+
+
+class ExtraFields(TokenFields, kw_only=True):
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
+    truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 in place of a token's text
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def asked_class(priority: int | None, header: str | None) -> str:
+    """There are two classes, so what is below the ordinary 0 gains nothing over it. Raises InvalidRequest."""
+    if header is not None:
+        if header not in PRIORITY_CLASSES:
+            allowed = " or ".join(PRIORITY_CLASSES)
+            raise InvalidRequest(f"{PRIORITY_HEADER}: expected {allowed}; got {header[:40]!r}.", param=PRIORITY_HEADER)
+        return header
+    return PRIORITY_CLASSES[1] if priority is not None and priority > 0 else PRIORITY_CLASSES[0]
+
+
+def check_extra_fields(fields: ExtraFields, *, stream: bool, use_beam_search: bool) -> None:
+    """Raises InvalidRequest."""
+    if fields.prompt_logprobs is not None and stream:
+        raise InvalidRequest("prompt_logprobs: not available when stream is true.", param="prompt_logprobs")
+    if fields.prompt_logprobs is not None and use_beam_search:
+        raise InvalidRequest("prompt_logprobs: has no meaning with use_beam_search.", param="prompt_logprobs")
+    if fields.truncate_prompt_tokens == 0:
+        param = "truncate_prompt_tokens"
+        raise InvalidRequest(f"{param}: expected -1, or 1 or more; got 0.", param=param)
+    for name in fields.chat_template_kwargs or ():
+        if name in RESERVED_TEMPLATE_NAMES:
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{param}: is set by the server itself.", param=param)
+
+
+def truncated(token_ids: list[int], truncate: int | None, side: str | None, room_tokens: int) -> list[int]:
+    """`room_tokens`: the longest prompt that leaves room for the answer."""
+    if truncate is None:
+        return token_ids
+    num_kept = truncate if truncate > 0 else max(1, room_tokens)
+    return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
+
+
+MAX_SAMPLES = 8  # of one prompt
+MAX_BEAM_WIDTH = 64
+
+# field -> its values that change nothing, null aside
+_NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "stop": ([],),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logprob_token_ids": ([],),
+}
+_ONLY_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceCount:
+    n: int  # answered
+    num_candidates: int  # computed: best_of, or the width of the beam search
+    use_beam_search: bool
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+
+    @property
+    def is_best_of(self) -> bool:
+        """Whether samples are ranked, and some of them left out."""
+        return not self.use_beam_search and self.num_candidates > self.n
+
+
+def choice_count(fields: Any) -> ChoiceCount:
+    """`fields`: GenerationFields, whose types are checked already. Raises InvalidRequest."""
+    n = fields.n or 1
+    use_beam_search = bool(fields.use_beam_search)
+    num_candidates = n if fields.best_of is None else fields.best_of
+    for param, problem in _problems(fields, n, num_candidates, use_beam_search):
+        raise InvalidRequest(f"{param}: {problem}.", param=param)
+    return ChoiceCount(
+        n=n,
+        num_candidates=num_candidates,
+        use_beam_search=use_beam_search,
+        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
+        early_stopping=fields.early_stopping or False,
+    )
+
+
+def _problems(fields: Any, n: int, num_candidates: int, use_beam_search: bool) -> Iterator[tuple[str, str]]:
+    most = MAX_BEAM_WIDTH if use_beam_search else MAX_SAMPLES
+    if n > most:
+        yield "n", f"expected `int` <= {most}; got {n}"
+    if num_candidates > most:
+        yield "best_of", f"expected `int` <= {most}; got {num_candidates}"
+    if num_candidates < n:
+        yield "best_of", f"expected at least n, which is {n}; got {num_candidates}"
+    not_beside = _NEUTRAL_IN_BEAM_SEARCH if use_beam_search else _ONLY_IN_BEAM_SEARCH
+    for param, neutral in not_beside.items():
+        value = getattr(fields, param, None)
+        if value is not None and not is_neutral(value, neutral):
+            values = "".join(f", or {allowed!r}" for allowed in neutral)
+            where = "with use_beam_search" if use_beam_search else "without use_beam_search"
+            yield param, f"has no meaning {where}; leave it out{values}"
