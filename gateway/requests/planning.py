@@ -27,9 +27,9 @@ from shared.messages import GenerationRequest, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
 
 # One answer's tokens, and every log-probability that is told beside them. Prompts, choices, tokens and
-# log-probabilities are each within limits of their own, but what the store's journal, this gateway and the answer's body hold is their
-# product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is made: 2**19 of them
-# are a tenth of the longest journal that is read, and 150 MB here.
+# log-probabilities are each within limits of their own, but what the store's journal, this gateway and the answer's
+# body hold is their product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is
+# made: 2**19 of them are a tenth of the longest journal that is read, and 150 MB here.
 MAX_VALUES = 2**19
 
 
