@@ -10,6 +10,7 @@ Holds the order only: lives are supervised.py and crew.py, the store embedded_st
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import signal
 import sys
@@ -17,18 +18,19 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 
 from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
-from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, worker_base_id
+from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, usable_cores, visible_gpus, worker_base_id
 from pagestream.child_process import ChildCommand
 from pagestream.crew import Crew
 from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
+from pagestream.gateway_count import GatewayCount, count_gateways, counts_for_keys
 from pagestream.gguf_model import ModelUnavailable
 from pagestream.installation import foreign_packages
 from pagestream.phases import PhaseConsole
@@ -96,7 +98,9 @@ class _AllInOne:
         models = served_models(settings)
         require_free_port(settings.host, settings.port)
         num_workers = sum(model.num_workers for model in models)
-        self.console.print(banner.opening([model.name for model in models], settings.gateways, num_workers))
+        gateways = self._count_gateways(num_workers)
+        settings = self.settings = replace(settings, gateways=gateways.number)
+        self.console.print(banner.opening([model.name for model in models], gateways, num_workers))
         for foreign in foreign_packages():
             self.console.print(f"  warning   {foreign.message}\n            -> {foreign.hint}")
         async with (
@@ -114,6 +118,15 @@ class _AllInOne:
                 address = base_url(settings.host, settings.port)
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
                 await self.crew.while_all_live(asyncio.Event().wait())
+
+    def _count_gateways(self, num_workers: int) -> GatewayCount:
+        return count_gateways(
+            self.settings.gateways,
+            num_workers=num_workers,
+            gpus=[] if self.flags.is_for_cpu else visible_gpus(os.environ),
+            num_cores=usable_cores(),
+            counts_for_keys=counts_for_keys(self.flags, os.environ, self.config_path),
+        )
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[tuple[str, bool]]:
@@ -170,7 +183,7 @@ class _AllInOne:
             await self.crew.stop(self.settings.drain_seconds + STOP_MARGIN_SECONDS)
 
     async def _start(self, models: Sequence[ServedModel], links: Sequence[FleetLink], commands: ChildCommands) -> None:
-        gateways = [self._gateway(number, commands) for number in range(self.settings.gateways)]
+        gateways = [self._gateway(number, commands) for number in range(self.settings.num_gateways)]
         for gateway in gateways:
             self.crew.start(gateway, stop_rank=_GATEWAY_RANK)
         self.crew.watch(self._watch_gateways(gateways), name="watch over the gateways")
@@ -192,7 +205,7 @@ class _AllInOne:
         link.fall_silent()
 
     def _gateway(self, number: int, commands: ChildCommands) -> SupervisedChild:
-        name = "gateway" if self.settings.gateways == 1 else f"gateway-{number}"
+        name = "gateway" if self.settings.num_gateways == 1 else f"gateway-{number}"
 
         async def after_death(_life: int, how: str) -> None:
             self.console.print(f"  {name:<9} died ({how})")
@@ -231,7 +244,7 @@ class _AllInOne:
         while not all(any(worker.is_ready for worker in team) for team in self.teams):
             await asyncio.sleep(READY_POLL_SECONDS)
         # Behind a shared port each probe meets any of the gateways: so many good answers in a row miss none but rarely.
-        wanted = 1 if self.settings.gateways == 1 else PROBES_A_GATEWAY * self.settings.gateways
+        wanted = 1 if self.settings.num_gateways == 1 else PROBES_A_GATEWAY * self.settings.num_gateways
         num_good = 0
         while num_good < wanted:
             if await ready_status(self.settings.host, self.settings.port) == HTTP_OK:

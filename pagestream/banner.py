@@ -3,14 +3,18 @@
 import json
 from collections.abc import Sequence
 
+from pagestream.gateway_count import GatewayCount
 from shared.version import VERSION
 
 _QUESTION = "What is the capital of France?"
 
 
-def opening(model_names: Sequence[str], gateways: int, workers: int) -> str:
+def opening(model_names: Sequence[str], gateways: GatewayCount, workers: int) -> str:
     names = ", ".join(model_names)
-    return f"pagestream {VERSION}: {names}, {_count(gateways, 'gateway')}, {_count(workers, 'engine worker')}"
+    lines = f"pagestream {VERSION}: {names}, {_count(gateways.number, 'gateway')}, {_count(workers, 'engine worker')}"
+    if gateways.reason:
+        lines += f"\n  gateways  {gateways.number}: {gateways.reason}"
+    return lines
 
 
 def _count(number: int, noun: str) -> str:

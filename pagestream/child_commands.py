@@ -25,6 +25,11 @@ def worker_base_id(fleet_id: str, number: int, life: int) -> str:
     return f"{WORKER_ID_PREFIX}.{fleet_id}-{number}-{life}"
 
 
+def usable_cores() -> int:
+    """CPUs that this process may run on; 1 where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
 class ChildCommands:
     def __init__(
         self,
@@ -53,7 +58,7 @@ class ChildCommands:
     def gateway(self, name: str) -> ChildCommand:
         settings = self._settings
         address = ["--host", settings.host, "--port", str(settings.port)]
-        if settings.gateways > 1:
+        if settings.num_gateways > 1:
             address += ["--reuse-port", "--own-port", "0"]  # a scrape of the shared one meets now this, now that one
         if self._models_file is not None:
             models = ["--models-file", str(self._models_file), *_max_model_len(settings.max_model_len)]
@@ -72,8 +77,7 @@ class ChildCommands:
             argv += ["--metrics-port", "0"]  # several workers share this machine: each takes a free one and prints it
         num_workers = sum(other.num_workers for other in self._models)
         if num_workers > 1 and not told.worker_has("--num-threads"):
-            share = len(os.sched_getaffinity(0)) // num_workers if hasattr(os, "sched_getaffinity") else 1
-            argv += ["--num-threads", str(max(1, share))]
+            argv += ["--num-threads", str(max(1, usable_cores() // num_workers))]
         environ = environ_of_worker(number, os.environ, visible_gpus(os.environ))
         return self._command(f"worker-{number}", "engine_worker", [*argv, *told.worker], environ)
 

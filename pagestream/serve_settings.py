@@ -47,6 +47,10 @@ GATEWAY_FLAGS = frozenset(
 SET_BY_SERVE = frozenset({"--worker-id", "--exit-with-parent", "--reuse-port", "--own-port"})
 
 
+def parse_gateways(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     model: str = setting("", help="a model directory, a .gguf file, or the word demo; default: demo")
@@ -56,7 +60,12 @@ class ServeSettings:
     models_file: Path | None = setting(None, parse=Path, help="TOML file of several models, instead of --model")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on")
-    gateways: int = setting(1, help="gateway processes that share the port: about one for 20,000 tokens/s")
+    gateways: int | None = setting(
+        None,
+        parse=parse_gateways,
+        help="gateway processes that share the port, about one for 20,000 tokens/s; default, or auto: two for each "
+        "worker on a GPU as far as cores reach, else one",
+    )
     workers: int = setting(1, help="engine workers to run, of each model; of several GPUs each takes one")
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
@@ -79,10 +88,15 @@ class ServeSettings:
             raise SettingsError("--models-file: has the models and their names; give no --model beside it")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
-        if not 1 <= self.gateways <= MAX_GATEWAYS:
-            raise SettingsError(f"--gateways: expected 1 to {MAX_GATEWAYS}, got {self.gateways}")
+        if self.gateways is not None and not 1 <= self.gateways <= MAX_GATEWAYS:
+            raise SettingsError(f"--gateways: expected auto, or 1 to {MAX_GATEWAYS}, got {self.gateways}")
         if self.drain_seconds < 0:
             raise SettingsError(f"--drain-seconds: expected 0 or more, got {self.drain_seconds}")
+
+    @property
+    def num_gateways(self) -> int:
+        """1 until --gateways auto is decided (gateway_count.py)."""
+        return self.gateways or 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,18 @@ class PassedFlags:
     worker: tuple[str, ...]
 
     def worker_has(self, flag: str) -> bool:
-        return any(word == flag or word.startswith(flag + "=") for word in self.worker)
+        return _is_among(flag, self.worker)
+
+    @property
+    def is_for_cpu(self) -> bool:
+        return "--device cpu" in " ".join(self.worker).replace("--device=", "--device ")
+
+    def gateway_has(self, flag: str) -> bool:
+        return _is_among(flag, self.gateway)
+
+
+def _is_among(flag: str, words: Sequence[str]) -> bool:
+    return any(word == flag or word.startswith(flag + "=") for word in words)
 
 
 def split_flags(words: Sequence[str]) -> PassedFlags:
