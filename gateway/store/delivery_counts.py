@@ -1,4 +1,4 @@
-"""What one gateway counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on."""
+"""One gateway's counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ class HeldAnswers:
         return len(self._open)
 
     def add(self, parts: Sequence[ResponseStream]) -> None:
-        """Of one answer; passed over if it has ended, or if nothing of it can expire before its end."""
+        """One answer's parts; passed over if it has ended, or if nothing of it can expire before its end."""
         keep = parts[0].keep
         if keep is not None and (keep.name or len(parts) > 1) and not all(part.had_ended for part in parts):
             self._open.append(parts)
@@ -36,8 +36,8 @@ class HeldAnswers:
         self._open.clear()
 
     async def prolong(self) -> None:
-        """Those that have ended here at once, the others every PROLONG_SECONDS. May raise the store's errors, and be
-        repeated."""
+        """Answers that have ended here are prolonged at once, others every PROLONG_SECONDS. May raise the store's
+        errors, and be repeated."""
         now = self._clock()
         is_due = now - self._prolonged_at >= PROLONG_SECONDS
         for parts in list(self._open):

@@ -33,7 +33,7 @@ class QueueStats:
 
     @property
     def all(self) -> QueueLoad:
-        """Of all queues together."""
+        """The load of all queues together."""
         loads = self.queues.values()
         return QueueLoad(sum(load.unfinished for load in loads), sum(load.pending for load in loads))
 

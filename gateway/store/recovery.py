@@ -75,7 +75,7 @@ class Recovery:
                 await asyncio.sleep(TICK_SECONDS)
 
     async def attach(self, streams: Sequence[ResponseStream]) -> None:
-        """Those of a kept answer: each goes on from its journal, or has its end at once (`had_ended`). Raises
+        """The streams of a kept answer go on from their journals, or have their end at once (`had_ended`). Raises
         RequestGone, FormatError and the store's errors."""
         for stream in streams:
             if await self._attach(stream):

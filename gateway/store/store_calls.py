@@ -31,7 +31,7 @@ class QueueFull(Refused):
 
 
 class ShareFull(Refused):
-    """What its key may hold in the store is used up (answer 429 with Retry-After)."""
+    """Its key holds as much in the store as it may (answer 429 with Retry-After)."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(f"{max_bytes} bytes")

@@ -1,4 +1,4 @@
-"""What the store says when it is asked: how full its queues are, whether it takes writes, what time the fleet has."""
+"""The store is asked: how full its queues are, whether it takes writes, what time the fleet has."""
 
 import time
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class StreamTable:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Of prompts of which nothing has come yet."""
+        """Tokens of the prompts of which nothing has come yet."""
         return sum(len(stream.request.prompt_token_ids) for stream in self if not stream.num_tokens)
 
     @property

@@ -22,7 +22,7 @@ class Withdrawals:
         return len(self._open)
 
     def add(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
-        """Of this reader only, if others can hold the request; `terminal` is its end if none does."""
+        """This reader lets go of it; `terminal` is its end if nobody else holds it."""
         holder = stream.keep.holder if stream.keep else ""
         terminal = terminal or cancelled_event(stream)
         self._open[stream.request_id, holder] = stream.request.priority_class, terminal

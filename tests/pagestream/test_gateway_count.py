@@ -69,7 +69,7 @@ def test_a_worker_on_the_cpu_has_no_gpu(words: list[str]) -> None:
 
 
 def test_the_kernel_shares_connections_to_a_few_percent() -> None:
-    """1,000 over four listeners by a hash of their addresses: chance gives 250 each with a standard deviation of 14. The
+    """1,000 over four listeners by a hash of their addresses: chance gives 250 each with a deviation of 14. The
     fullest had 7 % more than its part in the mean of 40 rounds, and 20 % in the worst of them."""
     with ExitStack() as stack:
         listeners, port = [], 0

@@ -19,7 +19,7 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import Ending, GatewayMessage, RedisScripts, StepFrame, Wish, gateway_message
+from shared.redis_scripts import Demand, Ending, GatewayMessage, RedisScripts, StepFrame, gateway_message
 from tests.engine_worker.transport.rig import FlakyScripts
 
 WORKER = "w0.aaaa"
@@ -41,7 +41,7 @@ class HandPlayedWorker:
 
     async def claim(self) -> list[str]:
         await self.scripts.register(WORKER)
-        entries = (await self.scripts.take(WORKER, Wish(100))).entries
+        entries = (await self.scripts.take(WORKER, Demand(100))).entries
         replies = await self.scripts.claim(WORKER, entries)
         for entry, reply in zip(entries, replies, strict=True):
             self.claimed[entry.request_id] = entry
@@ -91,6 +91,11 @@ async def subscribed(connections: RedisConnections, keys: RedisKeys) -> None:
     channel = keys.gateway_channel("g")
     while not (await connections.commands.pubsub_numsub(channel))[0][1]:
         await asyncio.sleep(0)
+
+
+async def num_waiting(scripts: RedisScripts) -> int:
+    """Entries that a worker gets now."""
+    return len((await scripts.take(WORKER, Demand(99))).entries)
 
 
 async def rest(stream: ResponseStream) -> tuple[list[int], Any]:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.redis
 
 
 class Wire:
-    """What others publish for the gateway, until it has heard it."""
+    """The way of messages to the gateway; waits until it has heard them."""
 
     def __init__(self, client: InferenceClient, connections: RedisConnections, keys: RedisKeys) -> None:
         self._client = client
@@ -40,7 +40,7 @@ class Wire:
         await self._redis.unlink(self._keys.request(request_id), self._keys.journal(request_id))
 
     async def brings_late(self, request_id: str, index: int, *token_ids: int) -> None:
-        """Of an attempt before, behind all that was sent until now."""
+        """A message of an attempt before comes behind all that was sent until now."""
         await self._redis.publish(self._keys.gateway_channel("g"), late(request_id, index, *token_ids))
         await self.is_empty()
 
