@@ -41,6 +41,9 @@ def test_the_gpu_has_the_torch_and_triton_of_the_figures() -> None:
     assert {name: {locked[name]} for name in versions} == versions
     assert "".join(f"{name}=={locked[name]}\n" for name in versions) == MEASURED_ON_GPU
     assert pins("serve.txt")["triton"] == locked["triton"]
+    # Without a lock too: a torch of the index that names another Triton is not taken.
+    allowed = re.search(r'"triton>=([\d.]+),<([\d.]+);', (ROOT / "pyproject.toml").read_text())
+    assert allowed and allowed[1] == "3.6" and allowed[2] == "3.7" and locked["triton"].startswith("3.6.")
 
 
 def test_the_pythons_are_those_that_are_promised() -> None:
