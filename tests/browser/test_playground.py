@@ -6,12 +6,9 @@ import shlex
 import subprocess
 from urllib.parse import quote
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import ALIAS, MODEL, SLOW_STEP_SECONDS, Stack, eventually
-
-pytestmark = pytest.mark.e2e
 
 
 def ask(page: Page, text: str, **settings: str) -> None:

@@ -9,8 +9,6 @@ from playwright.sync_api import Page, expect
 from tests.browser.conftest import QUICK_STEP_SECONDS, Stack, eventually, running_stack
 from tests.browser.test_block_map import HOST_NAMES, begin_completion, colours, states
 
-pytestmark = pytest.mark.e2e
-
 NUM_BLOCKS, NUM_HOST_BLOCKS = 17, 33  # 16 that are used on the device: each of two requests needs 13 of them
 STILL_STEP_SECONDS = 0.5  # the one that runs has 70 tokens to go until the other one comes back
 

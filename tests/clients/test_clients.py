@@ -5,7 +5,7 @@ import pytest
 from tests.clients.conftest import Served
 from tests.e2e.fleet import MODEL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 PARIS = "The capital of France is Paris."
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS = 37, 8

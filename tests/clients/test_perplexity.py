@@ -11,7 +11,7 @@ from tests.clients.conftest import Served
 from tests.e2e.fleet import MODEL
 from tests.engine_worker.execution.reference import Reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 TEXT = (
     "The lighthouse stood on a rock that the sea had not yet taken. Every evening its keeper climbed one hundred and "

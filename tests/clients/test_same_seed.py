@@ -8,7 +8,7 @@ import pytest
 from tests.clients.conftest import Served
 from tests.e2e.fleet import MODEL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -22,8 +22,6 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
 from shared.redis_scripts import Demand, Ending, QueueEntry, ReapMode, RedisScripts
 
-pytestmark = pytest.mark.redis
-
 OVERLAY = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "keda"
 MODEL = "SmolLM2-135M-Instruct"  # of the overlay
 NUM_HISTORIES, NUM_ACTIONS = 200, 40

@@ -11,7 +11,7 @@ from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_
 from tests.e2e.fleet import Api, Fleet, connected, free_port, running_fleet
 from tests.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, free_port, running_fleet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 NUM_STREAMS = 32
 LONG_PROMPT_TOKENS = 1500

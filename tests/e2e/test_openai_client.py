@@ -24,7 +24,7 @@ from tests.conftest import Valkey
 from tests.engine_worker.execution.reference import Reference
 from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 MODEL = "smollm2"
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -15,8 +15,6 @@ from shared.redis_scripts import RedisScripts
 from tests.conftest import Valkey
 from tests.e2e.fleet import Fleet, connected, free_port, running_fleet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
-
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 PROMPT = [5, 6, 7]  # the scripted model knows the first thousand tokens
 BODIES: list[dict[str, Any]] = [

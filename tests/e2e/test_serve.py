@@ -29,8 +29,6 @@ MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.model,
     pytest.mark.timeout(500),
     pytest.mark.skipif(sys.platform != "linux", reason="that no orphan stays is promised for Linux"),
 ]

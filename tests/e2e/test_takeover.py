@@ -15,7 +15,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected, running_fleet
 
-pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 NUM_TOKENS = 64
 WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal

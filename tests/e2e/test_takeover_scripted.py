@@ -19,8 +19,6 @@ from tests.conftest import Valkey
 from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
-
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 Start = Callable[..., "subprocess.Popen[bytes]"]
 

@@ -13,8 +13,6 @@ from tests.e2e.fleet import STOP_SECONDS, Answer, Fleet, connected, running_flee
 from tests.e2e.trace_collector import ReceivedSpan, TraceCollector, trace_collector
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
-
 MODEL = "tiny"
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 TRACE_ID, CLIENT_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -36,7 +36,6 @@ def trace_id(span: ReadableSpan) -> str:
     return f"{span.context.trace_id:032x}"
 
 
-@pytest.mark.redis
 async def test_the_worker_joins_the_trace_of_the_request(
     connections: RedisConnections, keys: RedisKeys, tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:

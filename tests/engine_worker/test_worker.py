@@ -12,8 +12,6 @@ from shared.redis_scripts import Demand
 from tests.builders import expected_output, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eventually
 
-pytestmark = pytest.mark.redis
-
 
 async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConnections, keys: RedisKeys) -> None:
     requests = [make_request(prompt, f"{prompt}-tokens", max_tokens=9) for prompt in (1, 5, 40, 70)]

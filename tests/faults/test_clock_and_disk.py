@@ -23,7 +23,6 @@ from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import StreamClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 HOUR_SECONDS = 3600
@@ -52,7 +51,6 @@ def clocks(tmp_path: Path) -> dict[str, JumpingClock]:
     return {name: JumpingClock(library, tmp_path / f"{name}.clock") for name in ("store", "g0", "g1", "w0", "w1")}
 
 
-@pytest.mark.model
 async def test_the_wall_clock_of_each_process_jumps_by_an_hour(
     clocks: dict[str, JumpingClock], demo_model_dir: Path, tmp_path: Path
 ) -> None:

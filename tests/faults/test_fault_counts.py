@@ -4,12 +4,8 @@ import asyncio
 import urllib.request
 from collections.abc import Awaitable, Callable
 
-import pytest
-
 from tests.e2e.fleet import free_port
 from tests.faults.conftest import World
-
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 
 
 async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(

@@ -10,7 +10,6 @@ from tests.e2e.reader import Reader
 from tests.faults.conftest import World
 from tests.faults.tcp_proxy import TcpProxy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 
 

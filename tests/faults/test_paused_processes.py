@@ -7,12 +7,9 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 
-import pytest
-
 from tests.e2e.reader import Reader
 from tests.faults.conftest import World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 STEPS = ("--script-step-seconds", "0.02")
 # Three ticks, one more until the tick that counts begins, and the way there and back. A busy machine adds to it; what

@@ -12,7 +12,6 @@ from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.faults.conftest import World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 POISON = 1  # no neighbour has it: prompts that builders make begin at token 3
 

@@ -9,7 +9,6 @@ from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
 from tests.faults.conftest import Store, World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 StartWorld = Callable[..., Awaitable[World]]
 
 

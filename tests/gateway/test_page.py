@@ -72,7 +72,6 @@ async def test_the_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.redis
 class TestWatch:
     @pytest.fixture
     async def watch(self, connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[KVWatch]:

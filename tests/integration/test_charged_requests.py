@@ -6,13 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
 from tests.integration.conftest import COMPLETIONS, Gateway, World
 from tests.integration.test_kept_requests import GREEDY, write_keys
-
-pytestmark = pytest.mark.redis
 
 KEY = "sk-one-0123456789abcdef"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -11,7 +11,6 @@ from tests.builders import make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.integration.conftest import COMPLETIONS, World, nothing_is_left
 
-pytestmark = pytest.mark.redis
 BODY = {"prompt": "Hi", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 
 

@@ -9,8 +9,6 @@ from gateway.auth.api_keys import digest_of
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
 from tests.integration.conftest import CHAT, COMPLETIONS, Event, World, nothing_is_left
 
-pytestmark = pytest.mark.redis
-
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"prompt": "Hi", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "detach_seconds": 60}
 

@@ -19,8 +19,6 @@ from tests.gateway.responses import URL, checked_events, checked_response
 from tests.integration.conftest import CHAT, World, nothing_is_left
 from tests.integration.test_kept_requests import write_keys
 
-pytestmark = pytest.mark.redis
-
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
 
 

@@ -17,7 +17,6 @@ from tests.conftest import Valkey
 from tests.integration.protocol_model import Faults, Tally, Violation, run_world
 
 pytestmark = [
-    pytest.mark.redis,
     # A kill is a cancel at any await; in the middle of connecting it loses the client library's socket.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 from redis.exceptions import ConnectionError
 
 from shared.messages import GenerationRequest
@@ -15,8 +14,6 @@ from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS, Keep
 from shared.redis_scripts import RedisScripts
 from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, eventually
 from tests.integration.conftest import COMPLETIONS, World
-
-pytestmark = pytest.mark.redis
 
 SHORT = {"prompt": "Hi", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 LONG = {**SHORT, "max_tokens": 30, "detach_seconds": 0}

@@ -14,8 +14,6 @@ from tests.engine_worker.worker_harness import FOREVER_STEPS, eventually
 from tests.integration.conftest import COMPLETIONS, Gateway, World
 from tests.integration.test_kept_requests import write_keys
 
-pytestmark = pytest.mark.redis
-
 KEYS = {"one": "sk-one-0123456789abcdef", "two": "sk-two-0123456789abcdef"}
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 SHORT = {"prompt": "x", "max_tokens": 1, "detach_seconds": 0}

@@ -29,10 +29,9 @@ from shared.redis_scripts import Demand, Ending, RedisScripts, StepFrame, gatewa
 from tests.builders import make_request
 from tests.conftest import Valkey
 
-pytestmark = [
-    pytest.mark.redis,
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificates, is not here"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificates, is not here"
+)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,6 @@ from tests.conftest import running_server
 from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
 from tests.e2e.reader import Reader
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis]
-
 ROOT = Path(__file__).parents[2]
 USERS = ROOT / "deploy" / "kustomize" / "base" / "users.acl"
 WORKER = str(ROOT / "tests" / "e2e" / "scripted_worker.py")

@@ -13,8 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import Valkey
 from tests.monitoring.loaded_stack import NUM_BLOCKS, NUM_HOST_BLOCKS, LoadedStack, loaded_stack
 
-pytestmark = pytest.mark.e2e
-
 NUM_SCRAPES = 1000
 NUM_SCRAPES_BETWEEN_EVENTS = 20  # or the ring of 4,096 would lose some
 Families = dict[str, dict[tuple[str, ...], float]]

@@ -133,7 +133,6 @@ def query(
         server.wait()
 
 
-@pytest.mark.e2e
 def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> None:
     wanted = [(where, expression) for where, expression in expressions() if where not in EMPTY_BY_NATURE]
     deadline = time.monotonic() + EVENTS_SECONDS
@@ -143,7 +142,6 @@ def test_every_panel_and_alert_finds_data(query: Callable[[str], list[Any]]) -> 
         time.sleep(0.25)  # between two scrapes
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     "counter",
     [
@@ -168,7 +166,6 @@ def test_the_load_has_swaps_beams_and_failures(query: Callable[[str], list[Any]]
         time.sleep(0.25)  # between two scrapes
 
 
-@pytest.mark.e2e
 def test_the_variables_of_the_dashboards_find_values(query: Callable[[str], list[Any]]) -> None:
     dashboard = json.loads((DASHBOARDS / "kv.json").read_text())
     for variable in dashboard["templating"]["list"][1:]:

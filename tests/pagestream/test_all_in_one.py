@@ -18,7 +18,7 @@ from shared.models_file import read_models
 FAKE = Path(__file__).with_name("fake_children.py")
 STOP_SECONDS = 20.0
 
-pytestmark = [pytest.mark.redis, pytest.mark.skipif(sys.platform != "linux", reason="its guarantees are Linux's")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its guarantees are Linux's")
 
 
 class Serve:

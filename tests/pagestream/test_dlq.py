@@ -13,8 +13,6 @@ from shared.redis_scripts import RedisScripts
 from tests.conftest import Valkey
 from tests.shared.test_dead_letters import kill_three_workers_with
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 def options(valkey: Valkey) -> list[str]:

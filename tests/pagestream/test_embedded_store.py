@@ -19,8 +19,6 @@ from pagestream.embedded_store import MAX_SOCKET_PATH_BYTES, EmbeddedStore, Stor
 
 MEMORY_BYTES = 64 * 2**20
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 def directory() -> Iterator[Path]:

@@ -9,7 +9,6 @@ from pagestream.fleet_link import FleetLink
 from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat, encode
 from shared.redis_keys import RedisKeys
 
-pytestmark = pytest.mark.redis
 MODEL = "model"
 CHANNEL = RedisKeys(MODEL).heartbeat_channel
 

@@ -46,7 +46,6 @@ def test_a_bad_store(server: dict, memory: dict, persistence: dict, check: str, 
     assert statuses(judge_redis(server, memory, persistence))[check] == status
 
 
-@pytest.mark.redis
 async def test_a_real_store_is_asked(valkey) -> None:
     assert statuses(await check_redis(valkey.url)) == {
         "store": "ok", "store eviction": "ok", "store AOF": "warn", "store memory": "warn", "clock": "ok",

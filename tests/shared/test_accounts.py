@@ -12,7 +12,6 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import ACCOUNT_SECONDS, BARE_REQUEST_BYTES, AcceptStatus, Demand, Ending, RedisScripts
 from tests.conftest import Valkey
 
-pytestmark = pytest.mark.redis
 BODY_BYTES = 1000
 OF_ONE = BODY_BYTES + BARE_REQUEST_BYTES
 WORKER = "w.1"

@@ -9,8 +9,6 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import KEEP_DEAD_SECONDS, Demand, RedisScripts
 
-pytestmark = pytest.mark.redis
-
 
 def request(request_id: str) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=5, seed=1)

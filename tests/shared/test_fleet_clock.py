@@ -5,8 +5,6 @@ import pytest
 from shared.fleet_clock import FleetClock
 from shared.redis_scripts import RedisScripts
 
-pytestmark = pytest.mark.redis
-
 
 class Monotonic:
     def __init__(self, now: float) -> None:

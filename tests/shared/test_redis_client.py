@@ -6,8 +6,6 @@ from redis.exceptions import ResponseError
 from shared.redis_client import connect
 from tests.conftest import Valkey
 
-pytestmark = pytest.mark.redis
-
 
 async def test_an_observer_hears_of_each_command_and_of_its_failure(valkey: Valkey) -> None:
     heard = []

@@ -22,7 +22,6 @@ from shared.redis_scripts import (
     gateway_message,
 )
 
-pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
 
 

@@ -16,7 +16,6 @@ async def next_of(subscription: Subscription) -> Any:
     return item
 
 
-@pytest.mark.redis
 class TestOnAServer:
     @pytest.fixture
     async def subscription(self, connections):
@@ -66,7 +65,6 @@ async def test_a_store_that_is_away_is_only_silence(tmp_path):
         await away.aclose()
 
 
-@pytest.mark.redis
 async def test_nothing_is_repeated_by_the_client_library(connections, keys):
     """A cut in the middle of a blocking read is an error for its caller to judge, and not a second read."""
     await connections.commands.xgroup_create("stream", "group", id="0", mkstream=True)

@@ -2,14 +2,10 @@ import json
 from pathlib import Path
 
 import psutil
-import pytest
 
 from bench.serving.delivery_cost import main
 
 
-@pytest.mark.redis
-@pytest.mark.e2e
-@pytest.mark.model
 def test_every_process_is_told_and_none_is_left(tmp_path: Path, demo_model_dir: Path) -> None:
     before = set(psutil.pids())
     flags = ["--requests", "3", "--output-tokens", "4", "--step-seconds", "0.001", "--gateways", "2"]

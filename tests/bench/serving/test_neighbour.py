@@ -10,9 +10,6 @@ from bench.serving import neighbour
 from bench.serving.hostile_patterns import PATTERNS
 
 
-@pytest.mark.redis
-@pytest.mark.e2e
-@pytest.mark.model
 def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_dir: Path) -> None:
     """How long they wait says nothing on a loaded machine: that bound is not asked for here."""
     path = tmp_path / "result.json"

@@ -9,7 +9,7 @@ import pytest
 
 from bench.serving import claim_balance, disconnects, gateway_load, overload
 
-pytestmark = [pytest.mark.redis, pytest.mark.e2e, pytest.mark.model]
+pytestmark = pytest.mark.e2e  # the modules that it runs start processes
 
 
 @pytest.fixture

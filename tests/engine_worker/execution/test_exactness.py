@@ -213,7 +213,6 @@ def test_a_second_turn_starts_from_the_first_ones_answer(tiny_dir: Path) -> None
     assert together["second"] == alone["second"]
 
 
-@pytest.mark.model
 @pytest.mark.timeout(300)
 def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path) -> None:
     by_schedule = {}
@@ -227,7 +226,6 @@ def test_the_demo_model_equals_transformers_in_fp32(demo_model_dir: Path) -> Non
     assert_argmax(Reference(demo_model_dir), requests, by_schedule["preempted"], FP32_MARGIN)
 
 
-@pytest.mark.model
 @pytest.mark.timeout(300)
 def test_the_demo_model_is_within_the_margin_in_bf16(demo_model_dir: Path) -> None:
     block_size, num_blocks, scheduler = SCHEDULES["all_at_once"]

@@ -163,7 +163,6 @@ def test_undoing_the_rotary_permutation() -> None:
     assert np.array_equal(undo_rotary_permutation(permuted_as_llama_cpp_does(weight, 2), 2), weight)
 
 
-@pytest.mark.model
 @pytest.mark.parametrize(
     "text",
     ["Hello, world!", "Grüße 東京 🎉 na\u0301ive", "def f(x):\n    return x**2\n\n\tpass", "  two   12 ½", "\0\u200b"],
@@ -173,7 +172,6 @@ def test_the_demo_tokenizer_round_trips(text: str, demo_model_dir: Path) -> None
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-@pytest.mark.model
 def test_the_demo_tokenizer_knows_its_special_tokens(demo_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     # "\nuser" etc. as the model's chat template writes them; ids as transformers gives them for the same file.

@@ -44,7 +44,6 @@ def test_tokens_that_are_one_value_in_bfloat16_are_two() -> None:
     assert logits.argmax() == 1 and logits[0, 0] < logits[0, 1]
 
 
-@pytest.mark.model
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("dtype", "isa"),

@@ -29,6 +29,8 @@ from tests.builders import (
     run_to_end,
 )
 
+pytestmark = pytest.mark.timeout(300)  # long histories
+
 NUM_SEEDS = 100
 NUM_REQUESTS = 40
 

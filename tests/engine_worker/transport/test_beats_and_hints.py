@@ -14,8 +14,6 @@ from shared.redis_scripts import Demand, Fenced
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER
 
-pytestmark = pytest.mark.redis
-
 
 def heartbeat(step: int) -> WorkerHeartbeat:
     return WorkerHeartbeat(worker_id=WORKER, phase=WorkerPhase.READY, step=step)

@@ -3,15 +3,11 @@
 import asyncio
 from typing import Any
 
-import pytest
-
 from engine_worker.transport.kv_feed import KVFeed
 from shared.messages import decode_kv_snapshot
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from tests.builders import make_engine, make_request
-
-pytestmark = pytest.mark.redis
 
 
 class Source:

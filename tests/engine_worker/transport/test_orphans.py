@@ -9,7 +9,6 @@ from shared.new_requests import Keep
 from shared.redis_keys import RESUMED
 from shared.redis_scripts import Demand, RedisScripts, StepFrame
 
-pytestmark = pytest.mark.redis
 WORKER = "w0.aaaa"
 
 

@@ -48,7 +48,6 @@ class TestMissedTicks:
         assert missed.tick(["a"]) == []
 
 
-@pytest.mark.redis
 class TestReaper:
     @pytest.fixture
     def reaper(self, connections, keys):

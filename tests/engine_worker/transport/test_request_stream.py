@@ -14,8 +14,6 @@ from shared.redis_keys import GROUP, RESUMED
 from shared.redis_scripts import Demand, Fenced
 from tests.engine_worker.transport.rig import WORKER, Rig, make_request
 
-pytestmark = pytest.mark.redis
-
 
 def finished(request_id: str) -> FinishEvent:
     return FinishEvent(request_id, FinishReason.STOP, Usage(prompt_tokens=3, completion_tokens=0))

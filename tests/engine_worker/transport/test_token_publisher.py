@@ -20,8 +20,6 @@ from shared.reaping import reap_worker
 from shared.redis_scripts import Fenced
 from tests.engine_worker.transport.rig import WORKER, Rig
 
-pytestmark = pytest.mark.redis
-
 
 def token(request_id: str, index: int, *token_ids: int) -> TokenEvent:
     return TokenEvent(request_id, index, list(token_ids))

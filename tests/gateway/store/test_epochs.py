@@ -24,8 +24,6 @@ from shared.redis_keys import RedisKeys
 from tests.engine_worker.transport.rig import FlakyScripts, Held
 from tests.gateway.store.conftest import HandPlayedWorker, make_request, rest, rest_until, start
 
-pytestmark = pytest.mark.redis
-
 
 class Wire:
     """The way of messages to the gateway; waits until it has heard them."""

@@ -35,8 +35,6 @@ from tests.gateway.store.conftest import (
     subscribed,
 )
 
-pytestmark = pytest.mark.redis
-
 
 class TestStream:
     async def test_tokens_as_they_come_and_then_the_end(self, client, worker):

@@ -37,7 +37,6 @@ def test_a_store_that_tells_neither_is_never_full_and_that_is_warned_of(caplog: 
     assert "admission never closes" in caplog.text
 
 
-@pytest.mark.redis
 async def test_a_real_store_tells_its_machines_memory(connections: RedisConnections) -> None:
     memory = StoreMemory()
     watch = asyncio.create_task(memory.watch(connections.commands))
@@ -52,7 +51,6 @@ async def limited(connections: RedisConnections) -> AsyncIterator[RedisConnectio
     await connections.commands.config_set("maxmemory", 0)
 
 
-@pytest.mark.redis
 async def test_a_real_store_fills_and_empties(limited: RedisConnections) -> None:
     redis = limited.commands
     memory = StoreMemory()
