@@ -65,8 +65,7 @@ def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
     """The test and its fixtures; the store that a session shares is a need of its own."""
     yield item.function
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
-        if name not in (NEEDS = ("redis", "model", "e2e", "gpu")
-STORE_FIXTURE, WEIGHTS_FIXTURE):
+        if name not in (STORE_FIXTURE, WEIGHTS_FIXTURE):
             yield from (definition.func for definition in definitions)
 
 
