@@ -1,4 +1,4 @@
-"""What a test needs beside Python and memory: its markers, found in its fixtures and in the functions that it reaches.
+"""The markers of a test say what it needs beside Python: found in its fixtures and in the functions that it reaches.
 
     redis   the session's store           model   the demo model's weights
     e2e     a process of its own          gpu     a CUDA device: a test says so itself
@@ -62,8 +62,10 @@ def is_read(path: Path, selected: str, config: pytest.Config) -> bool:
 
 
 def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:
-    """The test and its fixtures; the store that a session shares is a need of its own."""
+    """The test, its parameters and its fixtures; the store that a session shares is a need of its own."""
     yield item.function
+    if hasattr(item, "callspec"):
+        yield from (value for value in item.callspec.params.values() if isinstance(value, FunctionType))
     for name, definitions in item._fixtureinfo.name2fixturedefs.items():
         if name not in (STORE_FIXTURE, WEIGHTS_FIXTURE):
             yield from (definition.func for definition in definitions)
@@ -105,7 +107,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
-    """A function of ours, or the methods of a class of ours."""
+    """A function of ours, or the methods of a class of ours, or those of a table."""
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _functions_of(item) if callable(item) else ()
     value = inspect.unwrap(value) if callable(value) else value
     if not _is_ours(getattr(value, "__module__", None) or ""):
         return

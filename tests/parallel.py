@@ -28,7 +28,7 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def together(nodeid: str) -> str:
-    """What is run by one process: a file, a folder of files, or a test alone."""
+    """The name of the tests that one process runs with this one: a file, a folder of files, or the test alone."""
     file = nodeid.partition("::")[0]
     if file in ONE_PROCESS_A_TEST:
         return nodeid

@@ -1,4 +1,4 @@
-"""What tests need is found out, and what was not found is stopped: tests/needs.py."""
+"""The needs of tests are found out, and a need that was not found is stopped: tests/needs.py."""
 
 import asyncio
 import socket
