@@ -31,7 +31,7 @@ CLONE = Path(__file__).parents[1]  # if this is one
 _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as gateway/auth/api_keys.py allows
 CONFIGURED = ("serve", "gateway", "worker")
 _COMMANDS = """commands:
-  serve [MODEL]   store, gateway and workers on this machine; MODEL is a directory, a .gguf file or `demo` (default)
+  serve [MODEL]   store, gateway and workers on this machine; MODEL: directory, .gguf file, ORG/NAME or `demo` (default)
   gateway         the HTTP gateway alone
   worker          one engine worker alone
   chat            talk to a running server in the terminal

@@ -21,6 +21,7 @@ from pagestream.address import AddressInUse, require_free_port
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
+from pagestream.hub_model import is_hub_name
 from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.serve_settings import DEMO
 from pagestream.store_checks import Finding, check_embedded_store, check_redis
@@ -42,7 +43,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 def main(argv: Sequence[str]) -> int:
     """Exit status 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser(prog="pagestream doctor", description="Check this machine.")
-    parser.add_argument("--model", default=DEMO, help="a model directory, a .gguf file, or the word demo")
+    parser.add_argument("--model", default=DEMO, help="a model directory, a .gguf file, ORG/NAME, or the word demo")
     parser.add_argument("--redis-url", default="", help="a Redis or Valkey to examine; default: the embedded one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -155,13 +156,22 @@ def check_model(model: str) -> Finding:
             return Finding("model", "ok", f"demo, to be converted at the first start: {gguf}")
         return Finding("model", "warn", "demo, to be downloaded at the first start (93 MB)")
     path = Path(model).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return Finding("model", "ok", f"{path}, to be converted at the first start")
+    if later := _found_at_the_start(model, path):
+        return Finding("model", "ok", later)
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     missing += [] if any(path.glob("*.safetensors")) else ["*.safetensors"]
     if missing:
         return Finding("model", "fail", f"{path}: no {', no '.join(missing)}", "give a Hugging Face style directory")
     return Finding("model", "ok", str(path))
+
+
+def _found_at_the_start(model: str, path: Path) -> str:
+    """What the first start makes of it; empty if it is to be a model directory already."""
+    if path.suffix == ".gguf" and path.is_file():
+        return f"{path}, to be converted at the first start"
+    if is_hub_name(model) and not path.exists():
+        return f"{model}, to be found in the hub's cache or downloaded at the first start"
+    return ""
 
 
 def check_disk(check: str, directory: Path) -> Finding:

@@ -1,4 +1,4 @@
-"""The models that `pagestream serve MODEL` may name: `demo`, a .gguf file, or a model directory."""
+"""The models that `pagestream serve MODEL` may name: `demo`, a .gguf file, a directory, or ORG/NAME on the hub."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagestream.demo_model import DEMO_MODEL_NAME, demo_model_directory, prepare_demo_model
 from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
+from pagestream.hub_model import DEFAULT_REVISION, hub_directory, is_hub_name, prepare_hub_model
 from pagestream.phases import PhaseReport
 from pagestream.serve_settings import DEMO
 
@@ -19,8 +20,8 @@ class ModelSource:
     prepare: Callable[[PhaseReport], Awaitable[object]]  # raises ModelUnavailable
 
 
-def find_model(model: str) -> ModelSource:
-    """Raises ModelUnavailable for what is neither."""
+def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
+    """Raises ModelUnavailable for what is none of them. `revision`: of a model on the hub. What is here goes first."""
     if model == DEMO:
         return ModelSource(DEMO_MODEL_NAME, demo_model_directory(), prepare_demo_model)
     path = Path(model).expanduser().resolve()
@@ -29,8 +30,11 @@ def find_model(model: str) -> ModelSource:
         return ModelSource(path.stem, target, lambda report: convert_once(path, target, report))
     if path.is_dir():
         return ModelSource(path.name, path, lambda report: _check_directory(path))
+    if is_hub_name(model) and not path.exists():
+        directory = hub_directory(model, revision)
+        return ModelSource(model, directory, lambda report: prepare_hub_model(model, revision, report))
     kind = "is no model directory and no .gguf file" if path.exists() else "does not exist"
-    raise ModelUnavailable(f"{model} {kind}; give a directory, a .gguf file, or the word {DEMO}")
+    raise ModelUnavailable(f"{model} {kind}; give a directory, a .gguf file, ORG/NAME, or the word {DEMO}")
 
 
 async def _check_directory(path: Path) -> None:

@@ -53,7 +53,10 @@ def parse_gateways(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    model: str = setting("", help="a model directory, a .gguf file, or the word demo; default: demo")
+    model: str = setting(
+        "", help="a model directory, a .gguf file, ORG/NAME on the Hugging Face hub, or the word demo; default: demo"
+    )
+    revision: str = setting("main", help="branch, tag or commit of a model on the Hugging Face hub")
     served_model_name: tuple[str, ...] = setting(
         (), help="name in the API, and aliases of it; default: the model's own"
     )

@@ -49,7 +49,7 @@ def files_folder(models: Sequence[ServedModel]) -> str:
 
 
 def _served(entry: ModelEntry, settings: ServeSettings) -> ServedModel:
-    source = find_model(entry.model)
+    source = find_model(entry.model, settings.revision)
     flags: list[str] = []
     for key, value in entry.worker.items():
         flag = "--" + key.replace("_", "-")

@@ -1,0 +1,148 @@
+"""`serve ORG/NAME`: the hub's own library against a hub on 127.0.0.1, and the cache that it leaves."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagestream.gguf_model import ModelUnavailable
+from pagestream.hub_model import hub_directory, is_hub_name
+from pagestream.model_source import find_model
+from tests.pagestream.fake_hub import COMMIT, FakeHub, running
+
+INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+FILES = {
+    "config.json": b"{}",
+    "generation_config.json": b"{} ",
+    "tokenizer.json": b"{}  ",
+    "tokenizer_config.json": b"{}   ",
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-00001-of-00002.safetensors": b"a" * 300_000,
+    "model-00002-of-00002.safetensors": b"b" * 300_000,
+    "pytorch_model.bin": b"never",
+    "consolidated.safetensors": b"the same once more",
+    "original/model.safetensors": b"never",
+    "README.md": b"never",
+    "modeling_own.py": b"never",
+}
+CHUNK_BYTES = 10 * 2**20  # what the library writes at once: less than this of a file is not kept
+WANTED = sorted(name for name in FILES if not FILES[name].startswith((b"never", b"the same")))
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with running(FakeHub(dict(FILES))) as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.endpoint)
+        yield found
+
+
+async def prepare(model: str = "org/tiny", revision: str = "main") -> tuple[Path, list[tuple[str, float]]]:
+    reports: list[tuple[str, float]] = []
+    source = find_model(model, revision)
+    await source.prepare(lambda phase, progress, detail: reports.append((phase, progress)))
+    assert source.name == model
+    return source.directory, reports
+
+
+async def test_only_what_serving_reads_is_downloaded_and_once(hub: FakeHub) -> None:
+    directory, reports = await prepare()
+    assert sorted(path.name for path in directory.iterdir()) == WANTED
+    assert (directory / "model-00002-of-00002.safetensors").read_bytes() == FILES["model-00002-of-00002.safetensors"]
+    assert sorted(hub.downloads()) == WANTED
+    assert reports[0] == ("download", 0.0) and reports[-1] == ("download", 1.0)
+    hub.asked.clear()
+    await prepare()
+    assert hub.downloads() == []
+
+
+async def test_without_a_network_the_cache_is_enough(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = await prepare()
+    directory.unlink()
+    hub.asked.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert (await prepare())[0].resolve().name == COMMIT
+    assert (await prepare(revision=COMMIT))[0].resolve().name == COMMIT
+    assert hub.asked == []
+
+
+async def test_an_interrupted_download_goes_on_where_it_was(hub: FakeHub) -> None:
+    name = "model-00002-of-00002.safetensors"
+    hub.files[name] = b"b" * (2 * CHUNK_BYTES)
+    hub.cut_after[name] = CHUNK_BYTES + 1000
+    try:
+        await prepare()
+    except ModelUnavailable:  # the library may go on by itself, or leave it to the next start
+        assert not find_model("org/tiny").directory.exists()
+        await prepare()
+    assert (find_model("org/tiny").directory / name).read_bytes() == hub.files[name]
+    ranges = [asked for method, file, asked in hub.asked if method == "GET" and file == name]
+    assert ranges == [None, f"bytes={CHUNK_BYTES}-"]
+
+
+async def test_a_token_from_the_usual_place_opens_what_is_gated(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "hf_secret"
+    with pytest.raises(ModelUnavailable, match=r"org/tiny is gated: accept its terms at http.*HF_TOKEN"):
+        await prepare()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    directory, _ = await prepare()
+    assert (directory / "config.json").is_file()
+
+
+async def test_what_the_hub_does_not_have(hub: FakeHub) -> None:
+    with pytest.raises(ModelUnavailable, match=r"has no model org/other, or it is private .*no folder of this name"):
+        await prepare("org/other")
+    with pytest.raises(ModelUnavailable, match="org/tiny has no revision 'v9': give a branch, a tag or a commit"):
+        await prepare(revision="v9")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"])
+async def test_what_cannot_be_served_is_told_by_its_files(hub: FakeHub, missing: str) -> None:
+    del hub.files[missing]
+    with pytest.raises(
+        ModelUnavailable, match=rf"org/tiny \(main\) has no {missing}: a model is served from safetensors"
+    ):
+        await prepare()
+    assert not find_model("org/tiny").directory.exists()
+
+
+@pytest.mark.parametrize("offline", [True, False])
+async def test_where_the_network_does_not_allow_it(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unheard:  # bound, and nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unheard.getsockname()[1]}")
+        if offline:
+            monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        why = (
+            "HF_HUB_OFFLINE is set" if offline else r"cannot be reached \(a mirror: HF_ENDPOINT; a proxy: HTTPS_PROXY\)"
+        )
+        with pytest.raises(ModelUnavailable, match=rf"it is not in .*/hf/hub, and .*{why}.*`hf download org/tiny`"):
+            await prepare()
+
+
+def test_what_is_here_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model("org/tiny").directory == hub_directory("org/tiny", "main")
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    assert find_model("org/tiny").directory == tmp_path / "org" / "tiny"
+
+
+@pytest.mark.parametrize("name", ["/abs/dir", "./a/b", "../a/b", "a/b/c", "name", "a/", "a b/c", "a/..", "-a/b"])
+def test_what_is_no_name_on_the_hub(name: str) -> None:
+    assert not is_hub_name(name)
+
+
+def test_revisions_have_places_of_their_own() -> None:
+    places = {hub_directory("a/b", revision) for revision in ("main", "refs/pr/1", "v1.0")}
+    assert len(places) == 3 and all(place.parent.name == "models" for place in places)
