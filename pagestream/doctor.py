@@ -166,7 +166,7 @@ def check_model(model: str) -> Finding:
 
 
 def _found_at_the_start(model: str, path: Path) -> str:
-    """What the first start makes of it; empty if it is to be a model directory already."""
+    """Say what the first start makes of `model`; empty if it is to be a model directory already."""
     if path.suffix == ".gguf" and path.is_file():
         return f"{path}, to be converted at the first start"
     if is_hub_name(model) and not path.exists():

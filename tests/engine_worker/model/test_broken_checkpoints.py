@@ -44,7 +44,7 @@ def cut(directory: Path, keep: Callable[[int], int]) -> None:
 
 
 def lie(directory: Path, **changes: object) -> None:
-    """Of one tensor in the shard's header."""
+    """The shard's header tells something else of one tensor."""
     content = (directory / SHARD).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -1,4 +1,4 @@
-"""What checkpoint_tensors() tells beforehand is what a network of every family reads."""
+"""checkpoint_tensors() tells beforehand which tensors a network of every family reads."""
 
 from pathlib import Path
 
