@@ -19,10 +19,10 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
-.PHONY: help setup dev serve quick unit test peers faults soak mutants fuzz check bench paper doctor lock clean
+.PHONY: help setup dev serve quick unit test peers faults soak mutants fuzz check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | faults | soak | mutants | fuzz | check | bench | paper | doctor | setup | dev | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | faults | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -66,6 +66,12 @@ check: dev
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+wheel: dev
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
+
+format: dev
+	$(BIN)/ruff format --quiet .
 
 lock: dev
 	@test -n "$(WHEELS)" || { echo "make lock WHEELS=FOLDER   a folder with torch's CPU wheel"; exit 2; }

@@ -1,4 +1,4 @@
-"""What a page says that is not so: each function takes a page's text and gives the claims that the code denies.
+"""False claims of a page: each function takes a page's text and gives the claims that the code denies.
 
 A claim is something in `backticks` or in a block of code that has the form of a name: a route, a flag, a file. What is
 named to say that it is not there stands under a heading with "Not there", where the first two functions look at it
@@ -23,7 +23,7 @@ _ENDINGS = "py|md|lua|toml|yml|yaml|json|jsonl|txt|sh|acl|png|js|html|css|in|pdf
 
 
 def spans(text: str) -> list[str]:
-    """What stands in backticks, outside blocks of code; a span may go on in the next line."""
+    """The texts in backticks, outside blocks of code; a span may go on in the next line."""
     return [" ".join(span.split()) for span in _SPAN.findall(_FENCE.sub("", text))]
 
 
@@ -109,7 +109,7 @@ def false_commands(text: str) -> list[str]:
 
 
 def false_flags(text: str) -> list[str]:
-    """Those alone in backticks, and those of our own commands."""
+    """Flags that no program has, alone in backticks or in one of our own commands."""
     ours = [
         line for line in [*spans(text), *blocks(text)] if re.match(r"--\w|pagestream |(?:\S+/)?python3? -m bench", line)
     ]
@@ -172,7 +172,7 @@ FAMILY_NAMES = {
 
 
 def false_families(text: str) -> list[str]:
-    """Of the sentence `It serves ... (A, B and C)`."""
+    """The families in `It serves ... (A, B and C)` that are refused, and those that it leaves out."""
     lists = re.findall(r"(?s)serves dense decoders[^(]*\(([^)]*)\)", text)
     named = {name.strip() for listed in lists for name in re.split(r",|\band\b", " ".join(listed.split()))}
     unknown = {name for name in named if FAMILY_NAMES.get(name) not in MODULES}

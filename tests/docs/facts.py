@@ -1,4 +1,4 @@
-"""What the code has, for the claims of docs/ to be held against: routes, errors, commands, flags, store names, metrics.
+"""The facts that docs/ is held against: routes, errors, commands, flags, store names, metrics.
 
 Read from the code's own tables where there is one, and from its syntax tree where there is none. Imports no page.
 """
@@ -87,7 +87,7 @@ def raised_codes() -> set[tuple[int, str]]:
 
 @cache
 def flags() -> frozenset[str]:
-    """Of every program and script of the repository."""
+    """The flags of every program and script of the repository."""
     found = set(COMMON_FLAGS)
     for settings in SETTINGS.values():
         for field in fields(settings):
@@ -101,7 +101,7 @@ def flags() -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    """Of `pagestream`."""
+    """The commands of `pagestream`."""
     return frozenset(re.findall(r"(?m)^  ([\w-]+) ", cli._COMMANDS))
 
 

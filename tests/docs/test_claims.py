@@ -1,4 +1,4 @@
-"""What the pages say of routes, errors, the store, commands, flags, files, metrics and models is so.
+"""The pages tell the truth of routes, errors, the store, commands, flags, files, metrics and models.
 
 Every kind is seen to find a planted falsehood; and what the code has and a page is to have whole is there.
 """

@@ -93,7 +93,7 @@ def elsewhere(tmp_path: Path) -> tuple[Path, dict[str, str]]:
 
 @pytest.fixture
 def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[str]:
-    """Of `pagestream serve` out of the wheel, on a model of two layers."""
+    """The address of `pagestream serve` out of the wheel, on a model of two layers."""
     directory, environ = elsewhere
     model = write_tiny_model(directory / "tiny")
     config = json.loads((model / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What an environment lacks for a command, and whose packages stand under our names."""
+"""The extras that an environment lacks are named, and so is whose package stands under one of our names."""
 
 import subprocess
 import sys
