@@ -3,6 +3,9 @@
 Reads config.json, and of weights that are there their headers: no torch, no device. Tells parameters, bytes of
 weights, KV per token and block, and how many sequences of --max-model-len tokens, and of shorter ones, the KV cache
 holds. The worker measures instead: it sizes the KV cache by what is free after the weights are loaded.
+
+It is a program of its own, before any start: no request comes by. It knows config.json and the sizes of tensors, no
+device and no torch.
 """
 
 import argparse

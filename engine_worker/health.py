@@ -3,6 +3,8 @@
 /livez says only that the event loop turns; /readyz that requests are being claimed, and what is missing until then.
 /debug/kv shows every block and sequence, /debug/kv/events?since=NUMBER why blocks moved: request ids and counts, never
 tokens. Both are where the metrics are, and nowhere else.
+
+It knows the worker by its status, metrics and snapshots alone, and changes nothing.
 """
 
 import asyncio

@@ -3,6 +3,8 @@
 Gauges and counters are read from one EngineStats snapshot when somebody scrapes, never in a step; only the step
 histograms are fed by the loop, with their children bound once (`labels()` costs more than `observe()`). Names and units
 follow the Prometheus rules: base units, `_total`, ratios 0..1, and block states that add up to the capacity.
+
+It stands beside every walk: it reads frozen snapshots of the engine, and knows no request by its id.
 """
 
 import time

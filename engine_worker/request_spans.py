@@ -1,4 +1,7 @@
-"""The parts of a request's time as spans of its trace: queue, prefill, decode."""
+"""The parts of a request's time as spans of its trace: queue, prefill, decode.
+
+It stands behind the end of a request, if somebody wants traces. It knows times, and no tokens.
+"""
 
 from engine_worker.request_times import RequestTimes
 from shared.tracing import Tracing, valid_traceparent

@@ -2,6 +2,8 @@
 
 The health routes, the heartbeats and the phase lines begin at once; the engine is loaded in its own thread meanwhile.
 `load` decides what the engine is: a model on a device, or a script in a test. Any part that fails ends the process.
+
+It is used from the start to the drain, around every walk. It knows the parts, and no request.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 Time is counted in ticks of this task itself: a process that was stopped and goes on has missed nothing. Should the
 event loop hang as well (a native call that keeps the interpreter's lock), a timer outside of it ends the process later.
+
+It stands beside every step; its end of the process is the beginning of a takeover. It knows no request.
 """
 
 import asyncio

@@ -5,6 +5,8 @@
 The rule that keeps it safe: a kernel launched so calls gdc_wait() before it reads or writes anything but constants
 (weights). The wait ends when the kernel before has finished; as that one has waited too, everything before has. Needs
 compute capability 9; neither the interpreter nor older devices have it, so it is a constant of the compilation.
+
+It serves the kernels of a captured step. It knows no kernel.
 """
 
 from functools import cache

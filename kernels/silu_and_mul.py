@@ -4,6 +4,8 @@
 
 Float32 inside, one rounding at the end, to the dtype of x. Rows may be strided, columns are contiguous. x is not
 modified.
+
+It is called once a layer in every step. It knows no layer.
 """
 
 import torch

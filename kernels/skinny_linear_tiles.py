@@ -4,6 +4,8 @@
 
 The rows are those for which the kernel won against cuBLAS in a graph of eight layers (bench/kernel/linear.py,
 bench/results/h200/linear.json). Nothing is tuned while serving.
+
+It is asked at a worker's start, for each weight. It knows shapes, and no weights.
 """
 
 from functools import cache

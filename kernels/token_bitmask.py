@@ -6,6 +6,8 @@ scores [N, V] float32, bfloat16 or float16; rows may be strided, columns are con
 rows [R] int32, each a row of `scores`, none twice
 masks [R, W] int32, contiguous, W = ceil(V / 32): bit t % 32 of word t // 32 says whether token t is allowed in the
     row; the score of one that is not becomes -inf
+
+It is used in a step, between the forward pass and the sampler. It knows no grammar.
 """
 
 import numpy as np

@@ -1,1 +1,4 @@
-"""The command line and the supervisor of the embedded default. Holds no serving logic."""
+"""The command line and the supervisor of the embedded default. Holds no serving logic.
+
+It knows gateway and workers as processes alone, by their command lines, heartbeats and exit statuses.
+"""

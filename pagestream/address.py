@@ -1,4 +1,7 @@
-"""The address that the gateway serves: is it free, does it answer, how a person writes it."""
+"""The address that the gateway serves: is it free, does it answer, how a person writes it.
+
+It is used at the start of `serve`, before and after the gateway is there. It knows no route but /ready.
+"""
 
 import asyncio
 import errno

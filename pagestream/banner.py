@@ -1,4 +1,7 @@
-"""The words of `pagestream serve` when it begins and when it is ready: lines to copy and run."""
+"""The words of `pagestream serve` when it begins and when it is ready: lines to copy and run.
+
+It is the last phase of a start. It knows no process.
+"""
 
 import json
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """The input of `pagestream run-batch`, in OpenAI's batch format. Pure but for reading the file.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+It serves run_batch.py. It knows no server, and not what a body means.
 """
 
 import hashlib

@@ -1,6 +1,8 @@
 """`pagestream chat`: a conversation in the terminal with a running server. Ctrl-C stops an answer, Ctrl-D ends it all.
 
 /reset    forget what was said      /system TEXT    begin anew, with TEXT as the system's message
+
+It is a client of its own: it meets the gateway through HTTP alone, and knows nothing behind it.
 """
 
 import argparse

@@ -2,6 +2,9 @@
 
 GPUs are found without CUDA, because the supervisor never loads torch. Each worker sees one of them alone, so that
 several workers are several copies of the model on as many GPUs.
+
+It is used at a start and after each death, for all_in_one.py. It starts nothing, and knows options by their names
+alone.
 """
 
 import os

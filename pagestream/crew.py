@@ -1,4 +1,8 @@
-"""The children of one supervisor together: if one is given up, all are stopped; the stop goes rank by rank."""
+"""The children of one supervisor together: if one is given up, all are stopped; the stop goes rank by rank.
+
+It stands around the children of `serve`, from their start to the stop. It knows no store and no request, and not what
+a child is.
+"""
 
 import asyncio
 import itertools

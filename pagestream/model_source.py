@@ -1,4 +1,7 @@
-"""The models that `pagestream serve MODEL` may name: `demo`, a .gguf file, a directory, or ORG/NAME on the hub."""
+"""The models that `pagestream serve MODEL` may name: `demo`, a .gguf file, a directory, or ORG/NAME on the hub.
+
+It is used at the start of `serve`, before the workers. It knows where files are, and nothing of networks.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The models of one `pagestream serve`: the one of --model, or those of --models-file, with the workers of each."""
+"""The models of one `pagestream serve`: the one of --model, or those of --models-file, with the workers of each.
+
+It is used at the start of `serve`. It knows names and directories, and nothing of networks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

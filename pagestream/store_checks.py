@@ -1,6 +1,8 @@
 """The questions of `pagestream doctor` to the store: is it there, new enough, safe for requests, its clock ours?
 
 Changes nothing in it.
+
+It serves doctor.py. It knows no key of the store.
 """
 
 import subprocess

@@ -3,6 +3,8 @@
     --once   one picture without control characters, for scripts and logs
 
 The workers make snapshots only while somebody watches: this program is one who does.
+
+It is a client of its own, beside the walk of a block: it knows the feed of the live page alone.
 """
 
 import argparse

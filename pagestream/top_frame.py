@@ -1,6 +1,8 @@
 """A worker's KV memory as lines for a terminal: pure text out of one snapshot, with ANSI colours or without.
 
 A cell of the map stands for as many blocks as the screen asks for, and shows the most used state among them.
+
+It serves top.py. It knows no connection and no terminal's size but the one that it is given.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,6 +2,8 @@
 
 The first choice has the request's own seed, so that it is the same with n = 1. A seed does not depend on n, nor
 on the place of the prompt in a list.
+
+A token's way back begins with it: the sampler draws by (seed, index). It knows no request.
 """
 
 import hashlib

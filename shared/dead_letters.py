@@ -2,6 +2,8 @@
 
 REAP writes a dead letter (shared/redis_scripts/reap.lua); its client has had an error event. The letter itself names
 the request and how it died. The request's body, which holds the prompt, stays where it was for KEEP_DEAD_SECONDS.
+
+It stands behind a takeover that failed too often: REAP writes them, `pagestream dlq` reads them. It knows no worker.
 """
 
 import secrets

@@ -3,6 +3,8 @@
 Each process adds what its own monotonic clock has counted since it last saw the common value, and all agree on the
 largest of these: a lower bound of the time that has really passed, and exact to a round trip while anybody runs. The
 value itself means nothing, only differences do. Where nobody runs, it stands still.
+
+It is used in a chat's way in for its deadlines, and in every look at them. It knows no request.
 """
 
 import asyncio

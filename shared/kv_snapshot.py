@@ -2,6 +2,8 @@
 
 Published about once a second on channel {m}:kv, only while {m}:kvw exists; read by the gateway's live page. It tells of
 all requests whose they are, and a gateway gives each watcher only its own (`of_tenant`).
+
+It stands beside the walk of a block: from a worker to the gateways' live pages. It knows no tokens.
 """
 
 import msgspec

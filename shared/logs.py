@@ -2,6 +2,8 @@
 
 `request_id` is a context variable: set it where a request enters, and all lines of that task and its children carry it.
 Quiet by default: no third-party chatter below WARNING. Never hand prompts, outputs or keys to a logger.
+
+It stands beside every walk. It knows no setting but the form of a line.
 """
 
 import json

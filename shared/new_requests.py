@@ -1,4 +1,7 @@
-"""The request as ACCEPT is told of it: whether and for whom it is kept, what its key may hold in the store. Pure."""
+"""The request as ACCEPT is told of it: whether and for whom it is kept, what its key may hold in the store. Pure.
+
+It is the last step of a chat's way in at the gateway. It knows no body.
+"""
 
 from dataclasses import dataclass
 

@@ -3,6 +3,8 @@
 Measured with redis-py 8.1: its default repeats any command ten times, so one XADD with three lost replies left four
 entries; its default time-out of 5 s breaks longer blocking reads. Here nothing is repeated (only our scripts may be, by
 their callers), and blocking reads, subscriptions and commands never share a connection.
+
+It lies under every walk that crosses the store. It knows no key and no script.
 """
 
 import time

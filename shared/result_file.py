@@ -3,6 +3,9 @@
     {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
 A writer that was cut off leaves at most half a line at the end, which the next one takes away.
+
+It is the end of a line's way back, in batches of the gateway and in `pagestream run-batch`. It does not know what a
+result says.
 """
 
 import os

@@ -3,6 +3,8 @@
 Store errors never leave it: it reconnects with a back-off, and tells `GAP` after every (re)subscribe, because messages
 may have been lost before it. It pings, since a dead TCP connection is otherwise silent: after two unanswered pings it
 reconnects. One task owns it; close it with `aclose()`.
+
+A token's way back enters a gateway here; heartbeats and hints come by it too. It does not know what the messages say.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 On Python 3.11 `asyncio.wait_for` returns its result instead of raising when a cancel arrives in the same turn of the
 loop, and the Redis client sends every command inside one. So one `cancel()` may vanish, and a wait for the task hangs.
+
+It is used at every stop. It knows no task.
 """
 
 import asyncio

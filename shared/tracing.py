@@ -2,6 +2,8 @@
 
 A trace crosses the queue as the W3C `traceparent` of the request; the spans of the gateway and of the worker are then
 those of one trace. Spans have OpenTelemetry's names for generative AI where there are such names.
+
+It stands beside every walk, in both programs. It knows no request's content.
 """
 
 import re

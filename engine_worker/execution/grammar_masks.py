@@ -11,6 +11,9 @@ last token is still in flight when a step is submitted, and `tokens_in_flight` w
 device, the forward pass holds its thread, and another fills the masks meanwhile.
 
 What goes wrong in a grammar ends its own request.
+
+It is used in a step, between the forward pass and the sampler. It knows the compiled grammars of a batch, and nothing
+of requests or schemas.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,6 +1,8 @@
 """From settings to a ModelRunner that is ready to serve: load weights, size and allocate the KV cache, warm up.
 
 Each phase reports its progress; a pool that cannot hold max_model_len tokens is refused with the measured numbers.
+
+It is used once, at a worker's start. It knows all parts of this folder, and no request.
 """
 
 import os

@@ -3,6 +3,8 @@
 Of a sequence it reads the parameters and how many tokens are out, not which: so a step can be prepared while the one
 before still samples. Penalties need the tokens (Sequence.needs_last_token_on_host), and so do grammars and bad words,
 which wait for them while the forward pass runs (grammar_masks.py, token_rules.py).
+
+It is used in a step, beside the forward pass: the sampler reads them. It knows no logits and no store.
 """
 
 import math

@@ -2,6 +2,9 @@
 
 By the code that serves, on shapes that were warmed up: transfers of whole blocks through the host pool and one prefill,
 which a preemption's choice rests on; one decode, which tells what to expect of a CPU.
+
+It is used once, at a worker's start; the scheduler's preemption chooses by it between swap and recompute. It knows no
+sequence.
 """
 
 import time

@@ -2,6 +2,8 @@
 
 The step has as many prompt tokens as the budget allows, and samples as many sequences as there are seats, with top-p,
 which takes the most. Its KV goes to one block over and over; nobody reads what it answers.
+
+It is used once, at a worker's start, for load.py. It knows no request.
 """
 
 import torch

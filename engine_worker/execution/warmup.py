@@ -1,6 +1,8 @@
 """Runs the shapes of typical steps once, so that the first request does not pay for kernels compiled at first use.
 
 The steps are real ones on made-up sequences; their KV lies in blocks that nobody owns yet and nobody will read.
+
+It is the last phase of a worker's start. It knows no request; what it computes is thrown away.
 """
 
 from collections.abc import Iterator

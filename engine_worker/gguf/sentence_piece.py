@@ -2,6 +2,8 @@
 
 SentencePiece merges the pair whose piece has the best score; `tokenizers` merges by a list, so the list is made of all
 pairs of pieces that are a piece together, the best score first (as transformers' generate_merges() does it).
+
+It serves tokenizer.py, when a GGUF file is converted. It knows no tensors and encodes nothing itself.
 """
 
 from collections.abc import Iterator

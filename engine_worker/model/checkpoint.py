@@ -2,6 +2,8 @@
 
 What a checkpoint lacks, has too much, in another shape or in a format that is not read is refused here, by name, before
 a byte of weights is read and before torch is there to read it.
+
+It is used at a worker's start, before a tensor is read. It knows no device.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """Which tensors a network reads from its checkpoint: names and shapes, in the order of the layers. Pure.
 
 What a checkpoint lacks, has too much or in another shape can be told from this before a byte of weights is read.
+
+It is used at a worker's start, for the checks of a directory and for estimates. It knows the spec, and no values.
 """
 
 from collections.abc import Iterator, Sequence

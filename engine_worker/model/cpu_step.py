@@ -2,6 +2,9 @@
 
 Made once a step; it gathers there what all layers share. Few operators, because at batch 1 each costs 2-10 us against
 120 us of products in a layer (SmolLM2, 2 cores). Same methods as CudaStep.
+
+It is used in every step of a worker without a GPU; network.py calls it. It knows no family, no sequence and no
+sampling.
 """
 
 import torch

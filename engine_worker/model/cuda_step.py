@@ -1,6 +1,9 @@
 """The operators of one forward pass on CUDA: Triton kernels, and the library's matrix products where these are faster.
 
 Same methods as CpuStep. A product of few rows goes to skinny_linear where its table says so: by shape alone.
+
+It is used in every step of a worker on a GPU, captured or not; network.py calls it. It knows no family, no sequence
+and no sampling.
 """
 
 import torch

@@ -1,6 +1,9 @@
 """The input of one forward pass: every tensor that the network needs beside its weights and the KV pool.
 
 T = tokens of this step, all sequences one after another; S = sequences; B = longest block table of the step.
+
+It is made in every step by input_builder.py or persistent_inputs.py, read by the network. It knows no request: rows
+are numbers.
 """
 
 from dataclasses import dataclass

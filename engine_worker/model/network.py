@@ -4,6 +4,9 @@
 
 Reads as the network. Where its norms stand, and what else differs between families, its ModelSpec says; what differs
 between devices is in CpuStep and CudaStep, chosen by the pool's device. A ServedModel: it has no state but its weights.
+
+It is the forward pass of every step. It knows what a network consists of by its spec, never which family it is, and
+nothing of sequences or sampling.
 """
 
 from collections.abc import Callable

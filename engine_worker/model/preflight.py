@@ -1,4 +1,7 @@
-"""Checks of a model directory before torch is there: its files are whole and fit its network."""
+"""Checks of a model directory before torch is there: its files are whole and fit its network.
+
+It is the first thing of a worker's start. It knows no device and no request.
+"""
 
 from pathlib import Path
 

@@ -8,6 +8,9 @@ there what the device has lost, and a preempted sequence can be swapped instead 
 
 The scheduler says who is admitted and who yields. The block moves that this takes are collected until
 take_transfers() gives them to the batch, and each is an event.
+
+It is part of a block's walk: the scheduler asks here for every token that needs a slot, and gives back here what a
+sequence leaves. It knows block ids, and no tensor.
 """
 
 from collections import Counter

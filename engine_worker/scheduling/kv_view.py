@@ -1,6 +1,9 @@
 """The KV cache as somebody who asks sees it: every block's state, every sequence's blocks, and why others wait.
 
 Built when asked for, between two steps; costs about 0.1 us a block. Plain dicts and lists: they go out as JSON.
+
+It stands beside the walk of a block: /debug/kv and the live page show it. It knows counts and ids, never tokens, and
+changes nothing.
 """
 
 from collections.abc import Iterable

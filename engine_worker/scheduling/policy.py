@@ -4,6 +4,8 @@ Interactive requests before those in the background; within a class first come, 
 newest running group yields all its blocks and goes to the front of its class, so every running group is older than
 every waiting one of its class, and the oldest always moves on. The exception: one that was preempted twice is pinned
 until it got a token further, so that it is not preempted again and again.
+
+It is used in every step, for the scheduler: who is admitted, and who yields. It knows no blocks, budgets or clocks.
 """
 
 from collections import OrderedDict

@@ -4,6 +4,9 @@ By setting, or by what costs fewer seconds with the speeds that were measured wh
 Swapping overlaps with the steps and computing does not, so counting its whole time is in favour of computing. That a
 swapped sequence misses the step that fetches it is not counted: it costs nobody else anything, where computing again
 lengthens the step of all. A group of sequences is swapped as a whole or not at all. Moves nothing.
+
+It is part of a block's walk out of the device and back, when somebody has to yield. It knows costs as seconds, and no
+device.
 """
 
 from collections.abc import Collection

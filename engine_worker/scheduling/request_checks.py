@@ -1,4 +1,7 @@
-"""Whether a request can be computed here at all: what the gateway let through is checked again, and may be refused."""
+"""Whether a request can be computed here at all: what the gateway let through is checked again, and may be refused.
+
+It is the end of a chat's way in, in the worker: before a sequence is made. It knows limits, and no text.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Counts of the engine: frozen snapshots for metrics, heartbeats and tests. No Prometheus here.
 
 StepRecorder makes them from what the scheduler decided and the executor answered; it reads no clock.
+
+It stands beside every step. It knows numbers alone.
 """
 
 from collections.abc import Mapping

@@ -9,6 +9,9 @@
 
 Oldest group first in each list, interactive requests apart from those in the background. A sequence whose last token
 is in flight wants nothing. Order and budget are decided by the scheduler, not here.
+
+It is used in every step, between who runs and which blocks they get. It knows counts of tokens, no blocks and no
+device.
 """
 
 from collections.abc import Iterable, Iterator

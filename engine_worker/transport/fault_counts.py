@@ -1,6 +1,8 @@
 """Counts of faults between this process and the store, over all its lives; exposed as metrics.
 
 Each part of the transport that counts is given the process's one. Decides nothing.
+
+It stands beside every walk that crosses the store. It knows numbers alone, and decides nothing.
 """
 
 from dataclasses import dataclass

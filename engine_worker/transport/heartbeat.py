@@ -2,6 +2,9 @@
 
 A PUBLISH and not a key with a TTL: it is still allowed when the store is out of memory, and no clock of the server
 decides who is alive. Only what the engine loop has offered since the last beat is published: a hung loop falls silent.
+
+It stands beside every walk: gateways and other workers hear it, and miss it in a takeover. It does not know what the
+heartbeat says.
 """
 
 import asyncio

@@ -10,6 +10,8 @@ while True:
         ...                                                               # drop every sequence
         incarnation = await register(connections, keys, "w0", previous=incarnation)
 await incarnation.requests.hand_back()                                    # drain: requeue the rest
+
+It is the subject of a takeover: what is fenced and reaped is one of these. It knows no request's content.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
 """Publishes what the worker's KV memory looks like, about once a second, while a gateway says that somebody watches.
 
 Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the next one shows everything anew.
+
+It stands beside the walk of a block. It does not know what a snapshot means.
 """
 
 import asyncio

@@ -3,6 +3,9 @@
 A peer that holds less and has room takes what waits within a step or so. One that does not is stopped, dead or busy for
 long: whoever has waited for it for PATIENCE_SECONDS takes a little all the same, and the store forgets it until it asks
 again (TAKE). Counted by this process's own clock.
+
+It is part of a chat's way in, where several workers could take it (TAKE). It is pure: it knows counts and a clock that
+it is given.
 """
 
 import time

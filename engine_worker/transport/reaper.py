@@ -3,6 +3,8 @@
 Liveness is counted in ticks of this process's own clock: a worker that sent no heartbeat for 15 ticks is dead. A tick
 that comes late is still one tick, so a paused observer reaps no one; and a tick in which the observer heard nothing at
 all, not even the answer to its own ping, does not count. A consumer without a fence is a zombie's: reaped at once.
+
+It is the first step of a takeover: what is requeued here, another worker claims. It knows no tokens.
 """
 
 import logging

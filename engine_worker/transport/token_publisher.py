@@ -3,6 +3,9 @@
 One EMIT a step for all sequences (journal before publish, in one script), then one FINISH for those that ended. Both
 are held and repeated while the store is away: the step number makes a repeat harmless. A worker that hears nothing for
 10 s fences itself, well before the 15 missed heartbeats after which others take its requests.
+
+It is the token's way back where it leaves the worker: EMIT and FINISH. It knows no text and no HTTP, and not which
+gateway is alive.
 """
 
 import asyncio

@@ -4,6 +4,8 @@ supports_tma(key_cache, num_heads) -> whether the kernels for Hopper can serve t
 PoolRows(key_cache, value_cache)        the pool from the layer's first key on, a row for each slot of a head
     num_rows, block_rows, head_rows, value_rows   rows in all, from block to block, head to head, key to value
     boxes(slots)                                  for copies of [slots, 64], laid out for the tensor cores
+
+It serves the kernels of this folder whose names end with `_hopper`. It knows no query.
 """
 
 from functools import cache

@@ -1,6 +1,8 @@
 """Which families of networks there are: config.json's `model_type` -> the module that makes a ModelSpec of it.
 
 A family is one file with spec(config, generation), and one line here. Modules are imported when a model asks for them.
+
+It is used once, at a worker's start. Nothing here knows tensors or steps, and nothing outside knows a family by name.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,8 @@
 """The decoder that most families are: attention and a gated MLP in every layer, all layers alike.
 
 A family says where it differs: its layer, its names, its factors.
+
+The other files of this folder build on it. It knows config.json, and no tensors.
 """
 
 from typing import Any
