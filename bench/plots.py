@@ -64,10 +64,10 @@ def draw_latency(engines: dict[str, Rows], servers: dict[str, Rows], path: Path)
     decode.set(xlabel="tokens a second", ylabel="ms between tokens", title="decode, prompts of 1024, by batch")
     for axes, latency, title in ((first, "time_to_first_token", "to the first token"), (between, "inter_token", "ITL")):
         for name, rows in servers.items():
-            points = http_points(rows, latency)
-            rates = [rate for rate, _, _ in points]
-            (drawn,) = axes.plot(rates, [p50 for _, p50, _ in points], marker="o", label=f"{name}, p50")
-            p99 = [value for _, _, value in points]
+            http = http_points(rows, latency)
+            rates = [rate for rate, _, _ in http]
+            (drawn,) = axes.plot(rates, [p50 for _, p50, _ in http], marker="o", label=f"{name}, p50")
+            p99 = [value for _, _, value in http]
             axes.plot(rates, p99, marker="o", linestyle="--", color=drawn.get_color(), label=f"{name}, p99")
         axes.set(xlabel="requests a second through HTTP", ylabel="ms", title=title)
     for axes in (decode, first, between):

@@ -7,7 +7,7 @@ normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the 
 residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may
 be strided, the last dimension is contiguous. Inputs are not modified. Does not know what a layer is.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import torch

@@ -6,7 +6,7 @@ Queries and keys are rotated in place, half-split convention (element i is paire
 rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
 cache changes. Does not know how the table was made (base, scaling), or which sequence a token belongs to.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

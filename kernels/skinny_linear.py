@@ -18,7 +18,7 @@ Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of
 pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py does. Gluon has no
 interpreter, so without a GPU the kernel can only be compiled.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ token, sampled_token_ids[feedback[r]]: the step before sampled it, and the host 
 slot 0, of a sequence of length 0, and none when the tokens are used up. Logits indices that are not wanted are 0. Only
 what a batch of that size uses is written. A token's logits may be wanted several times. Knows nothing of requests.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

@@ -118,7 +118,7 @@ def times(network: Bench) -> dict[str, float]:
             call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
             result[f"decode_{size}x{context}_microseconds"] = graph_microseconds(call * 2)
     model_input = network.model_input([(sequence, 0, 1000) for sequence in range(8)])
-    call = [lambda: network.model.forward(model_input, network.kv)]
+    call = [lambda model_input=model_input: network.model.forward(model_input, network.kv)]
     result["prefill_8x1000_microseconds"] = graph_microseconds(call * 2)
     return result
 

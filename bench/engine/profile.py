@@ -3,7 +3,7 @@
 Decode steps are taken from the middle of a run in which the whole batch decodes; of a long prompt all that it takes.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,17 +49,19 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
     """Microseconds. `idle_us_a_step`: no kernel and no copy ran on the device, between the kernels of a graph too;
     `between_steps_us`: those of them before a step's first kernel, ascending.
     """
+    results = profiler.profiler.kineto_results if profiler.profiler else None
     spans = [
         (event.start_ns() / 1e3, event.duration_ns() / 1e3, event.name())
-        for event in profiler.profiler.kineto_results.events()
+        for event in (results.events() if results else ())
         if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
     ]
     if not spans:
         return {}
-    total, count = Counter[str](), Counter[str]()
+    total, count = defaultdict[str, float](float), Counter[str]()
     for _, duration, name in spans:
         total[name[:110]] += duration
         count[name[:110]] += 1
+    longest = sorted(total.items(), key=lambda entry: entry[1], reverse=True)[:NUM_KERNELS]
     span, busy, gaps = busy_and_gaps(sorted(spans))
     return {
         "steps": num_steps,
@@ -69,7 +71,7 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
         "longest_gaps_us": [round(gap, 1) for gap, _ in sorted(gaps, reverse=True)[:16]],
         "between_steps_us": sorted(round(gap, 1) for gap, after in gaps if FIRST_KERNEL in after),
         "kernels": len(spans),
-        "top": [[name, count[name], round(total[name], 1)] for name, _ in total.most_common(NUM_KERNELS)],
+        "top": [[name, count[name], round(microseconds, 1)] for name, microseconds in longest],
     }
 
 

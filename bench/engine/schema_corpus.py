@@ -52,7 +52,7 @@ def _self_contained(schema: dict[str, Any], definitions: dict[str, Any]) -> dict
             names += _references(definitions[name])
     without_name = {key: value for key, value in schema.items() if key != "$id"}  # the references count from it
     whole = {**without_name, "$defs": needed} if needed else without_name
-    return json.loads(json.dumps(whole).replace(_DEFINITIONS_FILE + "#", "#"))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(whole).replace(_DEFINITIONS_FILE + "#", "#"))
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -226,7 +226,7 @@ def main(argv: list[str]) -> int:
         started = time.perf_counter()
         tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         part = dict(list(chosen.items())[options.part :: options.parts])
-        rounds = []
+        rounds: list[Any] = []
         while part and len(rounds) < options.rounds:
             bias = min(_BIAS_OF_A_ROUND * len(rounds), _MOST_BIAS)
             ends = _ends(tokenizer, bias) if bias else {}

@@ -45,7 +45,7 @@ def attention_batch(
 ) -> AttentionBatch:
     """One sequence for each (cached tokens, new tokens): strided query and cache views, blocks in random order."""
     device = generator.device
-    random = {"dtype": dtype, "device": device, "generator": generator}
+    random: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
     seq_lens = torch.tensor([cached + new for cached, new in lengths], dtype=torch.int32)
     num_blocks = -(-seq_lens // block_size)
     total = int(num_blocks.sum())

@@ -179,7 +179,7 @@ def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check
     heads = HEAD_SHAPES[shape]
 
     def check(generator: torch.Generator) -> list[Error]:
-        random = {"dtype": dtype, "device": generator.device, "generator": generator}
+        random: dict[str, Any] = {"dtype": dtype, "device": generator.device, "generator": generator}
         pool = torch.randn(64, 3, 2, heads.num_kv_heads, block_size, heads.head_dim, **random)
         expected = pool.clone()
         copies = torch.randperm(64, device=generator.device, generator=generator)[:20].view(10, 2)

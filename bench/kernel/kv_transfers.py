@@ -284,6 +284,10 @@ class Bench:
     def _prompt(self, num_tokens: int) -> list[int]:
         return self._random.choices(range(100, self._runner.model_spec.vocab_size), k=num_tokens)
 
+    def _host_blocks(self) -> torch.Tensor:
+        assert self._kv_cache.host is not None, "the worker has no host pool"
+        return self._kv_cache.host.blocks
+
     def _fill(self, copies: list[BlockCopy], num_on_device: int) -> dict[BlockCopy, torch.Tensor]:
         """New content, on the device for the first copies and on the host for the others."""
         pool = self._kv_cache.pool
@@ -293,13 +297,13 @@ class Bench:
             if index < num_on_device:
                 pool[copy.source_block_id] = content[index]
             else:
-                self._kv_cache.host.blocks[copy.target_block_id] = content[index].cpu()
+                self._host_blocks()[copy.target_block_id] = content[index].cpu()
         return dict(zip(copies, content, strict=True))
 
     def _are_equal(self, copies: list[BlockCopy], content: dict[BlockCopy, torch.Tensor]) -> bool:
         """Both sides of all copies hold their content."""
         self._synchronize()
-        device, host = self._kv_cache.pool, self._kv_cache.host.blocks
+        device, host = self._kv_cache.pool, self._host_blocks()
         return all(
             torch.equal(device[copy.source_block_id], content[copy])
             and torch.equal(host[copy.target_block_id].to(device.device), content[copy])

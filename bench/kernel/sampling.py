@@ -86,9 +86,7 @@ def num_kept(scores: Tensor, rows: SamplingRows, slack: float) -> Tensor:
     return (ordered >= least).sum(dim=-1)
 
 
-def check(
-    vocab_size: int, scale: float, dtype: torch.dtype, way: dict[str, float], num_rows: int = 64
-) -> dict[str, Any]:
+def check(vocab_size: int, scale: float, dtype: torch.dtype, way: dict[str, Any], num_rows: int = 64) -> dict[str, Any]:
     """Rows whose token, or whose set of kept tokens, is not the reference's; and rows whose result moves."""
     scores, rows = random_scores(num_rows, vocab_size, scale, dtype), uniform_rows(num_rows, **way)
     token_ids, best = sample_tokens_triton(scores, rows)
@@ -171,7 +169,7 @@ def sorting_baseline(scores: Tensor) -> Tensor:
     return order.gather(1, (weights / noise).argmax(dim=-1, keepdim=True))
 
 
-def time_way(name: str, way: dict[str, float], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
+def time_way(name: str, way: dict[str, Any], num_rows: int, vocab_size: int, scale: float) -> dict[str, Any]:
     # As many different logits as fill the L2 cache, but for batches that are smaller: a model has just written those.
     buffers = [random_scores(num_rows, vocab_size, scale, torch.bfloat16, seed) for seed in range(8)]
     rows = uniform_rows(num_rows, **way)

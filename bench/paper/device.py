@@ -137,12 +137,12 @@ def _attention_microseconds(batch: AttentionBatch) -> float:
 
 def _sdpa_microseconds(shape: HeadShape, num_sequences: int, context_tokens: int) -> float:
     query = torch.randn(num_sequences, shape.num_heads, 1, shape.head_dim, dtype=DTYPE, device="cuda")
-    kv = [
+    key, value = (
         torch.randn(num_sequences, shape.num_kv_heads, context_tokens, shape.head_dim, dtype=DTYPE, device="cuda")
         for _ in range(2)
-    ]
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
-    return _graph_microseconds(lambda: attend(query, *kv, enable_gqa=shape.num_heads != shape.num_kv_heads))
+    return _graph_microseconds(lambda: attend(query, key, value, enable_gqa=shape.num_heads != shape.num_kv_heads))
 
 
 def _graph_microseconds(call: Callable[[], Any]) -> float:

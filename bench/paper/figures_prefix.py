@@ -5,6 +5,7 @@ Figure 16 is also drawn with the speed of a GPU of today, where a prompt costs m
 same.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ CHAT_WINDOW_TOKENS = 1024
 
 
 def figure_16(scale: float) -> dict[str, Any]:
-    managers = {
+    managers: dict[str, Callable[[], KVCacheManager]] = {
         "oracle": partial(make_manager, ReservationPolicy.ORACLE),
         "paged": partial(make_manager, ReservationPolicy.PAGED),
         "paged, shared prefix": partial(KVCacheManager, NUM_SLOTS // BLOCK_SIZE + 1, BLOCK_SIZE),

@@ -3,6 +3,7 @@
 Orca knows no sharing: there each sequence is a request of its own, and the beams' copies of KV cost it nothing here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from bench.paper.knee import rising_rates
 from bench.paper.lengths import ALPACA, SHAREGPT, Dataset, TimedRequest, poisson_trace
 from bench.paper.reservation import ReservationPolicy, make_manager
 from bench.paper.simulation import simulate, sweep_managers
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 
 GROUPS = {  # name: sequences, beam search?
     "parallel 2": (2, False),
@@ -32,7 +34,9 @@ LIGHT_LOADS = ((ALPACA, 5.0, 60.0), (SHAREGPT, 0.15, 400.0))
 
 
 def figure_14(scale: float) -> dict[str, Any]:
-    managers = {policy: partial(make_manager, ReservationPolicy(policy)) for policy in ("oracle", "paged")}
+    managers: dict[str, Callable[[], KVCacheManager]] = {
+        policy: partial(make_manager, ReservationPolicy(policy)) for policy in ("oracle", "paged")
+    }
     data = {
         name: sweep_managers(
             managers,

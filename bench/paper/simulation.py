@@ -162,7 +162,12 @@ class _Simulation:
             )
 
     def _sampling(self, request: TimedRequest) -> SamplingParams:
-        common = {"max_tokens": request.output_tokens, "seed": 0, "temperature": 0.0, "ignore_eos": True}
+        common: dict[str, Any] = {
+            "max_tokens": request.output_tokens,
+            "seed": 0,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
         if self.split_groups:
             return SamplingParams(**common)
         if request.is_beam_search:

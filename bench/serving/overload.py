@@ -35,7 +35,8 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     worker = ["--step-seconds", str(STEP_SECONDS), "--max-num-seqs", str(SEATS)]
     async with own_fleet(options.model, worker, gateway_flags=["--max-num-queued-reqs", str(QUEUED)]) as fleet:
         await read_stream(*fleet.address, _body(0))  # loads what is loaded on first use
-        begin, tasks = time.monotonic(), []
+        begin = time.monotonic()
+        tasks: list[asyncio.Task[Any]] = []
         while (elapsed_seconds := time.monotonic() - begin) < options.seconds:
             for number in range(len(tasks), int(elapsed_seconds * rate)):
                 tasks.append(asyncio.create_task(read_stream(*fleet.address, _body(number))))

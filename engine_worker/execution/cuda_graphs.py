@@ -99,7 +99,7 @@ class StepGraphs:
     def capture(self) -> Iterator[tuple[float, str]]:
         """Yields progress 0..1 and what was captured."""
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         self._logits = self._most_logits()
         for number, key in enumerate(reversed(self._keys), start=1):
             self._capture(key, self._logits[: key.num_logits], pool, stream)

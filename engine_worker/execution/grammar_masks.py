@@ -65,7 +65,7 @@ class GrammarMasks:
         self._buffer = torch.empty(0, dtype=torch.int32)  # pinned on CUDA: the masks, and behind them their rows
         self._thread = ThreadPoolExecutor(1, "masks")  # no thread until one is needed
         self._begun: _Begun | None = None
-        self._read = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
 
     def compile(self, grammar: Grammar) -> None:
         """So that a step that needs it finds it. Safe in any thread. Raises GrammarError."""

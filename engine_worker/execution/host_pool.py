@@ -87,8 +87,8 @@ class CudaHostPool:
         self._staging = torch.empty(shape, dtype=device_pool.dtype, device=device_pool.device)
         self._chunk_is_free = [_event() for _ in range(num_chunks)]
         self._next_chunk = 0
-        self._store_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
-        self._fetch_stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
+        self._store_stream = torch.cuda.Stream(device_pool.device)
+        self._fetch_stream = torch.cuda.Stream(device_pool.device)
         self._stored, self._fetched = _event(), _event()
         self._timed: list[_TimedTransfer] = []
 
@@ -174,7 +174,7 @@ class _Timer:
         self._ended.record(self._stream)
 
     def has_ended(self) -> bool:
-        return bool(self._ended.query())  # type: ignore[no-untyped-call]
+        return bool(self._ended.query())
 
     def seconds(self) -> float:
         return float(self._started.elapsed_time(self._ended)) / 1e3
@@ -211,7 +211,7 @@ def _stores_what_it_fetches(batch: ScheduledBatch) -> bool:
 
 
 def _event(timed: bool = False) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=timed)
 
 
 def block_pairs(copies: Sequence[BlockCopy], device: torch.device) -> Tensor:

@@ -224,7 +224,7 @@ def use_batch_invariant_products() -> None:
     inputs and add the parts: with almost no workspace there is nowhere to put parts (ADR 0027). It reads the variables
     when CUDA starts, so RuntimeError is raised after that. skinny_linear never splits.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"

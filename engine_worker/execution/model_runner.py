@@ -152,6 +152,6 @@ def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | N
 
 
 def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record()
     return event

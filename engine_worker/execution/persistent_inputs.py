@@ -119,7 +119,7 @@ class _Description:
         self._tables = pinned(max_num_seqs * max_num_blocks)
         self._token_array: Int32Array = self._token_ids.numpy()
         self._table_array: Int32Array = self._tables.numpy()
-        self._read = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._read = torch.cuda.Event() if on_cuda else None
 
     def describe(
         self,

@@ -174,7 +174,7 @@ class Sampler:
 
 
 def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record()
     return event
 

@@ -29,7 +29,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+            product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
+            return product
         return F.linear(x, self.weight, self.bias)
 
 

@@ -25,7 +25,7 @@ class WeightUpload:
         self._chunk_bytes = chunk_bytes
         self._buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(2)]
         # By buffer, when its last copy has ended: it can be filled again.
-        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(2)]
         self._num_chunks = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:

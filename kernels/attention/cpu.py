@@ -21,10 +21,12 @@ Knows nothing of layers beyond the views it is given, nor of how blocks are allo
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 # A group is split when its padding costs more than an extra group's operators do (about 45 us a layer, the price of
@@ -80,7 +82,8 @@ class CacheLayout:
         """[2, S, Hkv, B]: the rows of K and V of block tables [S, B]."""
         heads = np.arange(self.num_kv_heads)[None, None, :, None]
         key_or_value = np.array([0, self.rows_to_value])[:, None, None, None]
-        return blocks.astype(np.int64)[None, :, None, :] * self.rows_per_block + key_or_value + heads
+        rows: NDArray[Any] = blocks.astype(np.int64)[None, :, None, :] * self.rows_per_block + key_or_value + heads
+        return rows
 
 
 class GatherBuffer:
@@ -221,7 +224,7 @@ def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
 ) -> Tensor:
     query_lens = query_start_loc.diff()
     order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
-    tokens = torch.cat([torch.arange(query_start_loc[s], query_start_loc[s + 1]) for s in order])
+    tokens = torch.cat([torch.arange(int(query_start_loc[s]), int(query_start_loc[s + 1])) for s in order])
     starts = F.pad(query_lens[order].cumsum(0), (1, 0))
     layout = CacheLayout.of(key_cache, value_cache)
     plan = PagedAttentionPlan(layout, block_tables[order], starts, seq_lens[order], query.dtype, GatherBuffer())
@@ -238,7 +241,8 @@ def _attend_decode(group: _Group, query: Tensor, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
     scaled = (query * scale).view(num_heads, -1, query.shape[-1])
     scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2))
-    scores.view(*query.shape[:3], context).add_(group.mask)
+    if group.mask is not None:
+        scores.view(*query.shape[:3], context).add_(group.mask)
     return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(query.shape)
 
 

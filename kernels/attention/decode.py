@@ -8,7 +8,7 @@ of keys, so that the loads of the next item are in flight while the last tile of
 combine_splits_kernel joins the splits of a row. The GROUP query heads that share a kv head are the rows of a tile, so
 that keys are read once. Does not know how sequences are split.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import functools

@@ -10,7 +10,7 @@ program to finish a piece of a row joins its splits, in ascending order. The GRO
 the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
 compiled. Does not know how shares are cut.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import triton

@@ -7,7 +7,7 @@ another. Where the cuts lie depends on the sequence's own length alone, so that 
 its result. Launching never waits for the device: `max_seq_len` bounds the room, the list's length is on the device.
 Does not know queries, keys or layers.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

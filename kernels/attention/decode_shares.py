@@ -9,7 +9,7 @@ sequence that lies in several shares is combined from as many splits. Few sequen
 depends on the whole batch (ADR 0044). Rows without keys have no part in it, but count in the choice of a form.
 Launching never waits for the device. Does not know queries, keys or layers.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

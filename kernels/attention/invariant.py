@@ -8,7 +8,7 @@ merged one after another. A few decoding sequences have their splits computed si
 kernel with the same operations; otherwise the program that computes them merges them. Neither how many rows a tile has
 nor who merges changes a bit, so it does not matter whether a token is decoded, prefilled, chunked, or computed again.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 import torch

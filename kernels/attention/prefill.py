@@ -8,7 +8,7 @@ keys lie at absolute positions, so that the order of a row's additions does not 
 or on the rows of a tile. With SPLIT_TOKENS the softmax starts anew at each of its multiples and the results are merged
 in ascending order: invariant.py says what for.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass

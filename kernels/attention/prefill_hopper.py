@@ -9,7 +9,7 @@ that the tensor cores do not wait for exponentials. Tiles of keys lie at absolut
 row's additions does not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can
 only be compiled.
 """
-# Triton takes no structures: what a kernel needs are flat arguments.
+# Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
 
 from torch import Tensor

@@ -9,7 +9,7 @@ Masses are sums of exp((score - greatest of the group) / temperature), so that o
 row's maximum beforehand. No program sees more than one row, and its tiles do not depend on the batch: a row's result is
 the same bits wherever it stands. Rows whose scores are not finite end with such a `best`, and some token.
 """
-# Triton takes no structures: what a kernel needs are flat arguments. Only NaN is not itself.
+# Arguments of a launch are flat (ADR 0108). Only NaN is not itself.
 # ruff: noqa: PLR0913, PLR0917, PLR0124
 
 import triton
