@@ -14,7 +14,7 @@ the device is unknown then, and the requests are resumed elsewhere from their jo
 Knows nothing of Redis, text or tensors, and no clock but the one passed in. Used by one thread only: it has no locks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -217,6 +217,12 @@ class Engine:
     def withdraw_waiting(self, most: int) -> list[str]:
         """Drop requests of which nothing has been computed yet, the newest first; none in the background."""
         withdrawn = self._scheduler.withdraw_waiting(most)
+        self._request_ids.difference_update(withdrawn)
+        return withdrawn
+
+    def withdraw(self, request_ids: Collection[str]) -> list[str]:
+        """Drop those of them of which nothing has been computed yet."""
+        withdrawn = self._scheduler.withdraw(request_ids)
         self._request_ids.difference_update(withdrawn)
         return withdrawn
 

@@ -11,7 +11,7 @@ nothing of Redis or metrics.
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -133,6 +133,10 @@ class EngineThread:
     async def withdraw_waiting(self, most: int) -> list[str]:
         """Take back requests of which nothing was computed; their ids. No event of them comes."""
         return await self.call(lambda: self._running_engine().withdraw_waiting(most))
+
+    async def withdraw(self, request_ids: Collection[str]) -> list[str]:
+        """The same, of these requests alone."""
+        return await self.call(lambda: self._running_engine().withdraw(request_ids))
 
     async def wait_ended(self) -> None:
         """Return after stop(); raise what a step raised."""

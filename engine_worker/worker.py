@@ -125,13 +125,21 @@ class Worker:
         await self._is_idle.wait()
 
     async def _share_what_waits(self, requests: RequestStream) -> None:
-        """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting."""
+        """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting, and
+        what waits here, for KV blocks, for longer than its time in the queue: whoever claims that ends it."""
         while True:
             await asyncio.sleep(SHARE_SECONDS)
+            outwaited = {request_id for request_id in requests.outwaited() if self._has_no_token(request_id)}
+            if outwaited:
+                await self._give_back(requests, await self._engine.withdraw(outwaited))
             level = None if self._draining.is_set() else await requests.peers_level(self._engine.demand.room or 0)
             surplus = 0 if level is None else (requests.num_held - level) // 2
             if surplus > 0:
                 await self._give_back(requests, await self._engine.withdraw_waiting(surplus))
+
+    def _has_no_token(self, request_id: str) -> bool:
+        held = self._held.get(request_id)
+        return held is not None and not held.is_lost and not held.num_output_tokens
 
     async def _give_back(self, requests: RequestStream, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

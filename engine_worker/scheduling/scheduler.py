@@ -27,7 +27,7 @@ that is preempted then keeps its sample.
 Knows nothing of events, requests' validity, time or devices. Used by one thread.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -142,10 +142,16 @@ class Scheduler:
     def withdraw_waiting(self, most: int) -> list[str]:
         """Drop interactive requests of which nothing was computed here, the newest first. Returns their ids."""
         fresh = [group for group in self._policy if not group.is_background and group.is_fresh]
-        newest = fresh[max(0, len(fresh) - most) :]
-        for group in newest:
+        return self._withdraw(fresh[max(0, len(fresh) - most) :])
+
+    def withdraw(self, request_ids: Collection[str]) -> list[str]:
+        """Drop those of them of which nothing was computed here. Returns their ids."""
+        return self._withdraw([group for group in self._policy if group.is_fresh and group.request_id in request_ids])
+
+    def _withdraw(self, groups: list[SequenceGroup]) -> list[str]:
+        for group in groups:
             self._end(group)
-        return [group.request_id for group in newest]
+        return [group.request_id for group in groups]
 
     def schedule(self) -> ScheduledBatch:
         """Decide what is computed next; from here on it counts as computed."""

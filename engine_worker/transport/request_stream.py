@@ -134,6 +134,10 @@ class RequestStream:
         for entry in entries:
             self._claims.remove(entry.request_id)
 
+    def outwaited(self) -> set[str]:
+        """Ids of claimed requests without a token in the store that should have begun by now."""
+        return {claim.request.request_id for claim in self._claims if self._overdue(claim) is ErrorCode.QUEUE_TIMEOUT}
+
     @property
     def num_held(self) -> int:
         return len(self._claims) + len(self._backlog)

@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from engine_worker.engine_thread import MAX_STEPS_AHEAD
-from shared.messages import ErrorEvent, FinishReason, JournalFrame, Usage, encode
+from shared.messages import ErrorCode, ErrorEvent, FinishReason, JournalFrame, Usage, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand
@@ -96,6 +97,29 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
         harness.gate.allow(FOREVER_STEPS)
         for request in (running, *waiting[:3]):
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
+
+
+async def test_what_waits_here_for_longer_than_its_time_in_the_queue_is_timed_out(
+    connections: RedisConnections, keys: RedisKeys
+) -> None:
+    """A step that never ends: what was claimed for those behind it gets no turn, as it gets no KV blocks."""
+    running, patient = make_request(4, max_tokens=30, ignore_eos=True), make_request(3, "patient", max_tokens=5)
+    async with WorkerHarness(connections, keys, num_steps=2).serving() as harness:
+        await harness.submit(running)
+        await eventually(lambda: len(harness.gate.batches) == 3)
+        overdue = structs.replace(make_request(3, "overdue"), queue_deadline=harness.fleet_clock.now() + 0.2)
+        for request in (patient, overdue):
+            await harness.submit(request)
+        await eventually(lambda: harness.num_held == 3)
+        # Two requests, that the second step is stored, and that one of them, whose time is over, is to be withdrawn.
+        await eventually(lambda: harness.thread._calls.qsize() >= 4)
+        harness.gate.allow(FOREVER_STEPS)
+        end = await harness.end("overdue")
+        assert isinstance(end, ErrorEvent) and end.code is ErrorCode.QUEUE_TIMEOUT
+        for request in (running, patient):
+            assert (await harness.finish(request.request_id))[0] == expected_output(request)
+        assert not any("overdue" in batch for batch in harness.gate.batches)
+        assert await harness.num_unacknowledged() == 0
 
 
 async def test_a_request_that_is_accepted_anew_gets_no_token_of_the_attempt_before(

@@ -168,3 +168,14 @@ def test_only_what_has_not_begun_can_be_withdrawn_newest_first() -> None:
     assert engine.withdraw_waiting(9) == []
     engine.check_integrity()
     assert engine.request_ids == {"a", "b", "batch"}
+
+
+def test_of_those_named_only_what_has_not_begun_is_withdrawn() -> None:
+    engine = make_engine(FakeModelRunner(), max_num_seqs=2)
+    batch = structs.replace(make_request(5, "batch"), priority_class="batch")
+    for request in [*(make_request(5, name, ignore_eos=True) for name in "abcd"), batch]:
+        engine.add_request(request)
+    engine.step()
+    assert engine.withdraw({"a", "d", "batch", "unknown"}) == ["d", "batch"]
+    engine.check_integrity()
+    assert engine.request_ids == {"a", "b", "c"}
