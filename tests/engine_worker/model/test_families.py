@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine_worker.model.architectures import MODULES
+from tests.engine_worker.model import hidden_states
 from tests.engine_worker.model.families import check_schedules, write_family
 from tests.engine_worker.model.family_cases import NATIVE
 
@@ -21,6 +22,16 @@ def family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_every_family_is_tried() -> None:
     assert {case.model_type for case in NATIVE.values()} == set(MODULES)
+
+
+def test_every_layer_computes_what_that_of_transformers_does(family_dir: Path) -> None:
+    token_ids = [(7 * index * index + 3) % 1000 for index in range(21)]
+    found, expected = hidden_states.ours(family_dir, token_ids), hidden_states.of_transformers(family_dir, token_ids)
+    assert len(found) == len(expected) >= 3
+    for ours, theirs in zip(found, expected, strict=True):
+        # Float32 sums in another order: 9e-5 of the states' deviation at most (with longrope), 1e-5 mostly. A bias that is
+        # left out makes a tenth of it.
+        assert (ours - theirs).abs().max() <= 2e-4 * theirs.std()
 
 
 def test_greedy_tokens_are_those_of_transformers_whatever_the_schedule(family_dir: Path) -> None:

@@ -1,0 +1,58 @@
+"""What each layer of a model computed, of ours and of transformers, for one prompt in one step."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine_worker.model.devices import DeviceStep
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.network import DecoderLayer, Network
+from engine_worker.model.spec import kv_block_shape
+from engine_worker.model.weights import SafetensorsWeights
+from tests.engine_worker.model.test_golden_logits import BLOCK_SIZE, step
+
+NUM_BLOCKS = 5  # those of step(), and block 0
+
+
+class Watched:
+    """A layer that keeps what it adds up to."""
+
+    def __init__(self, layer: DecoderLayer, states: list[Tensor]) -> None:
+        self._layer, self._states = layer, states
+
+    def __call__(
+        self, operators: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self._layer(operators, hidden, residual, rows)
+        self._states.append(hidden + residual)
+        return hidden, residual
+
+
+def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
+    """[T, H] after each layer."""
+    found = blueprint_from_directory(directory, "native")
+    weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
+    model = found.build(weights, 64, is_deterministic=False)
+    assert isinstance(model, Network)
+    states: list[Tensor] = []
+    model._layers = [Watched(layer, states) for layer in model._layers]
+    device = model.attach(torch.zeros(NUM_BLOCKS, *kv_block_shape(found.shape, BLOCK_SIZE)))
+    model.forward(step(0, token_ids), device)
+    return states
+
+
+@torch.inference_mode()
+def of_transformers(directory: Path, token_ids: list[int]) -> list[Tensor]:
+    """The same, by hooks: what the library calls hidden states has the last one normed."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    states: list[Tensor] = []
+
+    def keep(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        states.append((output if isinstance(output, Tensor) else output[0])[0].clone())
+
+    for layer in model.get_decoder().layers:
+        layer.register_forward_hook(keep)
+    model(torch.tensor([token_ids]))
+    return states
