@@ -17,6 +17,7 @@ PROGRAMS = {
     "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
+    "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
     "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others
     "http-cases": "serving.http_cases",  # servers in turn under the same loads

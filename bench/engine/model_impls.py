@@ -1,0 +1,105 @@
+"""The same model by this program's code and by that of transformers (`--model-impl`), both in this engine.
+
+    python -m bench model-impls MODEL_DIR --out FILE [--batches 1 8 32] [--tokens 48] [--rounds 3] [--threads 1]
+
+Each round decodes the same prompts by one and then by the other: the seconds of a steady step, the CPU time of a step,
+and the seconds until all prompts are computed. Steps of the two alternate, so that whatever else the machine does falls
+on both; the CPU time of one thread is what to compare on a machine that is not alone.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.session import EngineSession, step_figures
+from bench.provenance import commit
+from engine_worker.engine import Engine
+from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from shared.messages import SamplingParams
+
+IMPLS = ("native", "transformers")
+_PROMPT_TOKENS, _MAX_MODEL_LEN, _STEP_TOKENS = 128, 512, 512
+
+
+def run(runner: ModelRunner, batch: int, num_tokens: int) -> tuple[list[float], float]:
+    """(seconds of each steady step, CPU seconds of the whole run) of `batch` prompts that write `num_tokens` each."""
+    config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, max_model_len=_MAX_MODEL_LEN)
+    engine = Engine(
+        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
+        runner,
+        eos_token_ids=(),
+        vocab_size=runner.model_spec.vocab_size,
+        clock=time.perf_counter,
+    )
+    sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
+    load = [([100 + row + 7 * index for index in range(_PROMPT_TOKENS)], sampling) for row in range(batch)]
+    started = time.process_time()
+    log = EngineSession(engine).run(load)
+    return log.steady_step_seconds(batch), time.process_time() - started
+
+
+def measured(runners: dict[str, ModelRunner], batch: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+    steps: dict[str, list[float]] = {impl: [] for impl in runners}
+    prefill_cpu: dict[str, list[float]] = {impl: [] for impl in runners}
+    decode_cpu: dict[str, list[float]] = {impl: [] for impl in runners}
+    for _ in range(rounds):
+        for impl, runner in runners.items():
+            _, prompts = run(runner, batch, 1)
+            seconds, whole = run(runner, batch, num_tokens)
+            steps[impl] += seconds
+            prefill_cpu[impl].append(prompts)
+            decode_cpu[impl].append((whole - prompts) / (num_tokens - 1))
+    figures: dict[str, Any] = {
+        impl: step_figures(steps[impl])
+        | {
+            "step_cpu_ms": round(1e3 * min(decode_cpu[impl]), 2),
+            "prompts_cpu_ms": round(1e3 * min(prefill_cpu[impl]), 1),
+        }
+        for impl in runners
+    }
+    ratio = figures["transformers"]["step_cpu_ms"] / figures["native"]["step_cpu_ms"]
+    return {"batch": batch, **figures, "step_cpu_ratio": round(ratio, 2)}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench model-impls", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(argv)
+    runners = {impl: _runner(options.model, impl, max(options.batches), options.threads) for impl in IMPLS}
+    result = {
+        "commit": commit(),
+        "model": options.model.name,
+        "dtype": runners["native"].dtype_name,
+        "threads": torch.get_num_threads(),
+        "prompt_tokens": _PROMPT_TOKENS,
+        "batches": [measured(runners, batch, options.tokens, options.rounds) for batch in options.batches],
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+def _runner(model: Path, impl: str, max_num_seqs: int, num_threads: int) -> ModelRunner:
+    settings = ExecutionSettings(
+        model=model,
+        device="cpu",
+        model_impl=impl,
+        kv_cache_memory_bytes=2**30,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=_STEP_TOKENS,
+        num_threads=num_threads,
+    )
+    return load_model_runner(settings, lambda phase, progress, detail: None)
