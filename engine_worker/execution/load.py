@@ -31,6 +31,7 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
+from engine_worker.model.devices import check_shape
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import ServedModel, check_options
 from engine_worker.model.spec import ModelShape
@@ -74,6 +75,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     config = blueprint.shape
     max_model_len = _max_model_len(settings, config)
     device = _device(settings.device)
+    check_shape(config, device.type)
     if settings.deterministic:
         if device.type != "cuda":
             raise ValueError("--deterministic: only on cuda")

@@ -33,6 +33,19 @@ class Device(Protocol):
     def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
 
 
+def check_shape(shape: ModelShape, device_type: str) -> None:
+    """Raises ValueError with the kernel that does not serve `shape` there. To be asked before weights load."""
+    if device_type != "cuda":
+        return  # its attention is of operators that take any shape
+    from kernels.attention.prefill import MOST_HEAD_DIM  # noqa: PLC0415 - imports triton, which a CPU has not
+
+    if shape.head_dim > MOST_HEAD_DIM or shape.head_dim % 2:
+        raise ValueError(
+            f"--device cuda: prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
+            f"{shape.head_dim} elements. --device cpu serves them"
+        )
+
+
 def attach_device(shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> Device:
     """The device on which `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies."""
     if kv_pool.is_cuda:

@@ -40,6 +40,11 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 )
 
 
+# Tiles of more lanes do not fit: with 256 the small ones want 262,144 bytes of shared memory of the 232,448 that a
+# program has on sm_90, the short ones spill, and of the large ones ptxas makes nothing.
+MOST_HEAD_DIM = 128
+
+
 def prefill_config(dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int) -> PrefillConfig:
     """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
 

@@ -1,6 +1,8 @@
 """Both devices compute the same network. CudaStep runs here on CPU tensors, by its kernels' references."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from engine_worker.model import cuda_step
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.cpu_step import CpuDevice, CpuStep
 from engine_worker.model.cuda_step import CudaDevice
+from engine_worker.model.devices import check_shape
 from engine_worker.model.layers import Linear
 from engine_worker.model.network import Device, LogitsOf, Network
 from engine_worker.model.weights import SafetensorsWeights
@@ -59,6 +62,19 @@ def test_both_devices_give_the_same_logits_and_the_same_cache(
         assert not len(on_cpu) or on_cpu.std() > 0.5
         torch.testing.assert_close(on_cpu, on_cuda, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cpu_pool, cuda_pool, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, False)])
+def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
+    head_dim: int, is_served: bool, tmp_path: Path
+) -> None:
+    shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].attention, head_dim=head_dim)
+    spec = spec_from_directory(tmp_path)
+    spec = replace(spec, layers=(replace(spec.layers[0], attention=shape),))
+    check_shape(spec, "cpu")
+    refused = pytest.raises(ValueError, match=f"prefill_kernel serves heads .* up to 128; this model's have {head_dim}")
+    with nullcontext() if is_served else refused:
+        check_shape(spec, "cuda")
 
 
 def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(

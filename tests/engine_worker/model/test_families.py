@@ -27,10 +27,9 @@ def test_every_family_is_tried() -> None:
 def test_every_layer_computes_what_that_of_transformers_does(family_dir: Path) -> None:
     token_ids = [(7 * index * index + 3) % 1000 for index in range(21)]
     found, expected = hidden_states.ours(family_dir, token_ids), hidden_states.of_transformers(family_dir, token_ids)
-    assert len(found) == len(expected) >= 3
+    assert len(found) == len(expected) >= 2
     for ours, theirs in zip(found, expected, strict=True):
-        # Float32 sums in another order: 9e-5 of the states' deviation at most (with longrope), 1e-5 mostly. A bias that is
-        # left out makes a tenth of it.
+        # Float32 sums in another order: 9e-5 of the states' deviation at most (with longrope), 1e-5 mostly.
         assert (ours - theirs).abs().max() <= 2e-4 * theirs.std()
 
 

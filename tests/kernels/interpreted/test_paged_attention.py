@@ -50,6 +50,7 @@ SEQUENCES = st.lists(
 @example(lengths=[(0, 0), (63, 1), (64, 1), (0, 0)], block_size=8, group=4, head_dim=128, dtype=torch.float16)
 # Tiles of 5 tokens (16 rows of 3 heads, one left over) whose last ends at a tile of keys.
 @example(lengths=[(27, 10)], block_size=16, group=3, head_dim=64, dtype=torch.float32)
+@example(lengths=[(27, 10), (40, 1)], block_size=16, group=7, head_dim=64, dtype=torch.float32)
 def test_any_ragged_batch_equals_the_reference(
     lengths: list[tuple[int, int]], block_size: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -57,7 +58,7 @@ def test_any_ragged_batch_equals_the_reference(
     assert_exact(batch, attend(batch))
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 80])
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 96])
 def test_head_dims_that_are_no_tile_width_are_padded(head_dim: int) -> None:
     batch = build(HeadShape(4, 2, head_dim), 16, [(70, 1), (3, 20)])
     assert_exact(batch, attend(batch))
