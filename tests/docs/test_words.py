@@ -27,8 +27,8 @@ FOLDERS = (
 )
 SUFFIXES = {".py", ".lua", ".md", ".toml", ".js"}
 HERE = ("docs/architecture.md", "tests/docs/test_words.py")  # which name the words
-WORDS_LEFT = {"gateway": 56, "tests": 27}
-DOCSTRINGS_LEFT = {"gateway": 145, "tests": 115}
+WORDS_LEFT = {"gateway": 54, "tests": 1}
+DOCSTRINGS_LEFT = {"gateway": 132, "tests": 95}
 
 _NO_SUBJECT = re.compile(r"(Of|Those|The same|So many|What|Where)\b")
 

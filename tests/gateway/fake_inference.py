@@ -1,4 +1,4 @@
-"""An engine in the gateway's own process: answers by a script, or event by event as a test wishes."""
+"""An engine in the gateway's own process: answers by a script, or event by event as a test wants."""
 
 import asyncio
 from collections import deque

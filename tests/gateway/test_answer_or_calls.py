@@ -222,7 +222,7 @@ async def test_a_forced_call_leaves_the_answer_no_room(gateway: Gateway) -> None
     assert grammar is not None and json.loads(grammar.text) == TOWN
 
 
-async def test_thoughts_have_no_room_beside_either(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_reasoning_has_no_room_beside_either(start_gateway: Any, roomy_model_dir: Path) -> None:
     for parser in ("qwen3", "deepseek_r1"):
         gateway = await start_gateway(model=roomy_model_dir, reasoning_parser=parser)
         fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "response_format": FORM}

@@ -101,7 +101,7 @@ async def test_a_text_is_a_conversation_too_and_a_summary_may_be_cut(gateway: Ga
     assert gateway.engine.requests[-1].sampling.max_tokens == 2
 
 
-async def test_thoughts_are_no_part_of_a_summary(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_reasoning_is_no_part_of_a_summary(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     model_says(gateway, "<think>hm</think>Short.")
     compacted = await posted(gateway, COMPACT, input="hi")

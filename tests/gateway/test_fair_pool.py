@@ -15,7 +15,7 @@ from gateway.fair_pool import INLINE_BYTES, FairPool, TooMuchWaits
 
 
 class Workshop:
-    """A pool whose pieces are begun and ended as a test wishes."""
+    """A pool whose pieces are begun and ended as a test wants."""
 
     def __init__(self, num_threads: int) -> None:
         self.pool = FairPool(num_threads)

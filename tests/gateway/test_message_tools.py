@@ -118,11 +118,11 @@ async def test_forced_calls(gateway: Gateway) -> None:
     assert json.loads(one.grammar.grammar.text)["maxItems"] == 1
 
 
-async def test_thoughts_are_blocks_for_who_asks_for_them(gateway: Gateway) -> None:
+async def test_reasoning_is_blocks_for_who_asks_for_it(gateway: Gateway) -> None:
     text = f"<think>\nHm, Zürich.\n</think>\n\nSo: {CALL}"
-    thoughts = {"type": "thinking", "thinking": "Hm, Zürich.\n", "signature": ""}
+    reasoning = {"type": "thinking", "thinking": "Hm, Zürich.\n", "signature": ""}
     rest = [text_block("So: "), tool_block("get_weather", city="Zürich")]
-    assert await ask(gateway, text, thinking=THINKING) == ([thoughts, *rest], "tool_use")
+    assert await ask(gateway, text, thinking=THINKING) == ([reasoning, *rest], "tool_use")
     assert await ask(gateway, text) == (rest, "tool_use")
     without = await ask(gateway, text, thinking={"type": "disabled"}, tools=None)
     assert without == ([text_block(f"So: {CALL}")], "end_turn")
@@ -130,14 +130,14 @@ async def test_thoughts_are_blocks_for_who_asks_for_them(gateway: Gateway) -> No
     assert plain == ([{"type": "thinking", "thinking": "a", "signature": ""}, text_block("b")], "end_turn")
 
 
-async def test_thinking_needs_a_parser_of_thoughts(start_gateway: Any, roomy_model_dir: Path) -> None:
+async def test_thinking_needs_a_parser_of_reasoning(start_gateway: Any, roomy_model_dir: Path) -> None:
     gateway = await start_gateway(model=roomy_model_dir)
     async with gateway.session.post(URL, json={**HI, "thinking": THINKING}) as response:
         error = (await response.json())["error"]
     assert (response.status, error["param"]) == (400, "thinking") and "thoughts" in error["message"]
 
 
-async def test_a_model_that_may_think_does_not_where_nothing_tells_thoughts_apart(
+async def test_a_model_that_may_think_does_not_where_nothing_tells_reasoning_apart(
     start_gateway: Any, tmp_path: Path
 ) -> None:
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
@@ -154,7 +154,7 @@ async def test_a_model_that_may_think_does_not_where_nothing_tells_thoughts_apar
         assert counted == len(gateway.engine.requests[-1].prompt_token_ids)
 
 
-async def test_thoughts_may_be_left_out(gateway: Gateway) -> None:
+async def test_reasoning_may_be_left_out(gateway: Gateway) -> None:
     omitted = {"type": "adaptive", "display": "omitted"}
     assert await ask(gateway, "<think>a</think>b", thinking=omitted) == ([text_block("b")], "end_turn")
 

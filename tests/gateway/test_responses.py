@@ -65,7 +65,7 @@ async def test_an_answer_without_text_is_an_empty_message(gateway: Gateway) -> N
     assert names_without_deltas(await streamed(gateway.session))[2:-1] == MESSAGE_EVENTS
 
 
-async def test_thoughts_text_and_calls_are_items_in_their_order(start_gateway: Any, roomy_model_dir: Any) -> None:
+async def test_reasoning_text_and_calls_are_items_in_their_order(start_gateway: Any, roomy_model_dir: Any) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
     model_says(gateway, f"<think>hm</think>I look.\n{CALL}\n{CALL}")
     whole = await asked(gateway.session, tools=[WEATHER])
@@ -73,8 +73,8 @@ async def test_thoughts_text_and_calls_are_items_in_their_order(start_gateway: A
     assert whole.usage is not None and whole.usage == events[-1].response.usage
     assert whole.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")  # a token a character
     for output in (whole.output, events[-1].response.output):
-        thoughts, message, *calls = output
-        assert thoughts.content[0].text == "hm" and message.content[0].text.strip() == "I look."
+        reasoning, message, *calls = output
+        assert reasoning.content[0].text == "hm" and message.content[0].text.strip() == "I look."
         assert [(call.type, call.name, call.arguments) for call in calls] == [
             ("function_call", "get_weather", '{"city": "Rome"}')
         ] * 2

@@ -25,7 +25,7 @@ TIMES = ("in_progress_at", "expires_at", "finalizing_at", "completed_at", "faile
 OPENAI = Description(
     "openai-2.3.0",
     more={
-        # Of vLLM and DeepSeek, where thoughts are told apart.
+        # Of vLLM and DeepSeek, where reasoning is told apart.
         "ChatCompletionResponseMessage": {"reasoning_content": {"type": "string"}},
         "ChatCompletionStreamResponseDelta": {"reasoning_content": {"type": "string"}},
         # Of Open Responses, and of OpenAI's server.
@@ -61,7 +61,7 @@ OPEN_RESPONSES = Description(
         "ReasoningBody": {"status": {"enum": ["in_progress", "completed", "incomplete"]}},
     },
 )
-# Their schemas are named after OpenAI's events. Thoughts have names of their own there: response.reasoning.delta.
+# Their schemas are named after OpenAI's events. Reasoning has names of its own there: response.reasoning.delta.
 OPEN_NAMES = {
     "response.created": "ResponseCreated", "response.in_progress": "ResponseInProgress",
     "response.completed": "ResponseCompleted", "response.incomplete": "ResponseIncomplete",
@@ -232,8 +232,8 @@ async def test_models_files_and_batches(gateway: Gateway) -> None:
         async with gateway.session.post("/v1/files", data=form) as reply:
             file = await reply.json()
         OPENAI.check("OpenAIFile", file)
-        wish = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = await said(gateway, "/v1/batches", wish)
+        fields = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = await said(gateway, "/v1/batches", fields)
         OPENAI.check("Batch", batch)
         async with asyncio.timeout(60):
             while batch["status"] not in ("completed", "failed", "cancelled"):

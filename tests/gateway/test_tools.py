@@ -264,7 +264,7 @@ async def test_ids_of_calls_are_those_of_the_answer(gateway: Gateway) -> None:
     assert len(ids) == 4
 
 
-async def test_thoughts_are_told_apart_where_the_gateway_looks_for_them(
+async def test_reasoning_is_told_apart_where_the_gateway_looks_for_them(
     start_gateway: Any, roomy_model_dir: Path
 ) -> None:
     thinking = await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
@@ -279,7 +279,7 @@ async def test_thoughts_are_told_apart_where_the_gateway_looks_for_them(
 
 
 @pytest.mark.parametrize(
-    ("parser", "text", "thoughts"),
+    ("parser", "text", "reasoning"),
     [
         ("qwen3", "<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>"),
         ("qwen3", "<thin air", ""),
@@ -288,12 +288,12 @@ async def test_thoughts_are_told_apart_where_the_gateway_looks_for_them(
         ("deepseek_r1", "Hm.</think>Yes.", "Hm.</think>"),
     ],
 )
-async def test_usage_tells_the_tokens_of_thoughts(
-    start_gateway: Any, roomy_model_dir: Path, parser: str, text: str, thoughts: str
+async def test_usage_tells_the_tokens_of_reasoning(
+    start_gateway: Any, roomy_model_dir: Path, parser: str, text: str, reasoning: str
 ) -> None:
     gateway = await start_gateway(model=roomy_model_dir, reasoning_parser=parser)
     token_ids = gateway.service.require_model().encoder.encode_text(text)
-    expected = len(gateway.service.require_model().encoder.encode_text(thoughts))
+    expected = len(gateway.service.require_model().encoder.encode_text(reasoning))
     gateway.engine.script = says(*([token_id] for token_id in token_ids))
     async with gateway.session.post(CHAT_URL, json={"messages": HI, "n": 2}) as response:
         usage = ChatCompletion.model_validate(await response.json()).usage
