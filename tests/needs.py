@@ -10,6 +10,7 @@ right to start one, it says `e2e` itself.
 
 import inspect
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -132,6 +133,7 @@ _running: list[pytest.Item] = []
 def begin(item: pytest.Item) -> None:
     """From here on, until another test begins, a process is started on behalf of `item`."""
     if not _running:
+        platform.processor()  # asks `uname`, once in a process: OpenAI's client tells it to servers
         sys.addaudithook(_refuse)
     _running[:] = [item]
 
