@@ -17,7 +17,7 @@ from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_options import model_options
+from gateway.models.model_service import model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient

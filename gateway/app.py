@@ -14,7 +14,7 @@ from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace
-from gateway.models.model_options import ModelOptions
+from gateway.models.model_service import ModelOptions
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import (
     admin,

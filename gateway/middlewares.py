@@ -15,7 +15,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from gateway.answers.anthropic_response import anthropic_error
-from gateway.answers.request_context import TRACEPARENT
 from gateway.answers.retention import NAME_HEADER
 from gateway.auth.access import ACCOUNT, CHARGE, OPEN_ROUTES
 from gateway.auth.rate_limits import Charge
@@ -24,6 +23,7 @@ from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
 from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
 from gateway.metrics import GatewayMetrics
 from gateway.open_requests import UNKNOWN_ROUTE, route_name
+from gateway.state import TRACEPARENT
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 

@@ -1,23 +1,24 @@
 """What one gateway process holds for its whole life: what all its models share, and the models.
 
-Composed in app.py, and found by handlers under STATE.
+Composed in app.py, and found by handlers under STATE. A RequestContext is what is known of one request beside its body.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from aiohttp import web
 
-from gateway.auth.rate_limits import Account
+from gateway.auth.access import CHARGE
+from gateway.auth.rate_limits import Account, Charge
 from gateway.background import BackgroundWork
 from gateway.errors import RateLimited
 from gateway.fair_pool import FairPool, TooMuchWaits
 from gateway.http.event_stream import StreamWatch
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_options import ModelOptions
-from gateway.models.model_service import ModelService, ModelTable
+from gateway.models.model_service import ModelOptions, ModelService, ModelTable
 from gateway.open_requests import OpenRequests
 from gateway.requests.planning import Timeouts
 from gateway.settings import GatewaySettings
@@ -103,3 +104,39 @@ class GatewayState:
 
 
 STATE = web.AppKey("STATE", GatewayState)
+
+
+TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Who sends a request, and what its headers say. It came over HTTP, or stands for a line of a batch."""
+
+    state: GatewayState
+    charge: Charge  # of the request; whoever answers ends it
+    headers: Mapping[str, str]
+    default_timeouts: Timeouts
+    default_detach_seconds: float  # of a kept answer
+    traceparent: str = ""
+    is_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
+
+    @property
+    def account(self) -> Account:
+        return self.charge.account
+
+    async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
+        """As GatewayState.work()."""
+        return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)
+
+
+def context_of(http: web.Request) -> RequestContext:
+    state = http.app[STATE]
+    return RequestContext(
+        state,
+        http[CHARGE],
+        http.headers,
+        state.default_timeouts,
+        state.settings.default_detach_seconds,
+        http[TRACEPARENT],
+    )

@@ -18,7 +18,6 @@ from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import AnswerChanged, find_named
 from gateway.answers.message_parsing import with_calls
-from gateway.answers.request_context import RequestContext, context_of
 from gateway.answers.retention import Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission, reply_of
 from gateway.http.http_body import read_body
@@ -28,6 +27,7 @@ from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import PlannedRequest, timeouts_of, with_deadlines
 from gateway.requests.preparation import has_more_work, prepared
 from gateway.requests.request_body import JsonBody
+from gateway.state import RequestContext, context_of
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 
 MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile

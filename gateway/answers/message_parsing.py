@@ -15,7 +15,7 @@ from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.errors import InvalidRequest
-from gateway.models.model_options import ModelOptions
+from gateway.models.model_service import ModelOptions
 from gateway.parsing.answer_or_calls import answer_or_calls_parser
 from gateway.parsing.message import MessageParser
 from gateway.parsing.parts import Parser

@@ -11,13 +11,13 @@ from typing import Any
 
 from gateway.answers.answer_kinds import RESPONSE
 from gateway.answers.kept_answers import KeptAnswer, find_answer
-from gateway.answers.request_context import RequestContext
 from gateway.answers.submission import collect_again
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.request_body import MAX_BODY_BYTES, JsonBody, check_structure, check_values
 from gateway.requests.responses_body import ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import EARLIER_ITEMS
+from gateway.state import RequestContext
 
 PARAM = "previous_response_id"
 

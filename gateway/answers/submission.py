@@ -21,13 +21,13 @@ from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
-from gateway.answers.request_context import RequestContext, context_of
 from gateway.answers.retention import told_names
 from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.requests.openai_schema import CompletionRequest
+from gateway.state import RequestContext, context_of
 from gateway.store.inference_client import Keep
 
 

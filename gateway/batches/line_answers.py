@@ -20,7 +20,6 @@ from typing import TypeAlias
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
 from gateway.answers.answering import submitted
-from gateway.answers.request_context import RequestContext
 from gateway.answers.responses_history import with_history
 from gateway.answers.retention import NAME_HEADER, name_digest
 from gateway.auth.rate_limits import Account, Charge
@@ -29,7 +28,7 @@ from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
 from gateway.requests.generation_fields import PRIORITY_HEADER
 from gateway.requests.planning import Timeouts
-from gateway.state import GatewayState
+from gateway.state import GatewayState, RequestContext
 
 logger = logging.getLogger("gateway")
 

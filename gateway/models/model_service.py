@@ -8,24 +8,74 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Limits, Load, Rejected, admit, unavailable
+from gateway.admission import Limits, Load, Readiness, Rejected, admit, assess, ready_workers, unavailable
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound
 from gateway.metrics import DeliveryCollector, ModelMetrics
-from gateway.models.model_options import ModelOptions
 from gateway.open_requests import OpenRequests
-from gateway.readiness import Readiness, assess, ready_workers
 from gateway.requests.planning import ModelLimits, Timeouts, without_worker
+from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.store.store_share import share_of
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
 from gateway.turns import LoopTurns
 from shared.model_files import ModelFilesError
+from shared.models_file import ModelEntry, check_names, read_models
+from shared.settings import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A served model as it is named at the start: its names, its directory, how its text is read."""
+
+    names: tuple[str, ...]  # the first is in answers, in metrics and in the store's keys; the others are aliases
+    directory: Path
+    max_model_len: int | None = None  # None: the model's own
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def model_options(settings: GatewaySettings) -> tuple[ModelOptions, ...]:
+    """Of --model, or of each entry of --models-file. Raises SettingsError."""
+    if settings.models_file is not None:
+        entries = read_models(settings.models_file)
+    else:
+        assert settings.model is not None, "settings have one of them"
+        entries = [ModelEntry(model=str(settings.model), names=settings.served_model_name)]
+    options = tuple(_options(entry, settings) for entry in entries)
+    check_names(name for model in options for name in model.names)
+    return options
+
+
+def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
+    directory = Path(entry.model)
+    tool_call_parser, reasoning_parser = entry.tool_call_parser, entry.reasoning_parser
+    return ModelOptions(
+        names=entry.names or (directory.resolve().name,),
+        directory=directory,
+        max_model_len=entry.max_model_len or settings.max_model_len,
+        tool_call_parser=_one_of(TOOL_CALL_PARSERS, tool_call_parser, "tool_call_parser") or settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser
+        if reasoning_parser is None
+        else _one_of(REASONING_PARSERS, reasoning_parser, "reasoning_parser"),
+    )
+
+
+def _one_of(known: tuple[str, ...], value: str | None, field: str) -> str:
+    if value is not None and value not in known:
+        raise SettingsError(f"--models-file: {field} is {value!r}; expected one of {', '.join(filter(None, known))}")
+    return value or ""
+
 
 logger = logging.getLogger("gateway")
 

@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from gateway.admission import Readiness, overall
 from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
 from gateway.models.model_service import ModelService
 from gateway.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter
-from gateway.readiness import Readiness, overall
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import StoreUnavailable
 

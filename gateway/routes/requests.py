@@ -12,13 +12,12 @@ from aiohttp import web
 
 from gateway.answer_shapes import ErrorDetail
 from gateway.answers.kept_answers import KeptAnswer, find_answer
-from gateway.answers.request_context import context_of
 from gateway.answers.submission import read_again, stream_again
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
 from gateway.openapi import EVENTS, Operation, Parameter
-from gateway.state import STATE
+from gateway.state import STATE, context_of
 
 
 class RequestBody(msgspec.Struct, kw_only=True):

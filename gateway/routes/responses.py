@@ -19,7 +19,6 @@ from gateway.answer_shapes import CompactedBody, DeletedResponseBody, InputToken
 from gateway.answers.answer_kinds import COMPACTION, RESPONSE
 from gateway.answers.answering import answer
 from gateway.answers.kept_answers import KeptAnswer
-from gateway.answers.request_context import context_of
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
 from gateway.answers.responses_input import InputItemsBody, input_items
@@ -32,7 +31,7 @@ from gateway.requests.preparation import encode_prompts
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import parse_response
-from gateway.state import STATE
+from gateway.state import STATE, context_of
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"

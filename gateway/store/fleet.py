@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.readiness import SUPERVISOR_ID
+from gateway.admission import SUPERVISOR_ID
 from shared.messages import WorkerHeartbeat, WorkerPhase
 
 FORGET_AFTER_SECONDS = 60.0

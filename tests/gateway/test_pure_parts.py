@@ -7,7 +7,7 @@ import pytest
 
 from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
-from gateway.models.model_options import ModelOptions, model_options
+from gateway.models.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, plan_requests
 from gateway.requests.request_body import decode_body

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.auth.browser_guard import check_host, check_site
+from gateway.auth.access import check_host, check_site
 from gateway.errors import Forbidden
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says

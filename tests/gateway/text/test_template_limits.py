@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
-from gateway.text.template_limits import LimitedEnvironment, TemplateLimit, limited, written
+from gateway.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    LimitedEnvironment,
+    TemplateLimit,
+    limited,
+    written,
+)
 
 MESSAGES = [{"role": "user", "content": f"message {number}"} for number in range(100)]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}"
@@ -77,7 +83,7 @@ def test_what_it_says_is_cut() -> None:
 
 def test_a_long_chat_takes_one_turn_a_message(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
-    monkeypatch.setattr("gateway.text.template_limits._deadline", CountedDeadline(turns))
+    monkeypatch.setattr("gateway.text.chat_template._deadline", CountedDeadline(turns))
     messages = [{"role": "user", "content": "hello"}] * 4096
     tiny_model.encoder.render_chat(messages, add_generation_prompt=True, continue_final_message=False)
     assert len(turns) == 4096
@@ -113,7 +119,7 @@ async def test_others_are_answered_meanwhile(
 ) -> None:
     """The template's clock stands until they have been; without a thread of its own it is let go after 10 s."""
     clock = StandingClock()
-    monkeypatch.setattr("gateway.text.template_limits.time", clock)
+    monkeypatch.setattr("gateway.text.chat_template.time", clock)
     model = shutil.copytree(tiny_model_dir, tmp_path / "hostile")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": NESTED}))
     gateway = await start_gateway(model=model)
