@@ -30,6 +30,7 @@ from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
 
 if TYPE_CHECKING:
+    from engine_worker.execution.load import ExecutionSettings
     from engine_worker.execution.model_runner import ModelRunner
 
 logger = logging.getLogger("worker")
@@ -79,55 +80,22 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report("load", 0.0, "torch")
     import torch  # noqa: PLC0415 - see the module's docstring
 
-    from engine_worker.execution.load import ExecutionSettings, load_model_runner  # noqa: PLC0415
+    from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
     from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
     from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
 
     device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
-    runner = load_model_runner(
-        ExecutionSettings(
-            model=settings.model,
-            device=device,
-            dtype=settings.dtype,
-            model_impl=settings.model_impl,
-            load_format=settings.load_format,
-            block_size=settings.block_size,
-            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-            kv_cache_memory_ratio=settings.kv_cache_memory_ratio,
-            swap_space_bytes=settings.swap_space_bytes or 0,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            num_threads=settings.num_threads,
-            deterministic=settings.deterministic,
-            cudagraph_mode="none" if settings.enforce_eager else settings.cudagraph_mode,
-        ),
-        report,
-    )
-    config = SchedulerConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=runner.max_model_len,
-        max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
-    )
-    block_bytes = runner.kv_cache_bytes // runner.num_blocks
-    kv_cache = KVCacheManager(
-        runner.num_blocks,
-        runner.block_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        host_tier=host_tier_config(runner, block_bytes, settings),
-        events=KVEventLog(block_bytes, time.time, KVDurations(time.monotonic)),
-    )
+    runner = load_model_runner(_execution_settings(settings, device), report)
     engine = Engine(
-        Scheduler(config, kv_cache),
+        _scheduler(settings, runner),
         runner,
         eos_token_ids=runner.model_spec.eos_token_ids,
         vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
         async_scheduling=bool(settings.async_scheduling),
     )
+    block_bytes = runner.kv_cache_bytes // runner.num_blocks
     info = EngineInfo(
         device="gpu" if device == "cuda" else "cpu",
         dtype=runner.dtype_name,
@@ -144,6 +112,48 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
     note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
     return LoadedEngine(engine, info, runner.compile_grammar, note)
+
+
+def _execution_settings(settings: WorkerSettings, device: str) -> "ExecutionSettings":
+    from engine_worker.execution.load import ExecutionSettings  # noqa: PLC0415 - imports torch
+
+    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
+    return ExecutionSettings(
+        model=settings.model,
+        device=device,
+        dtype=settings.dtype,
+        model_impl=settings.model_impl,
+        load_format=settings.load_format,
+        block_size=settings.block_size,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        kv_cache_memory_ratio=settings.kv_cache_memory_ratio,
+        swap_space_bytes=settings.swap_space_bytes or 0,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_threads=settings.num_threads,
+        deterministic=settings.deterministic,
+        cudagraph_mode="none" if settings.enforce_eager else settings.cudagraph_mode,
+    )
+
+
+def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
+    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
+    config = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=runner.max_model_len,
+        max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
+    )
+    block_bytes = runner.kv_cache_bytes // runner.num_blocks
+    kv_cache = KVCacheManager(
+        runner.num_blocks,
+        runner.block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        host_tier=host_tier_config(runner, block_bytes, settings),
+        events=KVEventLog(block_bytes, time.time, KVDurations(time.monotonic)),
+    )
+    return Scheduler(config, kv_cache)
 
 
 def chosen_device(wanted: str, *, has_cuda: bool) -> str:

@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -17,14 +18,14 @@ from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import model_options
+from gateway.models.model_service import ModelOptions, model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
 from shared.processes import ParentGone, exit_with_parent
-from shared.redis_client import connect
+from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.settings import SettingsError, settings_or_exit
 from shared.tracing import TracingUnavailable, open_tracing
@@ -68,19 +69,8 @@ async def serve(settings: GatewaySettings) -> int:
         return 2
     metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)
     connections = connect(settings.redis_url, observe=metrics.observe_redis, num_models=len(models))
-    gateway_id = secrets.token_hex(8)
-    clients = {
-        options: InferenceClient(
-            connections,
-            RedisKeys(options.name),
-            gateway_id,
-            max_queued_requests=settings.max_num_queued_reqs,
-            max_queued_tokens=settings.max_num_queued_tokens,
-        )
-        for options in models
-    }
     try:
-        app = create_app(settings, clients, metrics, access, tracing)
+        app = create_app(settings, _clients(settings, models, connections), metrics, access, tracing)
     except OSError as error:
         sys.stderr.write(f"pagestream gateway: error: --files-dir: {error}\n")
         return 2
@@ -92,24 +82,48 @@ async def serve(settings: GatewaySettings) -> int:
         except _CannotListen as error:
             sys.stderr.write(f"pagestream gateway: cannot listen on {error}\n")
             return 1
-        state = app[STATE]
-        settling = asyncio.create_task(_settle(state))
-        try:
-            if not await _until_signal(state):
-                return 1
-        finally:
-            settling.cancel()
-        state.open_requests.draining = True
-        for site in sites:
-            await site.stop()
-        if not await state.open_requests.wait_idle(settings.drain_seconds):
-            logger.warning("streams were still open after %g s", settings.drain_seconds)
+        if not await _until_drained(app[STATE], sites):
+            return 1
     finally:
         await runner.cleanup()
         await connections.aclose()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
     return 0
+
+
+def _clients(
+    settings: GatewaySettings, models: Sequence[ModelOptions], connections: RedisConnections
+) -> dict[ModelOptions, InferenceClient]:
+    """One a model; all are of one gateway."""
+    gateway_id = secrets.token_hex(8)
+    return {
+        options: InferenceClient(
+            connections,
+            RedisKeys(options.name),
+            gateway_id,
+            max_queued_requests=settings.max_num_queued_reqs,
+            max_queued_tokens=settings.max_num_queued_tokens,
+        )
+        for options in models
+    }
+
+
+async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> bool:
+    """Serves until a signal, and then what is open. False: the model cannot be served."""
+    settling = asyncio.create_task(_settle(state))
+    try:
+        if not await _until_signal(state):
+            return False
+    finally:
+        settling.cancel()
+    state.open_requests.draining = True
+    for site in sites:
+        await site.stop()
+    drain_seconds = state.settings.drain_seconds
+    if not await state.open_requests.wait_idle(drain_seconds):
+        logger.warning("streams were still open after %g s", drain_seconds)
+    return True
 
 
 async def _settle(state: GatewayState) -> None:

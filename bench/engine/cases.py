@@ -11,7 +11,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,15 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
         seed=random.Random(options.seed),
     )
     bench.warm_up()
-    sections = {**BY_NAME, "profile": profile}
+    failed = _run_sections(options, {**BY_NAME, "profile": profile}, bench, started_at, emit)
+    loaded.engine.check_integrity()
+    return failed
+
+
+def _run_sections(
+    options: argparse.Namespace, sections: Mapping[str, Callable[[Any], Any]], bench: Any, started_at: float, emit: Emit
+) -> bool:
+    """Whether one failed; the others are run all the same."""
     failed = False
     for name in options.sections:
         begun_at = time.perf_counter()
@@ -93,7 +101,6 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
             emit({"what": "error", "section": name, "error": repr(error)[:500]})
             failed = True
         emit({"what": "section_time", "section": name, "s": round(time.perf_counter() - begun_at, 1)})
-    loaded.engine.check_integrity()
     return failed
 
 

@@ -191,21 +191,7 @@ def _ends(tokenizer: Tokenizer, bias: float) -> dict[int, float]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench structured", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--suite", type=Path, help="source distribution of the package jsonschema")
-    parser.add_argument("--no-kubernetes", action="store_true", help="the suite alone: its package is large")
-    parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--parts", type=int, default=1, help="answer only every so manieth of them,")
-    parser.add_argument("--part", type=int, default=0, help="beginning with this one")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
-    parser.add_argument("--rounds", type=int, default=6, help="in each but the first, those that the last one cut")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--masks-only", action="store_true", help="needs no weights: config.json and tokenizer.json")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     everything = ({} if options.no_kubernetes else kubernetes()) | (test_suite(options.suite) if options.suite else {})
     taken, refused = followable(everything)
     chosen = spread(taken, options.schemas)
@@ -243,3 +229,21 @@ def main(argv: list[str]) -> int:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return 0 if is_good else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench structured", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--suite", type=Path, help="source distribution of the package jsonschema")
+    parser.add_argument("--no-kubernetes", action="store_true", help="the suite alone: its package is large")
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--parts", type=int, default=1, help="answer only every so manieth of them,")
+    parser.add_argument("--part", type=int, default=0, help="beginning with this one")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--rounds", type=int, default=6, help="in each but the first, those that the last one cut")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--masks-only", action="store_true", help="needs no weights: config.json and tokenizer.json")
+    return parser

@@ -28,6 +28,8 @@ from engine_worker.scheduling.stats import KVCacheStats
 
 
 class KVCacheManager:
+    """Which blocks each sequence has. It has many members because pool, prefixes and host tier are one state."""
+
     def __init__(
         self,
         num_blocks: int,

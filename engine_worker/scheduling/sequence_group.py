@@ -24,6 +24,8 @@ class BlockTables(Protocol):
 
 
 class SequenceGroup:
+    """The sequences of one request. It has many members because the scheduler asks all of a request here."""
+
     def __init__(self, sequences: list[Sequence], num_ended_tokens: int = 0, *, is_background: bool = False) -> None:
         """`sequences`: at least one, all of one request. `num_ended_tokens`: those of choices that ended elsewhere."""
         first = sequences[0]

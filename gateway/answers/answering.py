@@ -24,11 +24,12 @@ from gateway.http.http_body import read_body
 from gateway.models.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest, timeouts_of, with_deadlines
+from gateway.requests.planning import timeouts_of, with_deadlines
 from gateway.requests.preparation import has_more_work, prepared
 from gateway.requests.request_body import JsonBody
 from gateway.state import RequestContext, context_of
 from gateway.store.inference_client import NameTaken, StoreUnavailable
+from shared.messages import GenerationRequest
 
 MAX_ATTEMPTS = 8  # at what a name stands for: each but the first because another request changed it meanwhile
 
@@ -95,7 +96,7 @@ async def _planned(
         keeps = await context.work(body.num_bytes, keep)
     metrics = service.unrecorded if context.is_batch else service.metrics
     generation = Generation(service, service.require_model(), completion, planned, arrived_at, metrics)
-    prompts = [plan.request.prompt_token_ids for plan in planned]
+    prompts = [request.prompt_token_ids for request in planned]
     detach_seconds = retention.detach_seconds if retention else None
     reply = reply_of(context, kind, completion, generation, prompts, created, detach_seconds)
     return AnswerSubmission(context, reply, keeps)
@@ -103,7 +104,7 @@ async def _planned(
 
 async def _engine_requests(
     context: RequestContext, service: ModelService, body: JsonBody, completion: CompletionRequest
-) -> tuple[CompletionRequest, list[PlannedRequest]]:
+) -> tuple[CompletionRequest, list[GenerationRequest]]:
     """Who cannot be served is told before anything is encoded."""
     timeouts = timeouts_of(completion.fields, context.default_timeouts, context.state.settings.max_timeout_seconds)
     model = service.admit()

@@ -10,6 +10,7 @@ Each prompt is one request of the engine, with all its choices. Knows nothing of
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -25,7 +26,6 @@ from gateway.metrics import ModelMetrics
 from gateway.models.model_service import ModelService
 from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
 from gateway.store.inference_client import (
     InferenceClient,
     Keep,
@@ -49,7 +49,7 @@ class Generation:
         service: ModelService,
         model: ServedModel,
         request: CompletionRequest,
-        planned: Sequence[PlannedRequest],
+        planned: Sequence[GenerationRequest],
         arrived_at: float,
         metrics: ModelMetrics | None = None,
         ended_at: int = 0,
@@ -58,38 +58,38 @@ class Generation:
         metrics = metrics or service.metrics
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
-        self.turns: KeyTurns = service.turns.of(planned[0].request.tenant)
+        self.turns: KeyTurns = service.turns.of(planned[0].tenant)
         self._ended_at = ended_at
         spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
-        self._echo = prompt_echo(model.encoder, request, [plan.request.prompt_token_ids for plan in planned])
+        self._echo = prompt_echo(model.encoder, request, [generation.prompt_token_ids for generation in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
         self._client: InferenceClient = service.client
         self._requests = [
             _RequestProgress(
-                plan.request,
+                generation,
                 [
                     ChoiceProgress(
                         index,
-                        _output_text(model, request, plan.request, keeps_marks),
+                        _output_text(model, request, generation, keeps_marks),
                         spellings,
                         metrics,
                         arrived_at,
                         scores_every_token=not request.is_chat,
                     )
-                    for index in range(plan.first_choice, plan.first_choice + plan.request.sampling.n)
+                    for index in range(first_choice, first_choice + generation.sampling.n)
                 ],
-                _best_of(request, plan),
-                message_parsers(service.options, model.encoder, request, plan),
+                _best_of(request, first_choice),
+                message_parsers(service.options, model.encoder, request, generation.request_id, first_choice),
             )
-            for plan in planned
+            for first_choice, generation in zip(itertools.count(0, request.n), planned, strict=False)
         ]
         self._num_choices = request.n
         self._num_open = len(self._requests)  # kept, since it is asked once a token
         self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
-        prompts = {plan.prompt_index: len(plan.request.prompt_token_ids) for plan in planned}
-        self._prompt_tokens = sum(prompts.values())
-        for num_tokens in prompts.values():
-            metrics.prompt_tokens.observe(num_tokens)
+        self._prompt_tokens = 0
+        for generation in planned:
+            self._prompt_tokens += len(generation.prompt_token_ids)
+            metrics.prompt_tokens.observe(len(generation.prompt_token_ids))
 
     @property
     def usage(self) -> UsageCount:
@@ -304,10 +304,10 @@ class _RequestProgress:
         return [update for choice in self._choices if not choice.finished for update in choice.take((), event.reason)]
 
 
-def _best_of(request: CompletionRequest, plan: PlannedRequest) -> BestOf | None:
+def _best_of(request: CompletionRequest, first_choice: int) -> BestOf | None:
     if not request.choices.is_best_of:
         return None
-    return BestOf(plan.first_choice, request.n, show_logprobs=request.num_logprobs is not None)
+    return BestOf(first_choice, request.n, show_logprobs=request.num_logprobs is not None)
 
 
 def _output_text(

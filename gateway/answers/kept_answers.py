@@ -16,7 +16,6 @@ from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, d
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
 from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import RequestGone, StoreUnavailable
 from gateway.store.stored_request import StoredRequest
@@ -107,11 +106,9 @@ class KeptAnswer:
 
     def generation(self) -> Generation:
         """To be attached to. Raises Unavailable while the tokenizer is not there."""
-        n = self.completion.n
-        planned = [PlannedRequest(index, index * n, request) for index, request in enumerate(self.requests)]
         model = self.service.require_model()
         return Generation(
-            self.service, model, self.completion, planned, time.monotonic(), metrics=self.service.unrecorded,
+            self.service, model, self.completion, self.requests, time.monotonic(), metrics=self.service.unrecorded,
             ended_at=self._ended_at,
         )  # fmt: skip
 

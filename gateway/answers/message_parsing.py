@@ -24,7 +24,6 @@ from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, listed
 from gateway.requests.call_grammar import answer_or_calls
 from gateway.requests.grammar_fields import AskedGrammar
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
 
 
 class Encoder(Protocol):
@@ -39,7 +38,7 @@ class Encoder(Protocol):
 
 
 def message_parsers(
-    options: ModelOptions, encoder: Encoder, request: CompletionRequest, plan: PlannedRequest
+    options: ModelOptions, encoder: Encoder, request: CompletionRequest, request_id: str, first_choice: int
 ) -> Mapping[int, MessageParser]:
     """One for each choice of the answer to this prompt; none if its text is content as it is. Raises InvalidRequest."""
     if request.must_think and not options.reasoning_parser:
@@ -50,11 +49,11 @@ def message_parsers(
     if not request.is_chat:
         return {}
     parsers = {}
-    for choice in range(plan.first_choice, plan.first_choice + request.n):
+    for choice in range(first_choice, first_choice + request.n):
         reasoning = REASONING_PARSERS[options.reasoning_parser]() if _may_think(options, request) else None
         tools = _tool_parser(options, encoder, request)
         if reasoning is not None or tools is not None:
-            parsers[choice] = MessageParser(reasoning, tools, partial(_call_id, plan.request.request_id, choice))
+            parsers[choice] = MessageParser(reasoning, tools, partial(_call_id, request_id, choice))
     return parsers
 
 

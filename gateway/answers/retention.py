@@ -26,7 +26,6 @@ from msgspec import structs
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
 from gateway.requests.request_body import JsonBody
 from shared.messages import GenerationRequest
 from shared.new_requests import Keep
@@ -157,14 +156,14 @@ def name_digest(owner_key_hash: str, name: str) -> str:
 
 def new_keeps(
     retention: Retention,
-    planned: Sequence[PlannedRequest],
+    planned: Sequence[GenerationRequest],
     kind: AnswerKind,
     body: JsonBody,
     ignored: Sequence[str],
     created: int,
 ) -> list[Keep]:
     """One a planned request, for its ACCEPT. `ignored`: names of fields of `body` that nobody knows."""
-    other_ids = [plan.request.request_id for plan in planned[1:]]
+    other_ids = [request.request_id for request in planned[1:]]
     kept = kept_body(kind, body, ignored)
     # Of several requests always: releases that look for `others` are to find nothing rather than a part.
     is_packed = bool(other_ids) or len(kept) >= MIN_PACKED_BYTES

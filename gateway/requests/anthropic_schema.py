@@ -23,6 +23,7 @@ from gateway.requests.anthropic_blocks import (
     chat_tools,
 )
 from gateway.requests.anthropic_turns import check_turns
+from gateway.requests.generation_fields import StopString
 from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     ChatBody,
@@ -30,7 +31,6 @@ from gateway.requests.openai_schema import (
     CompletionRequest,
     ContentPart,
     MessageFields,
-    StopString,
     chat_request,
     check_other_fields,
 )

@@ -18,23 +18,89 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest
-from gateway.requests.grammar_fields import GrammarFields
+from gateway.requests.grammar_fields import Choices, ResponseFormatFields, Schema, StructuredOutputs
 from gateway.requests.request_body import is_neutral
 from shared.messages import MAX_LOGPROBS
 from shared.redis_keys import PRIORITY_CLASSES
+
+MAX_SAMPLES = 8  # of one prompt
+MAX_BEAM_WIDTH = 64
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Words: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class TokenFields(GrammarFields, kw_only=True):
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+_ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What chats, completions and responses alike may say of how an answer is made; null is the same as absent."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
+    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
+    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What chats and completions share beyond that: OpenAI's fields, and those that vLLM's users send flat beside."""
+
+    model: str | None = None
+    n: _ChoiceCount | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    best_of: _ChoiceCount | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    response_format: ResponseFormatFields | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: Schema | None = None
+    grammar: str | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[_Word], Meta(max_length=500)] | None = None  # of two forms each: vLLM's limit, 1000
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None  # vLLM's limit
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
+    truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 in place of a token's text
 
 
 def check_token_fields(fields: Any) -> None:
@@ -74,16 +140,6 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 )
 
 
-class ExtraFields(TokenFields, kw_only=True):
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None  # -1: all that fit
-    truncation_side: Literal["left", "right"] | None = None  # where it is cut; "left", so that the last are kept
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # with logprobs: token_id:123 in place of a token's text
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 def asked_class(priority: int | None, header: str | None) -> str:
     """There are two classes, so what is below the ordinary 0 gains nothing over it. Raises InvalidRequest."""
     if header is not None:
@@ -94,7 +150,7 @@ def asked_class(priority: int | None, header: str | None) -> str:
     return PRIORITY_CLASSES[1] if priority is not None and priority > 0 else PRIORITY_CLASSES[0]
 
 
-def check_extra_fields(fields: ExtraFields, *, stream: bool, use_beam_search: bool) -> None:
+def check_extra_fields(fields: GenerationFields, *, stream: bool, use_beam_search: bool) -> None:
     """Raises InvalidRequest."""
     if fields.prompt_logprobs is not None and stream:
         raise InvalidRequest("prompt_logprobs: not available when stream is true.", param="prompt_logprobs")
@@ -116,9 +172,6 @@ def truncated(token_ids: list[int], truncate: int | None, side: str | None, room
     num_kept = truncate if truncate > 0 else max(1, room_tokens)
     return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
 
-
-MAX_SAMPLES = 8  # of one prompt
-MAX_BEAM_WIDTH = 64
 
 # field -> its values that change nothing, null aside
 _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {

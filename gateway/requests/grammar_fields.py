@@ -48,21 +48,6 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
 
 
-class GrammarFields(msgspec.Struct, kw_only=True):
-    """What every request for generated text may have of it; null is the same as absent."""
-
-    response_format: ResponseFormatFields | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: Schema | None = None
-    grammar: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
     grammar: Grammar

@@ -9,16 +9,16 @@ foreign option is visible to its sender. Knows no tokens: limits that need a mod
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.generation_fields import (
-    MAX_BEAM_WIDTH,
     ChoiceCount,
-    ExtraFields,
+    GenerationFields,
+    StreamOptions,
     TokenId,
     Words,
     check_extra_fields,
@@ -35,49 +35,8 @@ MAX_PROMPTS = 32
 MAX_CHOICES = 64  # computed at one time: best_of, or n, times the number of prompts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-_ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 _NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class GenerationFields(ExtraFields, kw_only=True):
-    """What /v1/chat/completions and /v1/completions share; null is the same as absent."""
-
-    model: str | None = None
-    n: _ChoiceCount | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
-    max_tokens: _Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
-    best_of: _ChoiceCount | None = None
-    use_beam_search: bool | None = None
-    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
-    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
-    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
 
 
 class ContentPart(msgspec.Struct):

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
-from gateway.requests.generation_fields import check_something_is_allowed
-from gateway.requests.openai_schema import CompletionRequest, GenerationFields
+from gateway.requests.generation_fields import GenerationFields, check_something_is_allowed
+from gateway.requests.openai_schema import CompletionRequest
 from shared.choice_seeds import SEED_BITS
 from shared.messages import GenerationRequest, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
@@ -83,19 +83,14 @@ def _told_of_prompts(request: CompletionRequest, num_tokens: int) -> int:
 
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
+# Fields that the engine is told as they came, but for those that are made of several.
+_AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     max_model_len: int
     vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    prompt_index: int
-    first_choice: int  # index of its choice 0 in the answer; the others follow
-    request: GenerationRequest
 
 
 def plan_requests(
@@ -105,10 +100,10 @@ def plan_requests(
     tenant: str = "",
     priority_class: str = PRIORITY_CLASSES[0],
     traceparent: str = "",
-) -> list[PlannedRequest]:
-    """Choices are ordered as OpenAI orders them: all of the first prompt, then those of the second."""
+) -> list[GenerationRequest]:
+    """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
     planned, most = [], most_tokens(request, prompts_token_ids)
-    for prompt_index, token_ids in enumerate(prompts_token_ids):
+    for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
         max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see prompt_echo.py
         generation = GenerationRequest(
@@ -120,7 +115,7 @@ def plan_requests(
             cache_salt=request.fields.cache_salt or "",
             traceparent=traceparent,
         )
-        planned.append(PlannedRequest(prompt_index, prompt_index * request.n, generation))
+        planned.append(generation)
     return planned
 
 
@@ -170,32 +165,25 @@ def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelL
     _check_token_ids(named, "logprob_token_ids", limits)
     check_something_is_allowed(allowed, request.bad_words)
     temperature = 1.0 if fields.temperature is None else fields.temperature
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
-        n=choices.n if choices.use_beam_search else choices.num_candidates,
-        use_beam_search=choices.use_beam_search,
-        beam_width=choices.num_candidates if choices.use_beam_search else 0,
-        length_penalty=choices.length_penalty,
-        early_stopping=choices.early_stopping,
-        min_tokens=min_tokens,
-        temperature=0.0 if choices.use_beam_search or temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
-        top_k=max(0, fields.top_k or 0),
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(fields, limits),
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(fields.ignore_eos),
-        grammar=request.grammar.grammar if request.grammar else None,
-        allowed_token_ids=allowed,
-        bad_words=request.bad_words,
-        logprobs=_num_logprobs(request),
-        logprob_token_ids=named,
-        prompt_logprobs=request.num_prompt_logprobs,
-    )
+    made = {
+        "max_tokens": max_tokens,
+        "seed": secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
+        "n": choices.n if choices.use_beam_search else choices.num_candidates,
+        "use_beam_search": choices.use_beam_search,
+        "beam_width": choices.num_candidates if choices.use_beam_search else 0,
+        "temperature": 0.0 if choices.use_beam_search or temperature < _GREEDY_BELOW_TEMPERATURE else temperature,
+        "top_k": max(0, fields.top_k or 0),
+        "logit_bias": _logit_bias(fields, limits),
+        "stop_token_ids": stop_token_ids,
+        "grammar": request.grammar.grammar if request.grammar else None,
+        "allowed_token_ids": allowed,
+        "bad_words": request.bad_words,
+        "logprobs": _num_logprobs(request),
+        "logprob_token_ids": named,
+        "prompt_logprobs": request.num_prompt_logprobs,
+    }
+    as_given = {name: getattr(fields, name) for name in _AS_GIVEN - made.keys()}
+    return SamplingParams(**{name: value for name, value in as_given.items() if value is not None} | made)
 
 
 def _num_logprobs(request: CompletionRequest) -> int | None:
@@ -255,11 +243,10 @@ def without_worker(timeouts: Timeouts) -> Timeouts:
     return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 
-def with_deadlines(planned: Sequence[PlannedRequest], timeouts: Timeouts, now_seconds: float) -> list[PlannedRequest]:
+def with_deadlines(
+    planned: Sequence[GenerationRequest], timeouts: Timeouts, now_seconds: float
+) -> list[GenerationRequest]:
     deadline, queue_deadline = (
         now_seconds + seconds if seconds else None for seconds in (timeouts.total_seconds, timeouts.queue_seconds)
     )
-    return [
-        replace(plan, request=structs.replace(plan.request, deadline=deadline, queue_deadline=queue_deadline))
-        for plan in planned
-    ]
+    return [structs.replace(request, deadline=deadline, queue_deadline=queue_deadline) for request in planned]

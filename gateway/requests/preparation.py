@@ -12,12 +12,12 @@ from gateway.errors import InvalidRequest
 from gateway.requests.generation_fields import Words, truncated, words_token_ids
 from gateway.requests.grammar_fields import AskedGrammar
 from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
-from gateway.requests.planning import ModelLimits, PlannedRequest, context_exceeded, plan_requests
+from gateway.requests.planning import ModelLimits, context_exceeded, plan_requests
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.grammars import GrammarError, check_grammar
-from shared.messages import GrammarKind
+from shared.messages import GenerationRequest, GrammarKind
 
 
 def check_asked(asked: AskedGrammar | None) -> None:
@@ -119,7 +119,7 @@ def prepared(
     priority_class: str,
     traceparent: str,
     with_calls: Callable[[CompletionRequest], CompletionRequest],
-) -> tuple[CompletionRequest, list[PlannedRequest]]:
+) -> tuple[CompletionRequest, list[GenerationRequest]]:
     """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest.
 
     `with_calls`: adds to an answer's grammar the calls that may stand in its place."""

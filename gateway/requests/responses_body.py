@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from gateway.requests.openai_schema import StopString
+from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.responses_items import ItemFields
 from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools
 from shared.messages import MAX_LOGPROBS
@@ -51,7 +51,7 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # there is none to leave out
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(SamplingFields, kw_only=True):
     """null is the same as absent."""
 
     model: str | None = None
@@ -59,8 +59,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     text: TextFields | None = None
     tools: ResponseTools | None = None
@@ -78,21 +76,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Beyond OpenAI's, as in a chat.
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    detach_seconds: Annotated[float, Meta(ge=0.0)] | None = None
-    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
-    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
 
 
 class CountedBody(ResponsesBody, kw_only=True):

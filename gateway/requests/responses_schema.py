@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
+from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     NO_EFFECT,
@@ -34,9 +35,8 @@ EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are tho
 _LOGPROBS = "message.output_text.logprobs"
 
 _AS_IN_A_CHAT = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_k", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "seed", "stop", "ignore_eos", "cache_salt", "priority",
-    "timeout_seconds", "queue_timeout_seconds",
+    *(name for name in SamplingFields.__struct_fields__ if name not in ("detach_seconds", "chat_template_kwargs")),
+    "model", "parallel_tool_calls", "stream",
 )  # fmt: skip
 # field -> the values at which it changes nothing, null aside
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

@@ -88,6 +88,8 @@ class _ChoiceTokens:
 
 
 class ResponseStream(AsyncIterator[StreamEvent]):
+    """The events of one request. It has many members because listening, recovery and its reader share this state."""
+
     def __init__(self, request: GenerationRequest, keep: Keep | None = None) -> None:
         self.request = request
         self.keep = keep  # of a request that others can attach to

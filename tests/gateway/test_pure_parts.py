@@ -75,7 +75,7 @@ def test_seeds() -> None:
         body = b'{"messages":[{"role":"user","content":"x"}],"n":3,"max_tokens":1' + fields.encode() + b"}"
         request = parse_chat(decode_body(body))
         (planned,) = plan_requests(request, [[1]], LIMITS)
-        return [choice_seed(planned.request.sampling.seed, choice) for choice in range(3)]
+        return [choice_seed(planned.sampling.seed, choice) for choice in range(3)]
 
     assert seeds(',"seed":5') == seeds(',"seed":5')
     assert seeds(',"seed":5')[0] == 5 and len(set(seeds(',"seed":5'))) == 3
@@ -86,13 +86,13 @@ def test_seeds() -> None:
 
 def test_default_length_fits_into_what_is_left() -> None:
     request = parse_completion(decode_body(b'{"prompt":[1]}'))
-    lengths = [plan_requests(request, [[1] * size], LIMITS)[0].request.sampling.max_tokens for size in (1, 84, 85, 99)]
+    lengths = [plan_requests(request, [[1] * size], LIMITS)[0].sampling.max_tokens for size in (1, 84, 85, 99)]
     assert lengths == [16, 16, 15, 1]
 
 
 def test_tiny_temperature_is_greedy() -> None:
     request = parse_completion(decode_body(b'{"prompt":[1],"temperature":1e-300}'))
-    assert plan_requests(request, [[1]], LIMITS)[0].request.sampling.is_greedy
+    assert plan_requests(request, [[1]], LIMITS)[0].sampling.is_greedy
 
 
 def test_settings() -> None:

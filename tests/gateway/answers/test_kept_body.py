@@ -21,7 +21,6 @@ from gateway.answers.retention import (
     unpacked,
 )
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import PlannedRequest
 from shared.messages import GenerationRequest, SamplingParams
 
 MEGABYTES = "A" * 2_000_000
@@ -149,10 +148,10 @@ class TestRecords:
 
 
 def record_of(kind: AnswerKind, body: dict[str, Any], num_prompts: int) -> tuple[AnswerRecord, bytes]:
-    planned = [PlannedRequest(index, index, generation(f"{index}")) for index in range(num_prompts)]
+    planned = [generation(f"{index}") for index in range(num_prompts)]
     first, *_ = new_keeps(Retention("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
     record = decode_record(first.record)
-    assert record is not None and record.other_ids == [plan.request.request_id for plan in planned[1:]]
+    assert record is not None and record.other_ids == [request.request_id for request in planned[1:]]
     return record, first.record
 
 

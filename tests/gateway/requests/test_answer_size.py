@@ -7,10 +7,11 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
-from gateway.requests.planning import MAX_VALUES, ModelLimits, PlannedRequest, plan_requests
+from gateway.requests.planning import MAX_VALUES, ModelLimits, plan_requests
 from gateway.requests.request_body import decode_body
 from shared.messages import (
     MAX_JOURNAL_BYTES,
+    GenerationRequest,
     JournalExtras,
     JournalFrame,
     PromptLogprobs,
@@ -29,7 +30,7 @@ def chat(**fields: Any) -> CompletionRequest:
     return parse_chat(decode_body(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()))
 
 
-def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int = 1) -> list[PlannedRequest]:
+def planned(request: CompletionRequest, prompt_tokens: int = 1, num_prompts: int = 1) -> list[GenerationRequest]:
     return plan_requests(request, [[1] * prompt_tokens] * num_prompts, LIMITS)
 
 
@@ -77,7 +78,7 @@ def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
 )
 def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt_tokens: int, num_prompts: int) -> None:
     for plan in planned(request_, prompt_tokens, num_prompts):
-        assert plan.request.sampling.max_tokens == max(1, request_.max_tokens or 0)
+        assert plan.sampling.max_tokens == max(1, request_.max_tokens or 0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_what_is_asked_for_in_earnest_is_not(request_: CompletionRequest, prompt
 )
 def test_without_a_limit_an_answer_is_as_long_as_it_may_be(request_: CompletionRequest, expected: int) -> None:
     (plan,) = planned(request_)
-    assert plan.request.sampling.max_tokens == expected
+    assert plan.sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("num_scores", [None, 0, 20, 128])
