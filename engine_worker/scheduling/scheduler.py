@@ -52,7 +52,7 @@ __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
 
 class Scheduler:
-    """The scheduler decides what a step does. It has many members because its counts are read by metrics and heartbeats between steps."""
+    """It decides what a step does. It has many members because metrics and heartbeats read its counts between steps."""
 
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCacheManager, policy: FirstComeFirstServed | None = None
