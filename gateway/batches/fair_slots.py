@@ -1,6 +1,7 @@
 """Places for lines in flight, of all batches of a gateway: of several owners the one that holds the fewest comes first.
 
-One owner alone never has all of them, so the first line of another one need not wait for an answer to end.
+Some stay free of those that hold any, however many these are, so the first line of another one need not wait for an
+answer to end.
 """
 
 import asyncio
@@ -8,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-RESERVED_SHARE = 8  # one place in so many stays free of any one owner
+RESERVED_SHARE = 8  # one place in so many is for owners that hold none
 
 
 class FairSlots:
     def __init__(self, num_slots: int, *, has_owners: bool) -> None:
         """`has_owners`: False where all batches are everybody's, who may have all places."""
         self._num_free = num_slots
-        self._most = max(1, num_slots - max(1, num_slots // RESERVED_SHARE)) if has_owners else num_slots
+        self._num_reserved = max(1, num_slots // RESERVED_SHARE) if has_owners else 0
         self._held = Counter[str]()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -58,5 +59,6 @@ class FairSlots:
 
     def _next_owner(self) -> str | None:
         """Of those that hold equally few the one that has waited longest."""
-        owners = [owner for owner in self._waiting if self._held[owner] < self._most]
+        has_spare = self._num_free > self._num_reserved
+        owners = [owner for owner in self._waiting if has_spare or not self._held[owner]]
         return min(owners, key=lambda owner: self._held[owner], default=None)

@@ -81,12 +81,20 @@ async def test_nobody_has_all_places_and_the_next_is_for_who_has_fewest() -> Non
     assert lines.running == ["a"] * 14
     tasks += [asyncio.create_task(lines.run("b")) for _ in range(100)]
     await settled()
-    assert lines.running.count("b") == 2  # at once
-    for _ in range(6):
+    assert lines.running.count("b") == 1  # at once
+    for _ in range(7):
         await lines.end("a")
-    assert (lines.running.count("a"), lines.running.count("b")) == (8, 8)
+    assert (lines.running.count("a"), lines.running.count("b")) == (7, 7)
     await lines.end("b")
-    assert (lines.running.count("a"), lines.running.count("b")) == (8, 8)
+    assert (lines.running.count("a"), lines.running.count("b")) == (7, 7)
+    tasks += [asyncio.create_task(lines.run(owner)) for owner in "ccd"]
+    await settled()
+    assert (lines.running.count("c"), lines.running.count("d")) == (1, 1)  # at once, beside two that want all
+    await lines.end("a")
+    await lines.end("a")
+    assert (lines.running.count("a"), lines.running.count("c")) == (5, 1)  # the reserve fills first
+    await lines.end("b")
+    assert (lines.running.count("b"), lines.running.count("c")) == (6, 2)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
