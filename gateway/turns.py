@@ -9,6 +9,9 @@ ones. Who has more to do waits in a ring, and between two rounds the loop does a
 store, answers others. So nobody waits for more than a round of others, whatever these have waiting, and a key that is
 alone has all the time there is. Only callbacks wait here, one an answer: tokens stay where they came to, and what there
 is no room for stays in the journal (gateway/store/response_stream.py).
+
+It is part of a token's way back: an answer's submission begins its work here when the store has told of tokens. It
+knows keys and time, and not what the work says or who reads it.
 """
 
 import asyncio

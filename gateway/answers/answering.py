@@ -3,6 +3,9 @@
     body -> JsonBody -> CompletionRequest -> GenerationRequests -> AnswerSubmission -> response
 
 The steps are those of other files; here they stand in their order, with what is asked before each.
+
+It is a chat's way in as a whole, and the beginning of its way back. It knows the order alone: no field of a body, no
+format, no key of the store.
 """
 
 import time

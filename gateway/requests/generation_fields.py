@@ -12,6 +12,9 @@ probabilities, so what changes either is refused beside it.
 
 A word is forbidden as the tokens that the tokenizer makes of it, with and without a space before it; what spells it in
 other tokens is not found. vLLM forbids the form with a space only where it has as many tokens as the one without.
+
+It is part of a chat's way in, where its body is checked. It knows no tokenizer, no limit of a model and no engine:
+planning.py makes sampling parameters of the fields.
 """
 
 from collections.abc import Callable, Iterable, Iterator
