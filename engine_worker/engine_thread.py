@@ -135,7 +135,7 @@ class EngineThread:
         return await self.call(lambda: self._running_engine().withdraw_waiting(most))
 
     async def withdraw(self, request_ids: Collection[str]) -> list[str]:
-        """The same, of these requests alone."""
+        """Withdraw these requests alone, as withdraw_waiting() does."""
         return await self.call(lambda: self._running_engine().withdraw(request_ids))
 
     async def wait_ended(self) -> None:

@@ -1,4 +1,4 @@
-"""The same model by this program's code and by that of transformers (`--model-impl`), both in this engine.
+"""One model by this program's code and by that of transformers (`--model-impl`), both in this engine.
 
     python -m bench model-impls MODEL_DIR --out FILE [--batches 1 8 32] [--tokens 48] [--rounds 3] [--threads 1]
 

@@ -28,7 +28,7 @@ FOLDERS = (
 SUFFIXES = {".py", ".lua", ".md", ".toml", ".js"}
 HERE = ("docs/architecture.md", "tests/docs/test_words.py")  # which name the words
 WORDS_LEFT = {"gateway": 54, "tests": 1}
-DOCSTRINGS_LEFT = {"gateway": 132, "tests": 95}
+DOCSTRINGS_LEFT = {"gateway": 132, "tests": 97}
 
 _NO_SUBJECT = re.compile(r"(Of|Those|The same|So many|What|Where)\b")
 
