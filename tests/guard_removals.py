@@ -2,9 +2,10 @@
 
     python -m tests.guard_removals [WORD ...]       those whose class or file holds one of the words; default: all
 
-The guards are in guard_removals.toml. A removal is made in a copy of the working tree, never in the tree itself. It is
-caught when every test of its `caught_by` fails, or when these have no end without the guard, or end the process. Ends
-with 1 when one survives. A test that breaks before it begins (a fixture, an import) has caught nothing.
+guard_removals.toml has the guards, and says how to add one. A removal is made in a copy of the working tree, never in
+the tree itself. It is caught when every test of its `caught_by` fails, or when these have no end without the guard,
+or end the process. Ends with 1 when one survives. A test that breaks before it begins (a fixture, an import) has
+caught nothing.
 """
 
 import os
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.guard_edits import Source
+
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 END_SECONDS = 240.0  # the slowest takes 20 on two idle cores
@@ -33,16 +36,25 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     row: str = msgspec.field(name="class")  # how its row begins
     caught_by: frozenset[str]  # path under tests/ :: name
     file: str = ""
-    guard: str = ""
-    without: str = ""
+    function: str = ""  # or a class, by its qualified name; empty: anywhere in the file
+    drop: str = ""
+    body: str = ""
+    replace: tuple[str, str] = ("", "")
     environ: dict[str, str] = {}
     seconds: int = 20  # for each test: what should have been refused may wait for ever
 
     def remove_from(self, text: str) -> str:
         """Raises ValueError unless the guard is there, once."""
-        if text.count(self.guard) != 1:
-            raise ValueError(f"{self.file} holds {text.count(self.guard)} times {self.guard!r}")
-        return text.replace(self.guard, self.without)
+        source = Source(text)
+        if self.drop:
+            return source.without_statement(self.function, self.drop)
+        if self.body:
+            return source.with_body(self.function, self.body)
+        return source.with_words(self.function, *self.replace)
+
+    def __str__(self) -> str:
+        what = self.drop or self.body or self.replace[0].strip() or str(self.environ)
+        return f"{self.file} {self.function} {what.splitlines()[0][:60]}"
 
 
 def removals() -> list[Removal]:
@@ -110,8 +122,7 @@ def main(words: list[str]) -> int:
         for removal in chosen:
             survived = survivors(removal, tree)
             num_survived += bool(survived)
-            guard = removal.guard.strip().splitlines()[0] if removal.guard else str(removal.environ)
-            print(f"{'SURVIVES' if survived else 'caught'}  {removal.row}  {removal.file}  {guard[:60]}", flush=True)
+            print(f"{'SURVIVES' if survived else 'caught'}  {removal.row}  {removal}", flush=True)
             for test in sorted(survived):
                 print(f"          passes: {test}", flush=True)
     print(f"{len(chosen) - num_survived} of {len(chosen)} removals are caught")
