@@ -1,8 +1,9 @@
 """How many gateways `pagestream serve` runs where nobody says (`--gateways auto`), and the reason in a few words.
 
-A gateway is one process with one event loop: it ends near 30,000 streamed tokens a second, which one worker on a GPU
-makes with a small model, and two make with an 8B one. A worker on a CPU makes some hundreds. Each worker and the store
-need a core of their own, so gateways take those that are left.
+A gateway is one process with one event loop: it ends near 30,000 streamed tokens a second, which two workers on GPUs
+make with an 8B model. A worker on a CPU makes some hundreds. One worker gets one gateway, because the `/metrics` of a
+shared port are those of one gateway only; a small model that makes more than a gateway streams wants `--gateways 2`.
+Each worker and the store need a core of their own, so gateways take those that are left.
 """
 
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from pagestream.serve_settings import MAX_GATEWAYS, PassedFlags
 
-GATEWAYS_A_GPU_WORKER = 2
+GATEWAYS_A_GPU_WORKER = 2  # of several
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def count_gateways(
         return GatewayCount(told)
     if not gpus:
         return GatewayCount(1, "enough for workers on a CPU")
+    if num_workers == 1:
+        return GatewayCount(1, "enough for one worker, up to 30,000 tokens/s; --gateways N for more")
     if counts_for_keys:
         return GatewayCount(1, "each counts the limits of API keys by itself; --gateways N for more tokens a second")
     wanted, spare = GATEWAYS_A_GPU_WORKER * num_workers, num_cores - num_workers - 1

@@ -67,7 +67,7 @@ class ServeSettings:
         None,
         parse=parse_gateways,
         help="gateway processes that share the port, about one for 20,000 tokens/s; default, or auto: two for each "
-        "worker on a GPU as far as cores reach, else one",
+        "of several workers on GPUs as far as cores reach, else one",
     )
     workers: int = setting(1, help="engine workers to run, of each model; of several GPUs each takes one")
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")

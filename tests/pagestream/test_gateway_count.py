@@ -1,4 +1,4 @@
-"""`--gateways auto`: two for each worker on a GPU, else one, and the reason told; how evenly a port is shared."""
+"""`--gateways auto`: two for each of several workers on GPUs, else one, and the reason told; how evenly a port is shared."""
 
 import socket
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ NO_FLAGS = split_flags([])
     [
         (1, 0, 64, 1),  # a CPU
         (4, 0, 64, 1),
-        (1, 1, 16, 2),
+        (1, 1, 16, 1),  # what one shows on /metrics is all there is
         (2, 2, 32, 4),
         (8, 8, 128, 16),
         (2, 1, 32, 4),  # two copies on one GPU
