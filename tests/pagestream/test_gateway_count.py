@@ -1,4 +1,4 @@
-"""`--gateways auto`: two for each of several workers on GPUs, else one, and the reason told; how evenly a port is shared."""
+"""`--gateways auto`: two for each of several workers on GPUs, else one, and why; how evenly a port is shared."""
 
 import socket
 from contextlib import ExitStack
