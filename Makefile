@@ -1,6 +1,7 @@
 # make serve   everything from a clone to a running server: environment, dependencies, demo weights, `pagestream serve`
 # make test    the whole test suite, as in CI
 # make quick   the tests that need no store, process, weights or GPU; make unit: those and the ones with the store
+# make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make mutants takes each guard of docs/security.md away and sees its tests fail
@@ -19,7 +20,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
-.PHONY: help setup dev serve quick unit test peers faults soak mutants fuzz check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers faults soak mutants fuzz check format bench paper doctor wheel lock clean
 
 help:
 	@echo "make serve | quick | unit | test | peers | faults | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
@@ -51,6 +52,9 @@ fuzz: dev
 
 peers: dev $(PEERS:%=$(VENV)/peers/%/.installed)
 	$(BIN)/python -m tests.peers $(ARGS)
+
+weights: dev
+	$(BIN)/python -m tests.weights.fetch
 
 faults: dev
 	$(BIN)/python -m pytest tests/faults $(ARGS)

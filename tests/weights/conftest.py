@@ -1,0 +1,35 @@
+"""Real weights, as far as `make weights` has fetched them: tests that need them are optional (marker `weights`)."""
+
+from pathlib import Path
+
+import pytest
+
+from engine_worker.convert_gguf import convert
+from tests.weights.fetch import GEMMA, QWEN, Weights
+
+
+def _fetched(weights: Weights, config: pytest.Config) -> Path:
+    if config.option.markexpr != "weights":
+        pytest.skip("takes minutes and is asked for by name: -m weights")
+    if not weights.path.is_file():
+        pytest.skip(f"{weights.path} is not there: `make weights` fetches it")
+    return weights.path
+
+
+@pytest.fixture(scope="session")
+def qwen_gguf(pytestconfig: pytest.Config) -> Path:
+    return _fetched(QWEN, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf(pytestconfig: pytest.Config) -> Path:
+    return _fetched(GEMMA, pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def qwen_dir(qwen_gguf: Path) -> Path:
+    """Converted once a machine, whole or not at all."""
+    directory = qwen_gguf.with_suffix("")
+    if not directory.is_dir():
+        convert(qwen_gguf, directory, lambda progress, detail: None)
+    return directory
