@@ -32,6 +32,7 @@ WITH_TORCH = (
     "tests/bench/",
     "tests/clients/",
     "tests/e2e/",
+    "tests/weights/",
 )
 # A function in which one of these names stands starts processes; functions of these roots are followed to find one.
 STARTERS = frozenset(("subprocess", "multiprocessing", "create_subprocess_exec", "Popen", "_fork_exec"))
