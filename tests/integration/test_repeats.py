@@ -81,11 +81,11 @@ class TestAfterARefusal:
         assert (status, len(answer["choices"])) == (200, 2)
 
     async def test_of_a_store_whose_replies_are_lost(self, world: World) -> None:
-        """It has accepted the request, which is withdrawn when it can be reached again."""
-        world.worker.gate.allow(FOREVER_STEPS)
+        """It has accepted the request, which is withdrawn when it can be reached again. A token would be a reply."""
         with lost_replies(world.gateways[0].scripts, "accept"):
             status, error = await world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
         assert (status, error["error"]["code"]) == (503, "store_unavailable")
+        world.worker.gate.allow(FOREVER_STEPS)
         for gateway in world.gateways:
             status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
             assert (status, len(answer["choices"])) == (200, 2)
