@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from bench.engine.session import EngineSession, step_figures
+from bench.engine.side import plain_engine
 from bench.provenance import commit
-from engine_worker.engine import Engine
 from engine_worker.execution.load import ExecutionSettings, load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
-from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.scheduler import SchedulerConfig
 from shared.messages import SamplingParams
 
 IMPLS = ("native", "transformers")
@@ -31,17 +30,10 @@ _PROMPT_TOKENS, _MAX_MODEL_LEN, _STEP_TOKENS = 128, 512, 512
 def run(runner: ModelRunner, batch: int, num_tokens: int) -> tuple[list[float], float]:
     """(seconds of each steady step, CPU seconds of the whole run) of `batch` prompts that write `num_tokens` each."""
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, max_model_len=_MAX_MODEL_LEN)
-    engine = Engine(
-        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
-        runner,
-        eos_token_ids=(),
-        vocab_size=runner.model_spec.vocab_size,
-        clock=time.perf_counter,
-    )
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     load = [([100 + row + 7 * index for index in range(_PROMPT_TOKENS)], sampling) for row in range(batch)]
     started = time.process_time()
-    log = EngineSession(engine).run(load)
+    log = EngineSession(plain_engine(runner, config)).run(load)
     return log.steady_step_seconds(batch), time.process_time() - started
 
 

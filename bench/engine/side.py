@@ -27,6 +27,17 @@ class Run:
         return sum(map(len, self.outputs)) / self.seconds
 
 
+def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:
+    """An engine without a prefix cache that no token ends, so that each run computes all that it is given."""
+    return Engine(
+        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
+        runner,
+        eos_token_ids=(),
+        vocab_size=runner.model_spec.vocab_size,
+        clock=time.perf_counter,
+    )
+
+
 def run_engine(
     runner: ModelRunner, prompts: list[list[int]], output_tokens: int, scheduling: SchedulerConfig | None = None
 ) -> Run:
@@ -34,13 +45,7 @@ def run_engine(
     config = scheduling or SchedulerConfig(
         max_num_seqs=len(prompts), max_num_batched_tokens=4096, max_model_len=runner.max_model_len
     )
-    engine = Engine(
-        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
-        runner,
-        eos_token_ids=(),
-        vocab_size=runner.model_spec.vocab_size,
-        clock=time.perf_counter,
-    )
+    engine = plain_engine(runner, config)
     sampling = SamplingParams(max_tokens=output_tokens, seed=0, temperature=0.0, ignore_eos=True)
     outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     without_tokens = set(outputs)
