@@ -17,6 +17,7 @@ from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.errors import InvalidRequest
 from gateway.models.model_service import ModelOptions
 from gateway.parsing.answer_or_calls import answer_or_calls_parser
+from gateway.parsing.bare_calls import calls_of_offered
 from gateway.parsing.message import MessageParser
 from gateway.parsing.parts import Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
@@ -104,8 +105,7 @@ def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionReq
     family = _family(options, encoder)
     if _may_answer_or_call(request):
         return answer_or_calls_parser(family, tuple(request.tools.functions))
-    make, _ = TOOL_CALL_PARSERS[family]
-    return make()
+    return calls_of_offered(family, tuple(request.tools.functions))
 
 
 def _family(options: ModelOptions, encoder: Encoder) -> str:

@@ -3,11 +3,12 @@
     {"name": "f", "arguments": {...}}     or with "parameters"; in any order, other keys are passed over
 
 The arguments are handed on as they are written, from the moment the name is known. Not a validator: what is between the
-braces of the arguments is the model's own.
+braces of the arguments is the model's own. Where the functions are named, an object of other keys, or of another
+function, is none that calls, and that is told with the first character that shows it.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 from gateway.parsing.parts import Arguments, CallBegins, Part
@@ -61,16 +62,19 @@ class ValueScanner:
 class CallScanner:
     """Of one object. `parts` collects what it finds. Characters are kept one by one: adding one copies a text."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Collection[str] | None = None) -> None:
+        """`functions`: the only ones, called by an object of two keys; None: any, and other keys are passed over."""
         self.parts: list[Part] = []
+        self._functions = functions
         self._raw: list[str] = []
         self.has_begun = False
         self._state: Callable[[str], Scan] = self._before
         self._key: list[str] = []
         self._value: list[str] = []
+        self._is_bound = False  # the value has to name one of the functions
         self._scanner = ValueScanner()
         self._held_arguments: list[str] = []  # until the name is known
-        self._has_arguments = False
+        self.has_arguments = False  # or a beginning of them
 
     @property
     def raw(self) -> str:
@@ -101,15 +105,24 @@ class CallScanner:
 
     def _in_key(self, char: str) -> Scan:
         self._key.append(char)
+        if self._functions is not None and _is_none_of(self._key, self._missing_keys()):
+            return Scan.NOT_OF_IT
         if self._scanner.take(char) is Scan.LAST:
             self._state = self._before_value
         return Scan.MORE
+
+    def _missing_keys(self) -> tuple[str, ...]:
+        return (() if self.has_begun else ("name",)) + (() if self.has_arguments else _ARGUMENT_KEYS)
 
     def _before_value(self, char: str) -> Scan:
         if char in _WHITE_SPACE or char == ":":
             return Scan.MORE
         self._value, self._scanner = [], ValueScanner()
-        is_arguments = _text(self._key) in _ARGUMENT_KEYS and not self._has_arguments
+        key = _text(self._key)
+        self._is_bound = self._functions is not None and key == "name"
+        is_arguments = key in _ARGUMENT_KEYS and not self.has_arguments
+        if self._functions is not None and is_arguments and char not in '{"':
+            return Scan.NOT_OF_IT
         # A string is the arguments' JSON as text, as OpenAI's own format has it: it is unescaped when it is whole.
         self._state = self._in_arguments if is_arguments and char != '"' else self._in_value
         return self._state(char)
@@ -118,6 +131,8 @@ class CallScanner:
         scan = self._scanner.take(char)
         if scan is not Scan.NOT_OF_IT:
             self._value.append(char)
+        if self._is_bound and _is_none_of(self._value, self._functions or ()):
+            return Scan.NOT_OF_IT
         if scan is Scan.MORE:
             return scan
         self._state = self._before_key
@@ -126,13 +141,13 @@ class CallScanner:
             if not value:
                 return Scan.NOT_OF_IT
             self._begin(value)
-        elif key in _ARGUMENT_KEYS and not self._has_arguments:
-            self._has_arguments = True
+        elif key in _ARGUMENT_KEYS and not self.has_arguments:
+            self.has_arguments = True
             self._add_arguments(value)
         return self._before_key(char) if scan is Scan.NOT_OF_IT else Scan.MORE
 
     def _in_arguments(self, char: str) -> Scan:
-        self._has_arguments = True
+        self.has_arguments = True
         scan = self._scanner.take(char)
         if scan is Scan.NOT_OF_IT:
             self._state = self._before_key
@@ -156,11 +171,16 @@ class CallScanner:
             self._held_arguments.append(text)
 
     def _end(self) -> Scan:
-        if not self.has_begun:
+        if not self.has_begun or (self._functions is not None and not self.has_arguments):
             return Scan.NOT_OF_IT
-        if not self._has_arguments:
+        if not self.has_arguments:
             self.parts.append(Arguments("{}"))
         return Scan.LAST
+
+
+def _is_none_of(beginning: Sequence[str], texts: Collection[str]) -> bool:
+    """Whether it begins no JSON string of one of `texts`; so it is one character longer than these at most."""
+    return not any(f'"{text}"'.startswith("".join(beginning)) for text in texts)
 
 
 def _text(value: Sequence[str]) -> str:

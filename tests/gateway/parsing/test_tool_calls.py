@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.parsing.bare_calls import calls_of_offered
 from gateway.parsing.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
 from gateway.parsing.parts import Content, Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
@@ -23,6 +24,10 @@ MAKERS: dict[str, Callable[[], tuple[Parser | None, Parser | None]]] = {
     "named": lambda: (None, NamedCall("f")),
     "qwen3": lambda: (REASONING_PARSERS["qwen3"](), None),
     "deepseek_r1": lambda: (REASONING_PARSERS["deepseek_r1"](), None),
+    "offered": lambda: (None, calls_of_offered("hermes", ("f", "get_f", "fa"))),
+    "offered llama3_json": lambda: (None, calls_of_offered("llama3_json", ("f",))),
+    "offered mistral": lambda: (None, calls_of_offered("mistral", ("f",))),
+    "qwen3 and offered": lambda: (REASONING_PARSERS["qwen3"](), calls_of_offered("hermes", ("f",))),
     "qwen3 and hermes": lambda: (REASONING_PARSERS["qwen3"](), hermes()),
 }
 
@@ -89,6 +94,57 @@ CASES: list[tuple[str, str, Read]] = [
     ("deepseek_r1", "so</think>Yes", ("Yes", "so", [])),
     ("deepseek_r1", "<think>so</think>\nYes", ("Yes", "so", [])),
     ("deepseek_r1", "<thi", ("", "<thi", [])),
+    ("offered", CALL, ("", "", [("f", ARGUMENTS)])),
+    ("offered", f"\n{CALL}\n", ("", "", [("f", ARGUMENTS)])),
+    ("offered", f"```json\n{CALL}\n```", ("", "", [("f", ARGUMENTS)])),
+    ("offered", f"```\n{CALL}\n```\n", ("", "", [("f", ARGUMENTS)])),
+    ("offered", f"```json\n{CALL}\n{CALL}\n```", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("offered", f"```json\n{CALL}\n```\n```json\n{CALL}\n```", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("offered", f"[{CALL}, {CALL}]", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("offered", f"```json\n{CALL}\n```\n\nIt tells. {CALL}", (f"It tells. {CALL}", "", [("f", ARGUMENTS)])),
+    ("offered", f"{CALL}\n<tool_call>{CALL}</tool_call>", ("", "", [("f", ARGUMENTS), ("f", ARGUMENTS)])),
+    ("offered", '{"parameters": {"a": 1}, "name": "get_f"}', ("", "", [("get_f", '{"a": 1}')])),
+    ("offered", '{"name": "f", "arguments": "{\\"a\\": 1}"}', ("", "", [("f", '{"a": 1}')])),
+    ("offered", f"So: {CALL}", (f"So: {CALL}", "", [])),
+    ("offered", f"```python\n{CALL}\n```", (f"```python\n{CALL}\n```", "", [])),
+    ("offered", "```json\n```", ("```json\n```", "", [])),
+    ("offered", "```json", ("```json", "", [])),
+    ("offered", "` is a tick", ("` is a tick", "", [])),
+    ("offered", CALL[:-1], (CALL[:-1], "", [])),  # cut by its length: nobody knows what would have followed
+    ("offered", f"{CALL}```", ("```", "", [("f", ARGUMENTS)])),
+    ("offered llama3_json", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", '{"a": 1}')])),
+    ("offered llama3_json", '<|python_tag|>{"name": "x", "parameters": {}}', ("", "", [("x", "{}")])),
+    ("offered llama3_json", '{"name": "f", "parameters": {"a": 1', ("", "", [("f", '{"a": 1')])),
+    ("offered llama3_json", '{"name": "f", "parameters": {}, "x": 1}', ('"x": 1}', "", [("f", "{}")])),
+    ("offered mistral", CALL, ("", "", [("f", ARGUMENTS)])),
+    ("offered mistral", '[TOOL_CALLS]g[ARGS]{"a": 1}', ("", "", [("g", '{"a": 1}')])),
+    ("offered mistral", "[1, 2]", ("[1, 2]", "", [])),
+    ("qwen3 and offered", f"<think>{CALL}</think>\n\n{CALL}", ("", CALL, [("f", ARGUMENTS)])),
+    *(
+        (name, text, (text, "", []))
+        for name in ("offered", "offered llama3_json", "offered mistral")
+        for text in (
+            '{"name": "Alice", "age": 3}',
+            '{"name": "g", "arguments": {}}',  # none of the tools
+            '{"name": "f"}',
+            '{"name": "f", "age": 3}',
+            '{"name": "f", "arguments": null}',
+            '{"name": "f", "arguments": ["a"]}',
+            '{"id": 1, "name": "f", "arguments": {}}',
+            '{"arguments": {}, "parameters": {}, "name": "f"}',
+            '{"arguments": {}}',
+            '{"tool": {"name": "f", "arguments": {}}}',
+            "{}",
+            '[{"a": 1}]',
+            "[]",
+            '```json\n{"a": 1}\n```',
+            " \n",
+        )
+    ),
+    ("offered", '{"name": "f", "arguments": {}, "x": 1}', ('{"name": "f", "arguments": {}, "x": 1}', "", [])),
+    ("offered", '{"name": "f", "arguments": {a}}', ('{"name": "f", "arguments": {a}}', "", [])),
+    ("offered", '{"name": "f", "arguments": "a"}', ('{"name": "f", "arguments": "a"}', "", [])),
+    ("offered", '{"name" "f" "arguments" {}}', ('{"name" "f" "arguments" {}}', "", [])),
     (
         "qwen3 and hermes",
         f"<think>a <tool_call></think>I call.<tool_call>{CALL}</tool_call>",
@@ -104,7 +160,7 @@ def test_what_is_read(name: str, text: str, expected: Read) -> None:
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "```json", "```", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
     "{", "}", "[", "]",
     '"', "\\", ",", ":", ";", " ", "\n", '"name"', '"arguments"', '"parameters"', '"f"', "f", "1", "null", "é", CALL,
 ]  # fmt: skip
@@ -124,7 +180,7 @@ def test_how_the_text_is_cut_changes_nothing(name: str, text: str, data: st.Data
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["hermes", "llama3_json", "mistral"]),
+    st.sampled_from(["hermes", "llama3_json", "mistral", "offered", "offered llama3_json"]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
 )
 def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> None:
@@ -142,12 +198,20 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
         '<tool_call>{"a":"' + "x" * 200_000,
         '<tool_call>{"a":' + "[" * 100_000,
         '<tool_call>{"name":' + "[" * 5_000 + "]" * 5_000 + "}",
+        '{"arguments":{"a":"' + "x" * 200_000 + '"},"b":1',
+        '{"name":"f","arguments":{"a":' + "[" * 50_000 + "]" * 50_000 + "},}",
+        '{"name":"f","arguments":"' + "x" * 200_000,
+        "[" * 200_000,
+        " " * 200_000 + "x",
     ],
-    ids=["within each other", "arguments first", "a key", "a value", "open arrays", "a name that is none"],
-)
+    ids=[
+        "within each other", "arguments first", "a key", "a value", "open arrays", "a name that is none",
+        "bare, arguments first", "bare and deep", "bare, a text", "bare, open arrays", "white space",
+    ],
+)  # fmt: skip
 def test_no_text_of_a_model_takes_long(text: str) -> None:
     """2 s for what takes 0.2 s on an idle core, and minutes if each piece is read or copied again for the next."""
-    parser, started = hermes(), time.process_time()
+    parser, started = calls_of_offered("hermes", ["f"]), time.process_time()
     parts = [part for start in range(0, len(text), 4) for part in parser.push(text[start : start + 4])]
     parts += parser.finish()
     assert time.process_time() - started < 2
