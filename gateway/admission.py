@@ -1,14 +1,21 @@
-"""Who is let in: admit(load, limits) -> Admitted | Rejected. Pure.
+"""Who is let in: how far the workers are, how much is open here -> Admitted | Rejected. Pure.
 
-This is the gateway's own view, asked before any tokenizing. The queue's cap is not decided here: only the store's
-ACCEPT knows the queue's true length, and it refuses with BUSY.
+    Fleet           the heartbeats of one model's workers; ages are counted by this process's monotonic clock alone
+    assess()        Readiness, the states of /ready: starting (nothing has been ready yet) -> ready; waiting while all
+                    workers are gone and the next one is waited for; no_worker when it has not come; draining at the end
+    OpenRequests    the inference requests that this gateway is answering, of all models: a drain waits for them
+    admit()         asked before anything is encoded
 
-How far the service is, is one answer from the fleet's heartbeats, assess(): starting (nothing has been ready yet) ->
-ready; waiting while all workers are gone and the next one is waited for; no_worker when it has not come; draining at
-the end. They are the states of /ready.
+This is the gateway's own view. The queue's cap is not decided here: only the store's ACCEPT knows the queue's true
+length, and it refuses with BUSY.
+
+A chat's way in, before its prompt is made. It knows no HTTP, no metrics and no store.
 """
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,18 +27,45 @@ SUPERVISOR_ID = "supervisor"  # tells the phases before a worker exists
 STALE_AFTER_SECONDS = 10.0
 # Work at hand and no step ended: a prefill takes a second or two, a hung device for ever. Its watchdog waits for 30 s.
 STALLED_AFTER_SECONDS = 15.0
+FORGET_AFTER_SECONDS = 60.0
 _PHASE_ORDER = tuple(WorkerPhase)
 
 
-class WorkerStatus(Protocol):
-    @property
-    def heartbeat(self) -> WorkerHeartbeat: ...
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    heartbeat: WorkerHeartbeat
+    seconds_since_seen: float
+    seconds_since_progress: float = 0.0  # 0 while it has nothing to do; else since its step counter moved
+
+
+class Fleet:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
+        self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
+
+    def heard(self, heartbeat: WorkerHeartbeat) -> None:
+        now = self._clock()
+        before, _, progress_at = self._seen.get(heartbeat.worker_id, (None, now, now))
+        has_work = heartbeat.running + heartbeat.waiting > 0
+        stands_still = has_work and before is not None and heartbeat.step == before.step
+        self._seen[heartbeat.worker_id] = (heartbeat, now, progress_at if stands_still else now)
+        if heartbeat.phase is WorkerPhase.READY and heartbeat.worker_id != SUPERVISOR_ID:
+            self._ready = heartbeat, now
 
     @property
-    def seconds_since_seen(self) -> float: ...
+    def last_ready(self) -> WorkerStatus | None:
+        """The worker that was the last to say that it is ready, however long ago; None: none has yet."""
+        return WorkerStatus(self._ready[0], self._clock() - self._ready[1]) if self._ready else None
 
-    @property
-    def seconds_since_progress(self) -> float: ...
+    def snapshot(self) -> list[WorkerStatus]:
+        """Workers (and "supervisor") heard within the last minute, by id."""
+        now = self._clock()
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen[1] <= FORGET_AFTER_SECONDS}
+        return [
+            WorkerStatus(heartbeat, now - seen_at, seen_at - progress_at)
+            for _, (heartbeat, seen_at, progress_at) in sorted(self._seen.items())
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +177,45 @@ def _as_object(status: WorkerStatus) -> dict[str, Any]:
         "seconds_since_seen": round(status.seconds_since_seen, 1),
         "seconds_since_progress": round(status.seconds_since_progress, 1),
     }
+
+
+class Gauge(Protocol):
+    """What is asked of a metric with the label of the route."""
+
+    def labels(self, route: str) -> Any: ...
+
+
+class OpenRequests:
+    def __init__(self, gauge: Gauge, max_open: int) -> None:
+        """`max_open` is for admit() to ask; nothing is refused here."""
+        self.max_open = max_open
+        self.num_open = 0
+        self.draining = False  # no more are admitted
+        self._gauge = gauge
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def counted(self, route: str) -> Iterator[None]:
+        gauge = self._gauge.labels(route)
+        self.num_open += 1
+        self._idle.clear()
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+            self.num_open -= 1
+            if self.num_open == 0:
+                self._idle.set()
+
+    async def wait_idle(self, timeout_seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 RETRY_AFTER_SECONDS = {

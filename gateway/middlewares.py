@@ -22,8 +22,7 @@ from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidReq
 from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
 from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
 from gateway.metrics import GatewayMetrics
-from gateway.open_requests import UNKNOWN_ROUTE, route_name
-from gateway.state import TRACEPARENT
+from gateway.state import TRACEPARENT, UNKNOWN_ROUTE, route_name
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 

@@ -1,6 +1,9 @@
-"""What one gateway process holds for its whole life: what all its models share, and the models.
+"""What one gateway process holds for its whole life, and what a handler is given of a request: context and body.
 
-Composed in app.py, and found by handlers under STATE. A RequestContext is what is known of one request beside its body.
+Composed in app.py, and found by handlers under STATE. A RequestContext is what is known of one request beside its body;
+that is read within limits of size and time, before anything is parsed.
+
+A chat's way in, where its handler begins. It knows no field of any body.
 """
 
 import asyncio
@@ -11,16 +14,17 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from gateway.admission import OpenRequests
 from gateway.auth.access import CHARGE
 from gateway.auth.rate_limits import Account, Charge
 from gateway.background import BackgroundWork
-from gateway.errors import RateLimited
+from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
 from gateway.fair_pool import FairPool, TooMuchWaits
 from gateway.http.event_stream import StreamWatch
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_service import ModelOptions, ModelService, ModelTable
-from gateway.open_requests import OpenRequests
-from gateway.requests.planning import Timeouts
+from gateway.requests.generation_fields import Timeouts
+from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.turns import LoopTurns
@@ -130,6 +134,15 @@ class RequestContext:
         return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)
 
 
+UNKNOWN_ROUTE = "unknown"
+
+
+def route_name(request: web.Request) -> str:
+    """For labels and counts: the pattern that was matched, never the URL."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else UNKNOWN_ROUTE
+
+
 def context_of(http: web.Request) -> RequestContext:
     state = http.app[STATE]
     return RequestContext(
@@ -140,3 +153,33 @@ def context_of(http: web.Request) -> RequestContext:
         state.settings.default_detach_seconds,
         http[TRACEPARENT],
     )
+
+
+async def read_body(request: web.Request, timeout_seconds: float) -> bytes:
+    _check_media_type(request)
+    if (request.content_length or 0) > MAX_BODY_BYTES:  # without waiting for it
+        raise BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await request.read()
+    except TimeoutError as error:
+        raise RequestTimeout(f"The request body did not arrive within {timeout_seconds:g} s.") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.") from error
+    except web.RequestPayloadError as error:
+        raise InvalidJson("The request body broke off.") from error
+
+
+def _check_media_type(request: web.Request) -> None:
+    # A compressed body could be a thousand times larger than what the limit saw.
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("Content-Encoding: request bodies are read as they are, without compression.")
+    if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+        raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
+    if "Content-Type" not in request.headers:
+        return
+    media_type = request.content_type
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(f"Content-Type: expected application/json, got {media_type}.")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise UnsupportedMediaType("Content-Type: JSON is UTF-8.")

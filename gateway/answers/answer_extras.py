@@ -1,16 +1,124 @@
-"""Fields of an answer beyond OpenAI's, for requests that ask: `token_ids`, `prompt_token_ids`, `prompt_logprobs`.
+"""What an answer tells beyond OpenAI's fields, where it is asked for: its prompt's text before each choice (`echo`),
+log-probabilities and ids of the prompt (`prompt_logprobs`, `prompt_token_ids`), and its own `token_ids`. Pure.
 
-As in vLLM a completion has them in each choice, a chat has those of its prompt beside the choices. Pure.
+As in vLLM a completion has them in each choice, a chat has those of its prompt beside the choices. A prompt's first
+token has no log-probability: nothing stands before it. With max_tokens 0 the engine computes one token, which is
+dropped here.
+
+Beside a token's way back, between its text and what is written of it. It knows nothing of streams or JSON text.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+from msgspec import structs
+
 from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.prompt_echo import Scores
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.text.logprobs import prompt_logprobs
+from gateway.text.logprobs import LogprobEntry, prompt_logprobs
+from gateway.text.token_spellings import TokenSpellings
 from gateway.text.tokenization import PromptEncoder
+from shared.messages import FinishReason, TokenLogprobs
+
+Scores = Mapping[int, TokenLogprobs]
+ENTRIES_OF_PIECE = 16  # half a millisecond of events, with 20 log-probabilities each
+TOKENS_OF_STEP = 128  # that are read between two looks at whose turn it is: a millisecond at most
+
+
+class PromptEcho:
+    """Puts each choice's prompt before it; scored, if the answer is."""
+
+    def __init__(
+        self, encoder: PromptEncoder, request: CompletionRequest, prompts_token_ids: Sequence[list[int]]
+    ) -> None:
+        self._encoder = encoder
+        self._prompts = prompts_token_ids
+        is_cut = request.fields.truncate_prompt_tokens is not None
+        # By number of the prompt; those that came as ids are read when they are told.
+        self._texts = {
+            number: prompt for number, prompt in enumerate(request.prompts) if isinstance(prompt, str) and not is_cut
+        }
+        self._num_choices = request.n
+        self._drop_answers = request.max_tokens == 0
+        self._begun: set[int] = set()
+        self._spellings = encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
+        self._untold = deque[Iterator[list[ChoiceUpdate]]]()
+
+    def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
+        """What ready() tells then. `scores` of each prompt; they are whole before its first update."""
+        for update in updates:
+            self._untold.append(self._pieces(update, scores[update.index // self._num_choices]))
+
+    def ready(self) -> Iterator[list[ChoiceUpdate]]:
+        """One at a time, or none yet where a long prompt is being read. Who stops reading goes on with the next."""
+        while self._untold:
+            if (updates := next(self._untold[0], None)) is None:
+                self._untold.popleft()
+            else:
+                yield updates
+
+    @property
+    def is_told(self) -> bool:
+        return not self._untold
+
+    def _pieces(self, update: ChoiceUpdate, scores: Scores) -> Iterator[list[ChoiceUpdate]]:
+        """The first of a choice has its prompt's text; the scores of a long prompt come in several."""
+        number = update.index // self._num_choices
+        if self._drop_answers:
+            reason = None if update.reason is None else FinishReason.LENGTH
+            update = structs.replace(update, text="", logprobs=(), token_ids=(), reason=reason)
+        yield from self._read(number)
+        text = self._texts[number]
+        moved = tuple(structs.replace(entry, text_offset=entry.text_offset + len(text)) for entry in update.logprobs)
+        if update.index in self._begun:
+            yield [structs.replace(update, logprobs=moved)]
+            return
+        self._begun.add(update.index)
+        tokens = self._prompts[number]
+        entries = prompt_entries(self._encoder, self._spellings, tokens, scores) if scores else iter(())
+        own = tuple(islice(entries, ENTRIES_OF_PIECE))
+        while following := tuple(islice(entries, ENTRIES_OF_PIECE)):
+            yield [ChoiceUpdate(update.index, text, None, own)]
+            text, own = "", following
+        yield [structs.replace(update, text=text + update.text, logprobs=(*own, *moved))]
+
+    def _read(self, number: int) -> Iterator[list[ChoiceUpdate]]:
+        """A prompt's text, once for all its choices; nothing is told of it yet."""
+        if number in self._texts:
+            return
+        pieces: list[str] = []
+        for step in _steps(self._encoder, self._prompts[number]):
+            pieces += step
+            yield []
+        self._texts[number] = "".join(pieces)
+
+
+def prompt_echo(
+    encoder: PromptEncoder, request: CompletionRequest, prompts_token_ids: Sequence[list[int]]
+) -> PromptEcho | None:
+    """None: the request does not ask for it."""
+    return PromptEcho(encoder, request, prompts_token_ids) if request.echo else None
+
+
+def _steps(encoder: PromptEncoder, token_ids: Sequence[int]) -> Iterator[Iterable[str]]:
+    detokenizer = encoder.detokenizer((), skip_special_tokens=False)
+    for start in range(0, len(token_ids), TOKENS_OF_STEP):
+        yield map(detokenizer.push, token_ids[start : start + TOKENS_OF_STEP])
+    yield [detokenizer.flush()]
+
+
+def prompt_entries(
+    encoder: PromptEncoder, spellings: TokenSpellings, token_ids: Sequence[int], scores: Scores
+) -> Iterator[LogprobEntry]:
+    """As those of an answer, each at its place in the prompt's text."""
+    detokenizer = encoder.detokenizer((), skip_special_tokens=False)
+    offset = 0
+    for index, token_id in enumerate(token_ids):
+        yield LogprobEntry(token_id, scores.get(index), offset, spellings)
+        offset += len(detokenizer.push(token_id))
+
 
 Fields = dict[str, Any]
 

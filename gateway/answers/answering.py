@@ -18,19 +18,17 @@ from aiohttp import web
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import AnswerKind
+from gateway.answers.choice_progress import with_calls
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import AnswerChanged, find_named
-from gateway.answers.message_parsing import with_calls
 from gateway.answers.retention import Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission, reply_of
-from gateway.http.http_body import read_body
 from gateway.models.model_service import ModelService
-from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class
+from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import timeouts_of, with_deadlines
-from gateway.requests.preparation import has_more_work, prepared
+from gateway.requests.planning import has_more_work, prepared, with_deadlines
 from gateway.requests.request_body import JsonBody
-from gateway.state import RequestContext, context_of
+from gateway.state import RequestContext, context_of, read_body, route_name
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from shared.messages import GenerationRequest
 
@@ -43,7 +41,7 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
     """`complete` adds to a body what it refers to."""
     arrived_at, context = time.monotonic(), context_of(http)
     data = await read_body(http, context.state.settings.body_timeout_seconds)
-    with context.state.open_requests.counted(http):
+    with context.state.open_requests.counted(route_name(http)):
         body = await context.work(len(data), partial(kind.decode, data))
         if complete is not None:
             body = await complete(context, body)

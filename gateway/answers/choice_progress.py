@@ -1,17 +1,40 @@
 """One choice of an answer: its tokens in, its text and its one end out, and what is measured on the way.
 
-Knows nothing of streams, HTTP or JSON.
+    ChoiceProgress     tokens -> ChoiceUpdates, each with the text that is certain by then
+    message_parsers    which parsers read that text, by the model, its options and what was asked
+    BestOf             the likeliest of several samples, held back until all have ended, answered best first
+
+A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
+Where the model may answer in a form or call, the grammar of both is made here, for it depends on that family.
+Reasoning is looked for wherever no grammar leaves it no room. A sample's rank is the sum of its tokens'
+log-probabilities by the model itself, before temperature and penalties (as vLLM's cumulative_logprob).
+
+A token's way back, from the store's event to what a format writes. It knows nothing of streams, HTTP or JSON.
 """
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import repeat
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
+from msgspec import structs
 
+from gateway.errors import InvalidRequest
 from gateway.metrics import ModelMetrics
-from gateway.parsing.message import ToolCallDelta
+from gateway.models.model_service import ModelOptions
+from gateway.parsing.answer_or_calls import answer_or_calls_parser
+from gateway.parsing.bare_calls import calls_of_offered
+from gateway.parsing.message import MessageParser, ToolCallDelta
+from gateway.parsing.parts import Parser
+from gateway.parsing.reasoning import REASONING_PARSERS
+from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, listed
+from gateway.requests.call_grammar import answer_or_calls
+from gateway.requests.grammar_fields import AskedGrammar
+from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
 from gateway.text.token_spellings import TokenSpellings
@@ -135,3 +158,125 @@ class ChoiceProgress:
             self._first_token_at = now
             self._metrics.time_to_first_token.observe(now - self._arrived_at)
         self._last_token_at = now
+
+
+class BestOf:
+    def __init__(self, first_choice: int, num_choices: int, *, show_logprobs: bool) -> None:
+        """`first_choice`: index of the best one in the answer."""
+        self._first_choice = first_choice
+        self._num_choices = num_choices
+        self._show_logprobs = show_logprobs
+        self._held: dict[int, list[ChoiceUpdate]] = {}  # by index of the sample, counted from first_choice too
+
+    def hold(self, updates: Iterable[ChoiceUpdate]) -> None:
+        for update in updates:
+            self._held.setdefault(update.index - self._first_choice, []).append(update)
+
+    def answers(self, cumulative_logprobs: Sequence[float]) -> list[ChoiceUpdate]:
+        """One update a choice; `cumulative_logprobs[i]` is that of sample i. Of equal ones the first is better."""
+        ranked = sorted(self._held, key=lambda sample: -cumulative_logprobs[sample])
+        return [self._answer(rank, self._held[sample]) for rank, sample in enumerate(ranked[: self._num_choices])]
+
+    def _answer(self, rank: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
+        entries = tuple(entry for update in updates for entry in update.logprobs) if self._show_logprobs else ()
+        text = "".join(update.text for update in updates)
+        token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
+        last = updates[-1]
+        index = self._first_choice + rank
+        return ChoiceUpdate(index, text, last.reason, entries, token_ids, stop_string=last.stop_string)
+
+
+class Encoder(Protocol):
+    """What of PromptEncoder is asked."""
+
+    @property
+    def template_source(self) -> str: ...
+
+    def has_special(self, text: str) -> bool: ...
+
+    def special_id(self, text: str) -> int | None: ...
+
+
+def message_parsers(
+    options: ModelOptions, encoder: Encoder, request: CompletionRequest, request_id: str, first_choice: int
+) -> Mapping[int, MessageParser]:
+    """One for each choice of the answer to this prompt; none if its text is content as it is. Raises InvalidRequest."""
+    if request.must_think and not options.reasoning_parser:
+        raise InvalidRequest(
+            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
+            param="thinking",
+        )
+    if not request.is_chat:
+        return {}
+    parsers = {}
+    for choice in range(first_choice, first_choice + request.n):
+        reasoning = REASONING_PARSERS[options.reasoning_parser]() if _may_think(options, request) else None
+        tools = _tool_parser(options, encoder, request)
+        if reasoning is not None or tools is not None:
+            parsers[choice] = MessageParser(reasoning, tools, partial(_call_id, request_id, choice))
+    return parsers
+
+
+def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
+    delta = parser.push(update.text, num_tokens=len(update.token_ids), is_last=update.reason is not None)
+    return structs.replace(
+        update,
+        text=delta.content,
+        reasoning=delta.reasoning,
+        tool_calls=delta.tool_calls,
+        called_tools=update.reason is not None and parser.num_calls > 0,
+    )
+
+
+def with_calls(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> CompletionRequest:
+    """With calls in its grammar, where it is one of the answer alone and calls may be made."""
+    if not _may_answer_or_call(request):
+        return request
+    assert request.answer_grammar is not None and request.tools is not None
+    family = _family(options, encoder)
+    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, encoder.special_id)
+    return replace(request, grammar=AskedGrammar(both, "tools"))
+
+
+def reads_special_mark(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> bool:
+    """Whether calls begin with a special token, which the text must not leave out then."""
+    if request.tools is None or request.tools.mode != "auto":
+        return False
+    _, mark = TOOL_CALL_PARSERS[_family(options, encoder)]
+    return encoder.has_special(mark)
+
+
+def _may_think(options: ModelOptions, request: CompletionRequest) -> bool:
+    return bool(options.reasoning_parser) and request.grammar is None
+
+
+def _may_answer_or_call(request: CompletionRequest) -> bool:
+    return request.answer_grammar is not None and request.tools is not None and request.tools.mode == "auto"
+
+
+def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> Parser | None:
+    if request.tools is None:
+        return None
+    if request.tools.mode == "named":
+        return NamedCall(request.tools.name)
+    if request.tools.mode == "required":
+        return listed()
+    family = _family(options, encoder)
+    if _may_answer_or_call(request):
+        return answer_or_calls_parser(family, tuple(request.tools.functions))
+    return calls_of_offered(family, tuple(request.tools.functions))
+
+
+def _family(options: ModelOptions, encoder: Encoder) -> str:
+    """A template of Mistral or Llama 3 has their marks in it; everyone else is taught as Hermes was."""
+    if options.tool_call_parser != "auto":
+        return options.tool_call_parser
+    source = encoder.template_source
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    return "llama3_json" if "<|python_tag|>" in source else "hermes"
+
+
+def _call_id(request_id: str, choice: int, number: int) -> str:
+    """The same at every gateway that gives this answer. Nine characters, for Mistral's templates take no others."""
+    return hashlib.sha256(f"{request_id}:{choice}:{number}".encode()).hexdigest()[:9]

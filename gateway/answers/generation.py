@@ -15,11 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.admission import share_full, unavailable
-from gateway.answers.best_of import BestOf
-from gateway.answers.choice_progress import ChoiceProgress, ChoiceUpdate
-from gateway.answers.message_parsing import message_parsers, parsed, reads_special_mark
+from gateway.answers.answer_extras import Scores, prompt_echo
+from gateway.answers.choice_progress import (
+    BestOf,
+    ChoiceProgress,
+    ChoiceUpdate,
+    message_parsers,
+    parsed,
+    reads_special_mark,
+)
 from gateway.answers.openai_response import UsageCount
-from gateway.answers.prompt_echo import Scores, prompt_echo
 from gateway.answers.reading import Reading, Sink
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
 from gateway.metrics import ModelMetrics

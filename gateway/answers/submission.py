@@ -27,7 +27,7 @@ from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.state import RequestContext, context_of
+from gateway.state import RequestContext, context_of, route_name
 from gateway.store.inference_client import Keep
 
 
@@ -159,7 +159,7 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
     completion = replace(completion, stream=True, include_usage=include_usage)
     if num_known is not None:
         context = replace(context, headers={LAST_EVENT_ID: first_events(num_known)})
-    with context.state.open_requests.counted(http):
+    with context.state.open_requests.counted(route_name(http)):
         submission = KeptSubmission(context, kept, completion)
         await submission.submit()
         try:

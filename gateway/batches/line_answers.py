@@ -26,8 +26,7 @@ from gateway.auth.rate_limits import Account, Charge
 from gateway.batches.fair_slots import FairSlots
 from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
-from gateway.requests.generation_fields import PRIORITY_HEADER
-from gateway.requests.planning import Timeouts
+from gateway.requests.generation_fields import PRIORITY_HEADER, Timeouts
 from gateway.state import GatewayState, RequestContext
 
 logger = logging.getLogger("gateway")

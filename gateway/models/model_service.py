@@ -13,16 +13,16 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Limits, Load, Readiness, Rejected, admit, assess, ready_workers, unavailable
+from gateway.admission import Limits, Load, OpenRequests, Readiness, Rejected, admit, assess, ready_workers, unavailable
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound
 from gateway.metrics import DeliveryCollector, ModelMetrics
-from gateway.open_requests import OpenRequests
-from gateway.requests.planning import ModelLimits, Timeouts, without_worker
+from gateway.requests.generation_fields import Timeouts, without_worker
+from gateway.requests.planning import ModelLimits
 from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
+from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
-from gateway.store.store_share import share_of
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
 from gateway.turns import LoopTurns
 from shared.model_files import ModelFilesError

@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
-from gateway.requests.openai_schema import ContentPart, MessageFields
-from gateway.requests.tool_fields import (
+from gateway.requests.grammar_fields import (
     MAX_TOOLS,
     CalledFunction,
     FunctionFields,
@@ -25,6 +24,7 @@ from gateway.requests.tool_fields import (
     ToolChoice,
     ToolFields,
 )
+from gateway.requests.openai_schema import ContentPart, MessageFields
 
 CALL_ID_PREFIX = "toolu_"  # a call's own id follows, in the form that every chat template takes
 

@@ -14,7 +14,7 @@ together. It knows neither the compiler of grammars nor the engine.
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from gateway.requests.tool_fields import ToolUse, call_schema, calls_schema
+from gateway.requests.grammar_fields import ToolUse, call_schema, calls_schema
 from shared.grammars import json_schema_grammar, lark_grammar, lark_text, lark_token
 from shared.messages import Grammar
 

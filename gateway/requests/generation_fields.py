@@ -6,6 +6,13 @@
     allowed_token_ids    no other token is ever sampled; the end of a text is one of them only if it is named
     bad_words            texts that the output never has, at its beginning or behind a space
     logprob_token_ids    with logprobs: those of these tokens at every place, in this order, in place of the likeliest
+    timeout_seconds          until the whole answer is there      504 deadline_exceeded
+    queue_timeout_seconds    until a worker begins with it        503 queue_timeout
+
+A request without a time in the queue that is taken while no worker is ready waits for at most
+--no-worker-wait-seconds, and is then answered in the same way: its client must not wait for a worker that never comes.
+What is over is told as an event where the answer has begun as a stream, else with the status. Times are the fleet
+clock's (shared/fleet_clock.py), so that a worker can refuse what has waited too long before it computes anything.
 
 The types are the validation; null is the same as absent. Beam search does not sample and looks at the model's own
 probabilities, so what changes either is refused beside it.
@@ -18,7 +25,7 @@ planning.py makes sampling parameters of the fields.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -174,6 +181,38 @@ def truncated(token_ids: list[int], truncate: int | None, side: str | None, room
         return token_ids
     num_kept = truncate if truncate > 0 else max(1, room_tokens)
     return token_ids[:num_kept] if side == "right" else token_ids[-num_kept:]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds; 0 = none."""
+
+    total_seconds: float
+    queue_seconds: float
+    no_worker_seconds: float = 0.0  # in place of no time in the queue, while no worker is ready
+
+    def __bool__(self) -> bool:
+        return bool(self.total_seconds or self.queue_seconds)
+
+
+def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float) -> Timeouts:
+    """Raises InvalidRequest."""
+    for param, seconds in (
+        ("timeout_seconds", fields.timeout_seconds),
+        ("queue_timeout_seconds", fields.queue_timeout_seconds),
+    ):
+        if seconds is not None and seconds > max_seconds:
+            raise InvalidRequest(f"{param}: expected at most {max_seconds:g}; got {seconds:g}.", param=param)
+    return Timeouts(
+        defaults.total_seconds if fields.timeout_seconds is None else fields.timeout_seconds,
+        defaults.queue_seconds if fields.queue_timeout_seconds is None else fields.queue_timeout_seconds,
+        defaults.no_worker_seconds,
+    )
+
+
+def without_worker(timeouts: Timeouts) -> Timeouts:
+    """Those of a request that is taken while no worker is ready."""
+    return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 
 # field -> its values that change nothing, null aside

@@ -25,9 +25,17 @@ from gateway.requests.generation_fields import (
     check_token_fields,
     choice_count,
 )
-from gateway.requests.grammar_fields import AskedGrammar, asked_grammar
+from gateway.requests.grammar_fields import (
+    AskedGrammar,
+    ToolCallFields,
+    ToolChoice,
+    Tools,
+    ToolUse,
+    asked_grammar,
+    rendered_calls,
+    tool_use,
+)
 from gateway.requests.request_body import JsonBody, is_neutral
-from gateway.requests.tool_fields import ToolCallFields, ToolChoice, Tools, ToolUse, rendered_calls, tool_use
 from gateway.text.chat_template import ChatMessage
 from shared.messages import MAX_LOGPROBS
 

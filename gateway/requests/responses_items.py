@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from gateway.requests.grammar_fields import CalledFunction, ToolCallFields
 from gateway.requests.openai_schema import MessageFields
 from gateway.requests.request_body import decode_object
-from gateway.requests.tool_fields import CalledFunction, ToolCallFields
 
 # A summary that clients hand back as it is. OpenAI encrypts it. Here it is the client's own conversation, summed up by
 # its own request, so it is only wrapped: any gateway of any release can read it, and no key has to be kept for it.

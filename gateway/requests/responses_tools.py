@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from gateway.requests.tool_fields import MAX_TOOLS, FunctionFields, NamedFunction, NamedTool, ToolChoice, ToolFields
+from gateway.requests.grammar_fields import MAX_TOOLS, FunctionFields, NamedFunction, NamedTool, ToolChoice, ToolFields
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):

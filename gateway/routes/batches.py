@@ -20,12 +20,11 @@ from gateway.batches.paging import asked_page, page_of
 from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.batches.service import BATCHES
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
-from gateway.http.http_body import read_body
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
 from gateway.routes.files import PAGING_PARAMETERS, checked_expiry, find_file, full_disk_told
-from gateway.state import STATE
+from gateway.state import STATE, read_body
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):

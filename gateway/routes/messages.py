@@ -6,12 +6,11 @@ from gateway.answer_shapes import AnthropicMessageBody, TokenCountBody
 from gateway.answers.answer_kinds import MESSAGE
 from gateway.answers.answering import answer
 from gateway.auth.access import ACCOUNT
-from gateway.http.http_body import read_body
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 from gateway.requests.anthropic_schema import MessagesBody, PromptFields, parse_count
-from gateway.requests.preparation import encode_prompts
+from gateway.requests.planning import encode_prompts
 from gateway.requests.request_body import decode_body
-from gateway.state import STATE
+from gateway.state import STATE, read_body
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:

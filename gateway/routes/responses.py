@@ -24,14 +24,13 @@ from gateway.answers.responses_history import find_response, items_of, with_hist
 from gateway.answers.responses_input import InputItemsBody, input_items
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
-from gateway.http.http_body import read_body
 from gateway.http.query_fields import query_choice, query_flag, query_number
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
-from gateway.requests.preparation import encode_prompts
+from gateway.requests.planning import encode_prompts
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_compaction import CompactionBody
 from gateway.requests.responses_schema import parse_response
-from gateway.state import STATE, context_of
+from gateway.state import STATE, context_of, read_body
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"

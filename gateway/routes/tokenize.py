@@ -14,12 +14,11 @@ from gateway.answer_shapes import DetokenizedBody, TokenizedBody, TokenizerInfoB
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
-from gateway.http.http_body import read_body
 from gateway.openapi import Operation, Parameter
 from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
-from gateway.requests.preparation import encode_prompt
+from gateway.requests.planning import encode_prompt
 from gateway.requests.request_body import decode_body
-from gateway.state import STATE, GatewayState
+from gateway.state import STATE, GatewayState, read_body
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

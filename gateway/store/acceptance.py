@@ -1,6 +1,13 @@
 """ACCEPT and ATTACH as one gateway calls them: an answer's requests all or none, and what the store has lost again.
 
 Who is refused for the length of the queue, or for what the key holds, has left nothing in the store.
+
+One key that fills the store closes it for all: admission ends at CLOSE_AT_RATIO (store_memory.py). What counts is what
+a request brings, and what it may write: a token takes 11 bytes of a journal, each log-probability beside it 13 more.
+Log-probabilities are reserved in full; of plain tokens the first ones, since most answers end long before their limit,
+and what they have written is counted as they go on (shared/redis_scripts/account.lua).
+
+A chat's way in, where the store takes it. It knows no body, no client and no text.
 """
 
 import asyncio
@@ -11,11 +18,41 @@ from redis.exceptions import RedisError
 
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
-from gateway.store.store_share import reserved_bytes
-from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, encode
+from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
 from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
+
+RESERVED_TOKENS = 1024  # of a choice without log-probabilities
+TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one
+
+
+def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share | None:
+    """Of one model, each of which counts for itself. None: the store has no limit, or there is nobody to share it with
+    (`ratio` 1)."""
+    if not store_bytes or ratio >= 1:
+        return None
+    return Share(owner_key_hash, int(store_bytes * ratio / num_models))
+
+
+def reserved_bytes(request: GenerationRequest) -> int:
+    sampling = request.sampling
+    is_plain = sampling.logprobs is None
+    num_tokens = sampling.n * (min(sampling.max_tokens, RESERVED_TOKENS) if is_plain else sampling.max_tokens)
+    prompt_scores = sampling.prompt_logprobs
+    of_prompt = 0 if prompt_scores is None else len(request.prompt_token_ids) * _scores_bytes(prompt_scores)
+    return of_prompt + num_tokens * (TOKEN_BYTES + _scores_of_token(sampling))
+
+
+def _scores_of_token(sampling: SamplingParams) -> int:
+    if sampling.logprobs is None:
+        return 0
+    return _scores_bytes(max(sampling.logprobs, len(sampling.logprob_token_ids)))
+
+
+def _scores_bytes(count: int) -> int:
+    return SCORES_BYTES + SCORE_BYTES * count
+
 
 ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1

@@ -14,9 +14,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from gateway.admission import Fleet, WorkerStatus
 from gateway.store.acceptance import Acceptance
 from gateway.store.delivery_counts import DeliveryCounts
-from gateway.store.fleet import Fleet, WorkerStatus
 from gateway.store.held_answers import HeldAnswers
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
 
+from gateway.admission import Fleet
 from gateway.store.delivery_counts import DeliveryCounts
-from gateway.store.fleet import Fleet
 from gateway.store.stream_table import StreamTable
 from shared.messages import FormatError, StreamEvent, decode_event_batch, decode_heartbeat
 from shared.redis_client import RedisConnections

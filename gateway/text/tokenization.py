@@ -19,11 +19,9 @@ from typing import Any, TypeAlias
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from gateway.text.byte_level import ByteLevelVocabulary
 from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, told_of_tools
-from gateway.text.output_text import Detokenizer
-from gateway.text.token_bytes import TokenBytes
-from gateway.text.token_spellings import TokenSpellings
+from gateway.text.output_text import ByteLevelVocabulary, Detokenizer
+from gateway.text.token_spellings import TokenBytes, TokenSpellings
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
 _MAX_PENDING_TOKENS = 8

@@ -17,7 +17,7 @@ NUMBERS = [
     ("operations.md", r"One answer holds at most ([\d,]+) values", "gateway.requests.planning:MAX_VALUES", 1),
     ("operations.md", r"beyond ([\d,]+) pieces", "gateway.fair_pool:MAX_WAITING", 1),
     ("operations.md", r"or (\d+) MiB of it the key", "gateway.fair_pool:MAX_WAITING_BYTES", 2**20),
-    ("operations.md", r"first ([\d,]+) plain tokens", "gateway.store.store_share:RESERVED_TOKENS", 1),
+    ("operations.md", r"first ([\d,]+) plain tokens", "gateway.store.acceptance:RESERVED_TOKENS", 1),
     ("operations.md", r"A key has at most ([\d,]+) batches", "gateway.batches.batch_store:MAX_BATCHES_PER_KEY", 1),
     ("operations.md", r"of the (\d+) batches that a gateway drives", "gateway.batches.service:MAX_DRIVEN", 1),
     ("operations.md", r"one short result a line, then (\d+) MiB", "gateway.batches.results:STEP_BYTES", 2**20),

@@ -76,7 +76,7 @@ async def test_over_its_limit_nothing_is_computed(
     for name in ("encode_text", "render_chat", "encode_chat", "decode", "least_tokens"):
         monkeypatch.setattr(encoder, name, lambda *_, name=name, **__: work.append(name))
     monkeypatch.setattr("gateway.requests.request_body.msgspec.json.decode", lambda *_, **__: work.append("decode"))
-    monkeypatch.setattr("gateway.requests.preparation.check_grammar", lambda *_: work.append("grammar"))
+    monkeypatch.setattr("gateway.requests.planning.check_grammar", lambda *_: work.append("grammar"))
     async with gateway.session.post(path, json=body, headers=HEADERS) as reply:
         assert reply.status == 429
     assert work == []
@@ -132,7 +132,7 @@ async def test_who_cannot_be_served_is_told_before_a_grammar_is_checked(
 ) -> None:
     gateway: Gateway = await start_gateway()
     checked: list[Grammar] = []
-    monkeypatch.setattr("gateway.requests.preparation.check_grammar", checked.append)
+    monkeypatch.setattr("gateway.requests.planning.check_grammar", checked.append)
     gateway.state.open_requests.draining = True
     async with gateway.session.post("/v1/completions", json={**PROMPT, "guided_regex": "a+"}) as reply:
         assert reply.status == 503
@@ -150,7 +150,7 @@ async def test_checks_of_one_key_hold_up_no_other(
         if grammar.text == "hard":
             may_end.wait()
 
-    monkeypatch.setattr("gateway.requests.preparation.check_grammar", check)
+    monkeypatch.setattr("gateway.requests.planning.check_grammar", check)
 
     async def status(key: str, regex: str) -> int:
         body = {**PROMPT, "guided_regex": regex}

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.text.byte_level import ByteLevelDetokenizer
-from gateway.text.output_text import StopStrings
+from gateway.text.output_text import ByteLevelDetokenizer, StopStrings
 from gateway.text.served_model import ServedModel
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import ClientResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.answers.message_parsing import reads_special_mark
+from gateway.answers.choice_progress import reads_special_mark
 from gateway.errors import InvalidRequest
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
 from gateway.requests.openai_schema import CompletionRequest, parse_chat

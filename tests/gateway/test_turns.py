@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.answers import delivery
+from gateway.answers.answer_extras import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
 from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.prompt_echo import ENTRIES_OF_PIECE, TOKENS_OF_STEP, PromptEcho
 from gateway.answers.responses_output import OutputItems
 from gateway.requests.openai_schema import parse_completion
 from gateway.requests.request_body import decode_body

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.answers.prompt_echo import prompt_entries
+from gateway.answers.answer_extras import prompt_entries
 from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
 from tests.gateway.conftest import IM_END, Gateway

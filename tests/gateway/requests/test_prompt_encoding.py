@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import pytest
 
 from gateway.errors import InvalidRequest
-from gateway.requests.planning import ModelLimits
-from gateway.requests.preparation import encode_prompt
+from gateway.requests.planning import ModelLimits, encode_prompt
 
 
 def encodes(text: str, **options: Any) -> NoReturn:

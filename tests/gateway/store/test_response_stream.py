@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from gateway.admission import ready_workers
+from gateway.admission import Fleet, ready_workers
 from gateway.store import response_stream
-from gateway.store.fleet import Fleet
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from shared.messages import (
     ErrorCode,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.store.store_share import reserved_bytes, share_of
+from gateway.store.acceptance import reserved_bytes, share_of
 from shared.messages import GenerationRequest, JournalExtras, JournalFrame, SamplingParams, TokenLogprobs, encode
 from shared.new_requests import Share
 

@@ -10,8 +10,7 @@ import pytest
 
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.text.served_model import ServedModel
-from gateway.text.token_bytes import TokenBytes
-from gateway.text.token_spellings import TokenSpellings
+from gateway.text.token_spellings import TokenBytes, TokenSpellings
 from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, StreamEvent, TokenEvent, TokenLogprobs
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import Script, finish

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.text.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary
-from gateway.text.output_text import Detokenizer, OutputText, StopStrings
+from gateway.text.output_text import ByteLevelDetokenizer, ByteLevelVocabulary, Detokenizer, OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import IncrementalDetokenizer
 from shared.messages import FinishReason

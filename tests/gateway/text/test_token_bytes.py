@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from gateway.text.served_model import ServedModel
-from gateway.text.token_bytes import TokenBytes
+from gateway.text.token_spellings import TokenBytes
 
 
 @pytest.mark.parametrize("text", ["It is Paris.\n", "ça 🦀 \t", "<|im_start|>user", "\x00\x7f\xad"])
