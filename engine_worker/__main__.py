@@ -22,6 +22,7 @@ from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
 from shared.garbage_collection import search_rarely
@@ -30,7 +31,6 @@ from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
 
 if TYPE_CHECKING:
-    from engine_worker.execution.load import ExecutionSettings
     from engine_worker.execution.model_runner import ModelRunner
 
 logger = logging.getLogger("worker")
@@ -76,24 +76,25 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report("load", 0.0, "the checkpoint's headers")
-    check_files(settings.model, settings.model_impl, settings.load_format)
+    check_files(settings.execution.model, settings.execution.model_impl, settings.execution.load_format)
     report("load", 0.0, "torch")
     import torch  # noqa: PLC0415 - see the module's docstring
 
     from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
     from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
     from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
+    from engine_worker.model.devices import chosen_device  # noqa: PLC0415
 
-    device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
+    device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    runner = load_model_runner(_execution_settings(settings, device), report)
+    runner = load_model_runner(settings.execution, report)
     engine = Engine(
         _scheduler(settings, runner),
         runner,
         eos_token_ids=runner.model_spec.eos_token_ids,
         vocab_size=runner.model_spec.vocab_size,
         clock=time.perf_counter,
-        async_scheduling=bool(settings.async_scheduling),
+        async_scheduling=bool(settings.scheduling.async_scheduling),
     )
     block_bytes = runner.kv_cache_bytes // runner.num_blocks
     info = EngineInfo(
@@ -114,57 +115,26 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     return LoadedEngine(engine, info, runner.compile_grammar, note)
 
 
-def _execution_settings(settings: WorkerSettings, device: str) -> "ExecutionSettings":
-    from engine_worker.execution.load import ExecutionSettings  # noqa: PLC0415 - imports torch
-
-    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
-    return ExecutionSettings(
-        model=settings.model,
-        device=device,
-        dtype=settings.dtype,
-        model_impl=settings.model_impl,
-        load_format=settings.load_format,
-        block_size=settings.block_size,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        kv_cache_memory_ratio=settings.kv_cache_memory_ratio,
-        swap_space_bytes=settings.swap_space_bytes or 0,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_threads=settings.num_threads,
-        deterministic=settings.deterministic,
-        cudagraph_mode="none" if settings.enforce_eager else settings.cudagraph_mode,
-    )
-
-
 def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
-    assert settings.max_num_seqs is not None and settings.max_num_batched_tokens is not None
+    bounds, scheduling = settings.execution.bounds, settings.scheduling
     config = SchedulerConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=bounds.max_num_seqs,
+        max_num_batched_tokens=bounds.max_num_batched_tokens,
         max_model_len=runner.max_model_len,
-        max_prefill_tokens_with_decodes=settings.max_prefill_tokens_with_decodes,
+        max_prefill_tokens_with_decodes=scheduling.max_prefill_tokens_with_decodes,
     )
     block_bytes = runner.kv_cache_bytes // runner.num_blocks
     kv_cache = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        host_tier=host_tier_config(runner, block_bytes, settings),
+        enable_prefix_caching=scheduling.enable_prefix_caching,
+        host_tier=host_tier_config(runner, block_bytes, scheduling),
         events=KVEventLog(block_bytes, time.time, KVDurations(time.monotonic)),
     )
     return Scheduler(config, kv_cache)
 
 
-def chosen_device(wanted: str, *, has_cuda: bool) -> str:
-    if wanted != "auto":
-        return wanted
-    if not has_cuda:
-        logger.info("no CUDA device: the model runs on the CPU (`pagestream doctor` says what there is)")
-    return "cuda" if has_cuda else "cpu"
-
-
-def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: WorkerSettings) -> HostTierConfig | None:
+def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: SchedulingSettings) -> HostTierConfig | None:
     """With the costs that the runner measured; None if it has no host pool."""
     if runner.speeds is None:
         return None

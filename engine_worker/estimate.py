@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from engine_worker.execution.settings import MODEL_IMPLS
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_block_bytes
-from engine_worker.settings import MODEL_IMPLS
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}

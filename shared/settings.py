@@ -12,6 +12,9 @@ word (`[gateway]`, `[worker]`) is for it alone and wins. A wrong value stops the
     loaded = load_settings(WorkerSettings, sys.argv[1:], os.environ, prog="pagestream worker")
     loaded.settings.block_size, loaded.origins["block_size"]      # 16, "default"
 
+A field without `setting()` is a part: a settings class of its own, whose options are the program's too. Handed down
+whole, it makes an option one field there, and no copy on the way.
+
 Imports argparse and tomllib only, so that `--help` is quick. Knows no setting of any program.
 """
 
@@ -68,6 +71,24 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def options(cls: type[_SettingsClass]) -> tuple[Field[Any], ...]:
+    """The options of a settings class and of its parts, in the order of their fields. Raises TypeError for a twin."""
+    found = [option for field in fields(cls) for option in ([field] if _is_option(field) else options(_part(field)))]
+    names = [option.name for option in found]
+    if twins := sorted({name for name in names if names.count(name) > 1}):
+        raise TypeError(f"{cls.__name__} has {', '.join(twins)} twice")
+    return tuple(found)
+
+
+def _is_option(field: Field[Any]) -> bool:
+    return "help" in field.metadata
+
+
+def _part(field: Field[Any]) -> type[_SettingsClass]:
+    assert isinstance(field.type, type) and dataclasses.is_dataclass(field.type), f"{field.name} is no setting()"
+    return field.type
+
+
 def parse_count(text: str) -> int:
     """`16k` is 16,000 and `16K` is 16,384, as vLLM reads them."""
     return _parse_quantity(text, binary_suffix=False)
@@ -103,7 +124,7 @@ def load_settings(
 
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for field in fields(cls):
+    for field in options(cls):
         variable = ENVIRONMENT_PREFIX + field.name.upper()
         if field.name in given:
             text, source, origin = given[field.name], _flag(field), "flag"
@@ -114,12 +135,12 @@ def load_settings(
         else:
             values[field.name], origins[field.name] = field.default, "default"
             continue
-        values[field.name], origins[field.name] = _parse(cls, field, text, source), origin
+        values[field.name], origins[field.name] = _parse(field, text, source), origin
 
     if show:
         sys.stdout.write(_describe(cls, values, origins, show))
         raise SystemExit(0)
-    missing = [_flag(field) for field in fields(cls) if values[field.name] is MISSING]
+    missing = [_flag(field) for field in options(cls) if values[field.name] is MISSING]
     if missing:
         raise SettingsError(f"{', '.join(missing)}: a value is needed")
     return Loaded(_construct(cls, values), origins, config_path)
@@ -150,15 +171,15 @@ def build_parser(cls: type[_SettingsClass], prog: str) -> argparse.ArgumentParse
     """The flags of a settings class. Values stay text here: they are parsed by one path whatever their source is."""
     # No prefixes: `--block` would change its meaning on the day a second option begins so.
     parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for field in fields(cls):
+    for field in options(cls):
         names = [_flag(field), *field.metadata["aliases"]]
         help_text = (field.metadata["help"] + _default_note(field)).replace("%", "%%")
-        if _value_type(cls, field) is bool:
+        if _value_type(field) is bool:
             parser.add_argument(*names, dest=field.name, action=argparse.BooleanOptionalAction, help=help_text)
         else:
             choices = field.metadata["choices"]
             metavar = "{" + ",".join(map(str, choices)) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
-            nargs = "+" if _is_list(_value_type(cls, field)) else None
+            nargs = "+" if _is_list(_value_type(field)) else None
             parser.add_argument(*names, dest=field.name, metavar=metavar, help=help_text, nargs=nargs)
     parser.add_argument("--config", metavar="FILE", help="TOML file with further settings")
     show_help = "print each value and its origin, and exit"
@@ -176,16 +197,16 @@ def _default_note(field: Field[Any]) -> str:
     return f" (default: {_display(field, field.default)})"
 
 
-def _value_type(cls: type[_SettingsClass], field: Field[Any]) -> Any:
+def _value_type(field: Field[Any]) -> Any:
     """The annotation without `| None`."""
-    hint = typing.get_type_hints(cls)[field.name]
+    hint: Any = field.type
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     return hint
 
 
-def _parse(cls: type[_SettingsClass], field: Field[Any], text: Any, source: str) -> Any:
-    kind = _value_type(cls, field)
+def _parse(field: Field[Any], text: Any, source: str) -> Any:
+    kind = _value_type(field)
     parse = field.metadata["parse"] or _parser_of(kind)
     try:
         value = parse(_as_text(text))
@@ -270,7 +291,7 @@ def _read_file(cls: type[_SettingsClass], path: Path, section: str) -> dict[str,
         raise SettingsError(f"--config {path}: {error}") from error
     common = {key: value for key, value in content.items() if not isinstance(value, dict)}
     values = {key.replace("-", "_"): value for key, value in {**common, **content.get(section, {})}.items()}
-    unknown = sorted(values.keys() - {field.name for field in fields(cls)})
+    unknown = sorted(values.keys() - {field.name for field in options(cls)})
     if unknown:
         raise SettingsError(
             f"--config {path}: {section} has no setting {', '.join(unknown)}; "
@@ -281,7 +302,7 @@ def _read_file(cls: type[_SettingsClass], path: Path, section: str) -> dict[str,
 
 def _construct(cls: type[_Settings], values: dict[str, Any]) -> _Settings:
     try:
-        return cls(**values)
+        return cls(**{f.name: values[f.name] if _is_option(f) else _construct(_part(f), values) for f in fields(cls)})
     except SettingsError:
         raise
     except ValueError as error:
@@ -300,7 +321,7 @@ def _display(field: Field[Any], value: Any) -> str:
 def _describe(cls: type[_SettingsClass], values: dict[str, Any], origins: dict[str, str], form: str) -> str:
     shown = {
         field.name: {"value": _display(field, values[field.name]), "origin": origins[field.name]}
-        for field in fields(cls)
+        for field in options(cls)
     }
     if form == "json":
         return json.dumps(shown, indent=2) + "\n"

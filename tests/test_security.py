@@ -2,7 +2,6 @@
 
 import ast
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from aiohttp import http_parser
 from engine_worker.settings import WorkerSettings
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
+from shared.settings import options
 from tests.guard_removals import named_tests
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def test_every_row_names_tests_that_exist(row: str) -> None:
     ("settings", "option"), [(ServeSettings, "host"), (GatewaySettings, "host"), (WorkerSettings, "metrics_host")]
 )
 def test_nothing_listens_beyond_this_machine_by_itself(settings: type, option: str) -> None:
-    (default,) = [field.default for field in fields(settings) if field.name == option]
+    (default,) = [field.default for field in options(settings) if field.name == option]
     assert default == "127.0.0.1"
 
 

@@ -19,8 +19,9 @@ import torch
 from bench.engine.session import EngineSession, step_figures
 from bench.provenance import commit
 from engine_worker.engine import Engine
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.grammars import json_schema_grammar
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
         device=options.device,
         load_format=options.load_format,
         kv_cache_memory_bytes=2**30,
+        swap_space_bytes=0,
         max_model_len=_MAX_MODEL_LEN,
         max_num_seqs=options.batch,
         max_num_batched_tokens=2048,

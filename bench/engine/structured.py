@@ -28,8 +28,9 @@ from bench.provenance import commit
 from engine_worker.engine import Engine
 from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.grammar_masks import GrammarMasks
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -204,6 +205,7 @@ def main(argv: list[str]) -> int:
             model=options.model,
             device=options.device,
             kv_cache_memory_bytes=2**31,
+            swap_space_bytes=0,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=512,

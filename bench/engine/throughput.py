@@ -23,8 +23,9 @@ import torch
 
 from bench.engine.side import Run, run_engine
 from bench.provenance import commit
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 
 # Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
 # 0.04 on a CPU; a token of a wrong network lies about four away, the maximum over a vocabulary.
@@ -69,6 +70,7 @@ def _load(options: argparse.Namespace) -> tuple[ModelRunner, float]:
             load_format=options.load_format,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+            swap_space_bytes=0,
             max_num_seqs=max(options.concurrency),
             max_num_batched_tokens=4096,
             max_model_len=longest,

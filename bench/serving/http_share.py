@@ -25,10 +25,11 @@ from bench.provenance import provenance
 from bench.serving.own_server import ServerEnded, own_server
 from bench.serving.streaming_request import RequestResult, Target, send
 from bench.workload import PlannedRequest, Workload
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, ExecutionSettings
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
-from engine_worker.settings import CPU_DEFAULTS
+from engine_worker.scheduling.settings import MAX_PREFILL_TOKENS_WITH_DECODES
 
 NAME = "share"
 Figures = dict[str, float]
@@ -83,7 +84,7 @@ def _load(options: argparse.Namespace) -> ModelRunner:
         device="cpu",
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         max_num_seqs=max(options.concurrency),
-        max_num_batched_tokens=CPU_DEFAULTS.max_num_batched_tokens,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS["cpu"],
         max_model_len=length,
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
@@ -94,9 +95,9 @@ def _load(options: argparse.Namespace) -> ModelRunner:
 
 def _through_engine(runner: ModelRunner, requests: list[PlannedRequest]) -> Figures:
     scheduling = SchedulerConfig(
-        max_num_seqs=CPU_DEFAULTS.max_num_seqs,
-        max_num_batched_tokens=CPU_DEFAULTS.max_num_batched_tokens,
-        max_prefill_tokens_with_decodes=CPU_DEFAULTS.max_prefill_tokens_with_decodes,
+        max_num_seqs=MAX_NUM_SEQS["cpu"],
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS["cpu"],
+        max_prefill_tokens_with_decodes=MAX_PREFILL_TOKENS_WITH_DECODES["cpu"],
         max_model_len=runner.max_model_len,
     )
     prompts = [list(map(int, request.prompt)) for request in requests]

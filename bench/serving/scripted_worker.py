@@ -119,9 +119,11 @@ def main() -> int:
         if script.load_until:
             _load_until(script.load_until)
         report("load", 1.0, "scripted")
-        max_model_len = settings.max_model_len or MAX_MODEL_LEN_TOKENS
+        max_model_len = settings.execution.max_model_len or MAX_MODEL_LEN_TOKENS
         config = SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs or 256, max_num_batched_tokens=8192, max_model_len=max_model_len
+            max_num_seqs=settings.execution.max_num_seqs or 256,
+            max_num_batched_tokens=8192,
+            max_model_len=max_model_len,
         )
         engine = (LoggingEngine if script.log_aborts else Engine)(
             Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)),

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine_worker.execution.settings import StepBounds
 from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
@@ -64,11 +65,11 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
-def graph_keys(mode: str, max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphKey]:
+def graph_keys(mode: str, bounds: StepBounds) -> list[GraphKey]:
     """The graphs that a worker captures in one of settings.CUDAGRAPH_MODES."""
-    decodes = [GraphKey(size, mixed=False) for size in decode_sizes(max_num_seqs)] if mode != "none" else []
-    mixed = [GraphKey(size, mixed=True) for size in mixed_sizes(max_num_batched_tokens)] if mode == "full" else []
-    return decodes + mixed
+    decodes, mixed = decode_sizes(bounds.max_num_seqs), mixed_sizes(bounds.max_num_batched_tokens)
+    keys = [GraphKey(size, mixed=False) for size in decodes] if mode != "none" else []
+    return keys + [GraphKey(size, mixed=True) for size in mixed] if mode == "full" else keys
 
 
 class StepGraphs:

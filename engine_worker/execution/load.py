@@ -7,10 +7,9 @@ It is used once, at a worker's start. It knows all parts of this folder, and no 
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +27,11 @@ from engine_worker.execution.kv_cache import (
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
-from engine_worker.model.devices import check_shape
+from engine_worker.model.devices import check_shape, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import ServedModel, check_options
 from engine_worker.model.spec import ModelShape
@@ -48,37 +48,18 @@ _GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExecutionSettings:
-    model: Path
-    device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto = as saved; on a CPU bfloat16 where its instructions are, else float32
-    model_impl: str = "auto"  # auto | native | transformers; see implementation.py
-    load_format: str = "auto"  # auto | dummy (random weights of the shape in config.json)
-    block_size: int = 16
-    kv_cache_memory_bytes: int | None = None  # None = kv_cache_memory_ratio of the free memory
-    kv_cache_memory_ratio: float | None = None  # None = the device's default
-    swap_space_bytes: int = 0  # host memory for KV blocks
-    max_model_len: int | None = None  # None = the model's own
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    num_threads: int | None = None  # None = torch's choice (physical cores)
-    deterministic: bool = False  # results do not depend on the batch; to be chosen before the process uses CUDA
-    cudagraph_mode: str = "full"  # of settings.CUDAGRAPH_MODES
-
-
 def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
+    """Raises ValueError with what of settings, model and machine does not fit together."""
     blueprint = blueprint_from_directory(settings.model, settings.model_impl)
     check_options(blueprint, vars(settings))
+    device = torch.device(chosen_device(settings.device, has_cuda=torch.cuda.is_available()))
+    settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
     config = blueprint.shape
     max_model_len = _max_model_len(settings, config)
-    device = _device(settings.device)
     check_shape(config, device.type)
     if settings.deterministic:
-        if device.type != "cuda":
-            raise ValueError("--deterministic: only on cuda")
         use_batch_invariant_products()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
@@ -95,7 +76,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     runner, graphs = _runner(settings, model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
     for progress, detail in graphs:
         report("warmup", _GRAPHS_SHARE * progress, detail)
-    for progress, detail in warm_up(runner, settings.max_num_seqs, settings.max_num_batched_tokens):
+    for progress, detail in warm_up(runner, settings.bounds):
         report("warmup", 1.0 - (1.0 - _GRAPHS_SHARE) * (1.0 - progress), detail)
     runner.compile_grammar = grammars.compile if grammars is not None else None
     if kv_cache.host is not None:
@@ -129,21 +110,19 @@ def _runner(
         return ModelRunner(model, kv_cache, sampler, inputs, max_model_len, weights_bytes), iter(())
     from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
-    graphs = _graph_keys(settings)
-    max_rows = max([settings.max_num_seqs, *(key.size for key in graphs)])
-    persistent = PersistentInputs(max_rows, settings.max_num_batched_tokens, max_model_len, settings.block_size, device)
+    graphs, bounds = _graph_keys(settings), settings.bounds
+    max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
+    persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
     runner = ModelRunner(model, kv_cache, sampler, persistent, max_model_len, weights_bytes)
     return runner, runner.capture_graphs(persistent, graphs) if graphs else iter(())
 
 
 def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
-    return graph_keys(settings.cudagraph_mode, settings.max_num_seqs, settings.max_num_batched_tokens)
+    return graph_keys(settings.graph_mode, settings.bounds)
 
 
 def _step_bytes(settings: ExecutionSettings, model: ServedModel, sampler: Sampler, max_model_len: int) -> int:
-    peak = measure_step_bytes(
-        model, sampler, sampler.device, settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len
-    )
+    peak = measure_step_bytes(model, sampler, sampler.device, settings.bounds, max_model_len)
     return peak + len(_graph_keys(settings)) * _GRAPH_BYTES
 
 
@@ -154,14 +133,6 @@ def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
     if settings.max_model_len > longest:
         raise ValueError(f"--max-model-len {settings.max_model_len} is over the model's {longest} positions")
     return settings.max_model_len
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    elif name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
-    return torch.device(name)
 
 
 def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
@@ -185,7 +156,7 @@ def _weights(
 
 
 def _staging_bytes(settings: ExecutionSettings, model: ServedModel, device: torch.device) -> int:
-    if device.type != "cuda" or settings.swap_space_bytes == 0:
+    if device.type != "cuda" or not settings.swap_space_bytes:
         return 0
     bytes_per_block = block_bytes(model.spec, settings.block_size, model.dtype)
     return staging_bytes(settings.swap_space_bytes // bytes_per_block, bytes_per_block)
@@ -201,10 +172,10 @@ def _allocate_kv_cache(
         bytes_per_block,
         settings.kv_cache_memory_bytes,
         settings.kv_cache_memory_ratio,
-        max_blocks=settings.max_num_seqs * -(-max_model_len // block_size) + 1,
+        max_blocks=settings.bounds.max_num_seqs * -(-max_model_len // block_size) + 1,
     )
     check_capacity(num_blocks, block_size, bytes_per_block, max_model_len, memory)
-    num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes, bytes_per_block)
+    num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes or 0, bytes_per_block)
     return KVCache(model.spec, num_blocks, block_size, model.dtype, memory.device, num_host_blocks)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampler import Sampler
+from engine_worker.execution.settings import StepBounds
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 from engine_worker.scheduling.sequence import Sequence
@@ -18,13 +19,13 @@ from shared.messages import SamplingParams
 
 @torch.inference_mode()
 def measure_step_bytes(
-    model: ServedModel, sampler: Sampler, device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int
+    model: ServedModel, sampler: Sampler, device: torch.device, bounds: StepBounds, max_model_len: int
 ) -> int:
     """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
     block_size = 16
     kv_cache = KVCache(model.spec, 1, block_size, model.dtype, device)
     attached = model.attach(kv_cache.pool)
-    model_input = _model_input(device, max_num_seqs, num_tokens, max_model_len, block_size)
+    model_input = _model_input(device, bounds, max_model_len, block_size)
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)
     sequences = [Sequence("measured", [0], sampling) for _ in range(len(model_input.logits_indices))]
     torch.cuda.reset_peak_memory_stats(device)
@@ -36,10 +37,9 @@ def measure_step_bytes(
     return int(peak)
 
 
-def _model_input(
-    device: torch.device, max_num_seqs: int, num_tokens: int, max_model_len: int, block_size: int
-) -> ModelInput:
+def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int) -> ModelInput:
     """Prompts as long as the model allows, and a last one with the rest."""
+    num_tokens = bounds.max_num_batched_tokens
     lens = [max_model_len] * (num_tokens // max_model_len)
     lens += [rest] if (rest := num_tokens % max_model_len) else []
     ends = torch.tensor(lens).cumsum(0)
@@ -51,7 +51,7 @@ def _model_input(
         query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(device, torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         block_tables=torch.zeros((len(lens), -(-max(lens) // block_size)), dtype=torch.int32, device=device),
-        logits_indices=torch.arange(min(max_num_seqs, num_tokens), device=device),
+        logits_indices=torch.arange(min(bounds.max_num_seqs, num_tokens), device=device),
         max_query_len=max(lens),
         max_seq_len=max(lens),
     )

@@ -8,6 +8,7 @@ It is the last phase of a worker's start. It knows no request; what it computes 
 from collections.abc import Iterator
 
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import StepBounds
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 from shared.messages import SamplingParams
@@ -15,13 +16,13 @@ from shared.messages import SamplingParams
 _DECODE_LENGTH_TOKENS = 32
 
 
-def warm_up(runner: ModelRunner, max_num_seqs: int, max_num_batched_tokens: int) -> Iterator[tuple[float, str]]:
+def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, str]]:
     """Yields progress 0..1 and what was run."""
     longest = min(runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
-    prefill = min(max_num_batched_tokens, longest, 512)
+    prefill = min(bounds.max_num_batched_tokens, longest, 512)
     batches = [made_up_batch(1, 0, prefill, runner)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if size <= max_num_seqs]
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if size <= bounds.max_num_seqs]
     batches += [made_up_batch(size, decode_length - 1, 1, runner) for size in sizes]
     for number, batch in enumerate(batches, start=1):
         runner.execute(batch)

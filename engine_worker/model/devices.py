@@ -1,8 +1,9 @@
-"""The operators of one forward pass, whatever the device; and the choice of the device that has a KV pool.
+"""Devices: which one a worker has, what it refuses, and the operators of one forward pass on it.
 
 CpuStep and CudaStep are the two implementations. Knows no network.
 """
 
+import logging
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
+
+logger = logging.getLogger("worker")
 
 
 class DeviceStep(Protocol):
@@ -31,6 +34,17 @@ class Device(Protocol):
     """A device with a KV pool on it."""
 
     def begin_step(self, model_input: ModelInput) -> DeviceStep: ...
+
+
+def chosen_device(wanted: str, *, has_cuda: bool) -> str:
+    """`cpu` or `cuda`, for `auto`, `cpu` or `cuda`. Raises ValueError where `cuda` is wanted and there is none."""
+    if wanted == "cuda" and not has_cuda:
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    if wanted != "auto":
+        return wanted
+    if not has_cuda:
+        logger.info("no CUDA device: the model runs on the CPU (`pagestream doctor` says what there is)")
+    return "cuda" if has_cuda else "cpu"
 
 
 def check_shape(shape: ModelShape, device_type: str) -> None:

@@ -1,6 +1,5 @@
 """docker-compose.yml and Dockerfile fit each other, the code's options and what they mount."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import yaml
 
 from engine_worker.settings import WorkerSettings
 from gateway.settings import GatewaySettings
+from shared.settings import options
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "PAGESTREAM_"
@@ -27,7 +27,7 @@ def built_services() -> list[str]:
 
 
 def options_of(target: str) -> set[str]:
-    return {PREFIX + field.name.upper() for field in dataclasses.fields(SETTINGS[target])}
+    return {PREFIX + field.name.upper() for field in options(SETTINGS[target])}
 
 
 def stage(name: str) -> str:
@@ -171,7 +171,7 @@ def test_the_store_has_a_most_below_that_of_its_container_as_in_kubernetes() -> 
 
 
 def test_the_containers_outlive_the_drain() -> None:
-    drains = {field.name: field.default for field in dataclasses.fields(GatewaySettings)}
+    drains = {field.name: field.default for field in options(GatewaySettings)}
     for name in built_services():
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > drains["drain_seconds"]
 

@@ -1,6 +1,5 @@
 """The Kubernetes manifests: valid, and true to the code, to Compose and to the alerts."""
 
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import yaml
 from engine_worker.settings import WorkerSettings
 from gateway.auth.access import OPEN_ROUTES
 from gateway.settings import GatewaySettings
+from shared.settings import options
 
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
@@ -63,7 +63,7 @@ def containers(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
      ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings)],
 )  # fmt: skip
 def test_named_options_exist(path: str, settings: type) -> None:
-    known = {f"PAGESTREAM_{field.name.upper()}" for field in dataclasses.fields(settings)}
+    known = {f"PAGESTREAM_{field.name.upper()}" for field in options(settings)}
     for container in containers(documents(path)):
         named = {entry["name"] for entry in container.get("env", []) if entry["name"].startswith("PAGESTREAM_")}
         assert named <= known
@@ -73,7 +73,7 @@ def test_common_options_are_known_to_both_programs() -> None:
     (kustomization,) = documents("base/kustomization.yaml")
     named = {entry.partition("=")[0] for entry in kustomization["configMapGenerator"][0]["literals"]}
     for settings in (GatewaySettings, WorkerSettings):
-        assert named <= {f"PAGESTREAM_{field.name.upper()}" for field in dataclasses.fields(settings)}
+        assert named <= {f"PAGESTREAM_{field.name.upper()}" for field in options(settings)}
 
 
 def test_probes_ask_open_routes_and_pods_are_hardened() -> None:
@@ -132,7 +132,7 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
 
 def test_a_drain_fits_into_the_grace_time() -> None:
     for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
-        (drain,) = [field.default for field in dataclasses.fields(settings) if field.name == "drain_seconds"]
+        (drain,) = [field.default for field in options(settings) if field.name == "drain_seconds"]
         (workload,) = [item for item in documents(path) if item["kind"] == "Deployment"]
         assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= drain + 20
 

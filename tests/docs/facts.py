@@ -10,7 +10,6 @@ import pkgutil
 import re
 import subprocess
 from collections import defaultdict
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from gateway.settings import GatewaySettings
 from pagestream import cli
 from pagestream.serve_settings import ServeSettings
 from shared.redis_keys import RedisKeys
+from shared.settings import options
 from tests.docs.pages import gateway_metrics, model_metrics, worker_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def flags() -> frozenset[str]:
     """The flags of every program and script of the repository."""
     found = set(COMMON_FLAGS)
     for settings in SETTINGS.values():
-        for field in fields(settings):
+        for field in options(settings):
             flag = field.name.replace("_", "-")
             found |= {f"--{flag}", f"--no-{flag}", *field.metadata["aliases"]}
     for folder in ("pagestream", "engine_worker", "bench", "tests", "requirements"):

@@ -7,7 +7,7 @@ docs/model-families.md  between the marks: model types with a file, and those of
 
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from engine_worker.settings import WorkerSettings
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from gateway.settings import GatewaySettings
 from pagestream.serve_settings import ServeSettings
+from shared.settings import options
 from shared.vllm_metric_names import ALIASES
 from tests.engine_worker.model.family_cases import REFUSED, THROUGH_TRANSFORMERS
 from tests.gateway.fake_inference import FakeInferenceClient
@@ -82,7 +83,7 @@ def vllm_names() -> str:
 
 def settings(program: str) -> str:
     rows = (
-        (f"`{_flag(field)}`", _default(field), _escaped(field.metadata["help"])) for field in fields(PROGRAMS[program])
+        (f"`{_flag(field)}`", _default(field), _escaped(field.metadata["help"])) for field in options(PROGRAMS[program])
     )
     return _table(("flag", "default", "what"), rows)
 

@@ -5,12 +5,13 @@ held. `module:NAME` is where the code has it.
 """
 
 import re
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from importlib import import_module
 from typing import Any
 
 import pytest
 
+from shared.settings import options
 from tests.docs.facts import ROOT, SETTINGS
 
 NUMBERS = [
@@ -87,11 +88,11 @@ def shown_default(field: Field[Any]) -> set[str]:
 
 def wrong_defaults(table: str) -> list[str]:
     """`flag | serve | gateway | worker | what`: a dash where the program has no such flag."""
-    options = {program: {f.name.replace("_", "-"): f for f in fields(kind)} for program, kind in SETTINGS.items()}
+    known = {program: {f.name.replace("_", "-"): f for f in options(kind)} for program, kind in SETTINGS.items()}
     found = []
     for flag, *cells in re.findall(r"(?m)^\| `--([\w-]+)`[^|]*\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", table):
-        for program, cell in zip(options, cells, strict=True):
-            field = options[program].get(flag)
+        for program, cell in zip(known, cells, strict=True):
+            field = known[program].get(flag)
             if (field is None and cell != "–") or (field is not None and cell not in shown_default(field)):
                 found.append(f"--{flag} of {program}: {cell}")
     return found

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine_worker.settings import CPU_DEFAULTS, CUDA_DEFAULTS, WorkerSettings, physical_cores
+from engine_worker.execution.settings import MAX_NUM_SEQS
+from engine_worker.settings import WorkerSettings, physical_cores
 from shared.settings import SettingsError, load_settings
 
 
@@ -24,6 +25,7 @@ def load(*argv: str) -> WorkerSettings:
         (["--step-timeout-seconds", "0"], "--step-timeout-seconds"),
         (["--dead-after", "2"], "--dead-after-seconds"),
         (["--dtype", "int8"], "--dtype"),
+        (["--max-prefill-tokens-with-decodes", "0"], "--max-prefill-tokens-with-decodes"),
         (["--swap-space-bytes", "-1"], "--swap-space-bytes"),
         (["--preemption-mode", "drop"], "--preemption-mode"),
     ],
@@ -35,31 +37,33 @@ def test_what_cannot_be_used_is_refused_by_name(argv: list[str], flag: str) -> N
 
 def test_the_device_fills_in_what_was_left_open() -> None:
     cpu, cuda = load().for_device("cpu"), load().for_device("cuda")
-    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (CPU_DEFAULTS.max_num_seqs, 512)
-    assert (cuda.max_num_seqs, cuda.max_num_batched_tokens) == (CUDA_DEFAULTS.max_num_seqs, 8192)
-    assert (cpu.max_prefill_tokens_with_decodes, cuda.max_prefill_tokens_with_decodes) == (256, None)
-    assert cpu.num_threads == physical_cores() >= 1
-    given = load("--max-num-seqs", "600", "--num-threads", "3").for_device("cpu")
+    assert (cpu.execution.max_num_seqs, cpu.execution.max_num_batched_tokens) == (MAX_NUM_SEQS["cpu"], 512)
+    assert (cuda.execution.max_num_seqs, cuda.execution.max_num_batched_tokens) == (MAX_NUM_SEQS["cuda"], 8192)
+    caps = [settings.scheduling.max_prefill_tokens_with_decodes for settings in (cpu, cuda)]
+    assert caps == [256, None]
+    assert (cpu.scheduling.async_scheduling, cuda.scheduling.async_scheduling) == (False, True)
+    assert cpu.execution.num_threads == physical_cores() >= 1
+    given = load("--max-num-seqs", "600", "--num-threads", "3").for_device("cpu").execution
     assert (given.max_num_seqs, given.max_num_batched_tokens, given.num_threads) == (600, 600, 3)
 
 
 def test_a_budget_below_the_sequences_is_refused() -> None:
     with pytest.raises(SettingsError, match="--max-num-batched-tokens: at least --max-num-seqs, 64; got 32"):
         load("--max-num-seqs", "64", "--max-num-batched-tokens", "32").for_device("cpu")
-    assert load("--max-num-batched-tokens", "32").for_device("cpu").max_num_seqs == 32
+    assert load("--max-num-batched-tokens", "32").for_device("cpu").execution.max_num_seqs == 32
 
 
 def test_only_a_gpu_can_be_deterministic() -> None:
-    assert load("--deterministic").for_device("cuda").deterministic
+    assert load("--deterministic").for_device("cuda").execution.deterministic
     with pytest.raises(SettingsError, match="--deterministic: only on cuda"):
         load("--deterministic").for_device("cpu")
 
 
 def test_swap_space_is_beside_a_gpu_unless_told_and_swapping_needs_it() -> None:
-    assert load().for_device("cpu").swap_space_bytes == 0
-    assert load().for_device("cuda").swap_space_bytes == 4 * 2**30
-    assert load("--swap-space-bytes", "1G").for_device("cpu").swap_space_bytes == 2**30
-    assert load("--swap-space-bytes", "0").for_device("cuda").swap_space_bytes == 0
+    assert load().for_device("cpu").execution.swap_space_bytes == 0
+    assert load().for_device("cuda").execution.swap_space_bytes == 4 * 2**30
+    assert load("--swap-space-bytes", "1G").for_device("cpu").execution.swap_space_bytes == 2**30
+    assert load("--swap-space-bytes", "0").for_device("cuda").execution.swap_space_bytes == 0
     with pytest.raises(SettingsError, match="--preemption-mode swap: needs --swap-space-bytes"):
         load("--preemption-mode", "swap").for_device("cpu")
 

@@ -12,6 +12,7 @@ from shared.settings import (
     SettingsError,
     build_parser,
     load_settings,
+    options,
     parse_bytes,
     parse_count,
     setting,
@@ -45,6 +46,44 @@ def test_defaults_and_their_origin() -> None:
         "model": "flag", "block_size": "default", "memory_bytes": "default", "ratio": "default",
         "warm_up": "default", "api_key": "default", "names": "default",
     }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    example: Example
+    port: int = setting(80, help="port")
+
+
+def test_the_options_of_a_part_are_the_programs(tmp_path: Path) -> None:
+    file = tmp_path / "pagestream.toml"
+    file.write_text("ratio = 0.25\n")
+    argv = ["--model", "/m", "--port", "1", "--no-warm-up", "--config", str(file)]
+    loaded = load_settings(Composed, argv, {"PAGESTREAM_BLOCK_SIZE": "8"}, prog="x")
+    assert loaded.settings == Composed(
+        example=Example(model=Path("/m"), block_size=8, ratio=0.25, warm_up=False), port=1
+    )
+    assert [loaded.origins[name] for name in ("model", "block_size", "names")] == [
+        "flag", "env PAGESTREAM_BLOCK_SIZE", "default",
+    ]  # fmt: skip
+    assert [option.name for option in options(Composed)] == [*(option.name for option in options(Example)), "port"]
+    assert "--ratio" in build_parser(Composed, "x").format_help()
+
+
+def test_a_wrong_value_of_a_part_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="--ratio: expected over 0 and at most 1"):
+        load_settings(Composed, ["--model", "/m", "--ratio", "2"], {}, prog="x")
+    with pytest.raises(SettingsError, match="--model: a value is needed"):
+        load_settings(Composed, [], {}, prog="x")
+
+
+def test_two_parts_cannot_have_one_option() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Twins:
+        example: Example
+        ratio: float = setting(0.5, help="share")
+
+    with pytest.raises(TypeError, match="Twins has ratio twice"):
+        options(Twins)
 
 
 @pytest.mark.parametrize("words", [("a,b",), ("a", "b"), ("a,", "b")])

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine_worker.engine import Engine
 from engine_worker.execution.kv_cache import block_bytes
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode

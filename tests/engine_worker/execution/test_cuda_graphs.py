@@ -1,6 +1,5 @@
 """Which sizes are captured, and which graph serves a batch. The graphs themselves: test_cuda_runner.py."""
 
-from dataclasses import fields
 from itertools import pairwise
 from typing import cast
 
@@ -14,9 +13,11 @@ from engine_worker.execution.cuda_graphs import (
     graph_keys,
     mixed_sizes,
 )
+from engine_worker.execution.settings import CUDAGRAPH_MODES, StepBounds
 from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
-from engine_worker.settings import CUDAGRAPH_MODES, WorkerSettings
+from engine_worker.settings import WorkerSettings
+from shared.settings import options
 from tests.builders import make_sequence
 
 
@@ -37,7 +38,7 @@ def test_sizes_of_many_sequences_and_tokens() -> None:
 
 
 def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
-    keys = graph_keys(mode, max_num_seqs, max_num_batched_tokens=8192)
+    keys = graph_keys(mode, StepBounds(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192))
     return StepGraphs(cast(Network, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
 
 
@@ -72,9 +73,10 @@ def test_more_logits_than_a_mixed_graph_has() -> None:
 
 
 def test_modes() -> None:
-    (field,) = (field for field in fields(WorkerSettings) if field.name == "cudagraph_mode")
+    (field,) = (field for field in options(WorkerSettings) if field.name == "cudagraph_mode")
     assert field.metadata["choices"] == CUDAGRAPH_MODES
-    keys = {mode: graph_keys(mode, 1024, 8192) for mode in CUDAGRAPH_MODES}
+    bounds = StepBounds(max_num_seqs=1024, max_num_batched_tokens=8192)
+    keys = {mode: graph_keys(mode, bounds) for mode in CUDAGRAPH_MODES}
     assert keys["none"] == [] and len(keys["full"]) > len(keys["full_decode_only"]) > 0
     decodes_only = graphs(20, "full_decode_only")
     assert decodes_only.key_for(batch(1, 1)) == GraphKey(2, mixed=False)

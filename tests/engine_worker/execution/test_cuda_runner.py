@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.settings import CUDAGRAPH_MODES
+from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from shared.messages import GenerationRequest
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine, run_engine, run_engine_to_end, write_model
@@ -50,6 +50,7 @@ def load(model_dir: Path, device: str, schedule: str, cudagraph_mode: str = "ful
         device=device,
         dtype="float32",
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        swap_space_bytes=0,
         max_model_len=768,
         cudagraph_mode=cudagraph_mode,
         **config,

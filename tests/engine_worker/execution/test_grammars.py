@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from engine_worker.execution import grammar_compiler
 from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.grammar_masks import GrammarMasks
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.grammars import GrammarError
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, GenerationRequest, Grammar, GrammarKind, StoredChoice
@@ -265,6 +266,7 @@ def test_a_gpu_gives_what_a_cpu_gives(model_dir: Path, expected: Transcript, ahe
         dtype="float32",
         block_size=8,
         kv_cache_memory_bytes=2**24,
+        swap_space_bytes=0,
         max_model_len=512,
         **CONFIG,
     )

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_request, make_sequence

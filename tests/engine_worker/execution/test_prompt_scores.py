@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine_worker.execution import prompt_scores
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import ScheduledSequence
 from shared.messages import GenerationRequest, TokenEvent, TokenLogprobs, scores_by_index
 from tests.builders import make_request, make_sequence
@@ -30,7 +31,12 @@ def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     if request.param == "cpu":
         return make_runner(model_dir, num_blocks=64, block_size=8)
     settings = ExecutionSettings(
-        model=model_dir, device="cuda", dtype="float32", kv_cache_memory_bytes=2**24, max_model_len=256
+        model=model_dir,
+        device="cuda",
+        dtype="float32",
+        kv_cache_memory_bytes=2**24,
+        swap_space_bytes=0,
+        max_model_len=256,
     )
     return load_model_runner(settings, lambda phase, progress, detail: None)
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.import_utils import is_kernels_available
 
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.transformers_backend import library
 from engine_worker.model.transformers_backend.library import ModelNotServed
@@ -172,7 +173,8 @@ def test_a_native_model_does_not_wait_for_transformers(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from engine_worker.execution.load import ExecutionSettings, load_model_runner
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.settings import ExecutionSettings
 said = []
 settings = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)
 load_model_runner(settings, lambda phase, progress, detail: said.append(detail))
