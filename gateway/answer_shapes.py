@@ -223,6 +223,7 @@ class ModelBody(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None  # null: not loaded yet
+    generation_defaults: dict[str, float]  # of generation_config.json: what holds where a request says nothing
 
 
 class ModelListBody(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+GENERATION_CONFIGS = ("auto", "vllm", "none")
 REASONING_PARSERS = ("", "qwen3", "deepseek_r1")
 NO_WORKER = ("wait", "refuse")
 
@@ -69,6 +70,11 @@ class GatewaySettings:
     reasoning_parser: str = setting(
         "", choices=REASONING_PARSERS, help="how the model marks its reasoning; default: it has none"
     )
+    generation_config: str = setting(
+        "auto", choices=GENERATION_CONFIGS,
+        help="what a request leaves out of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens is as "
+        "the model's generation_config.json says (auto), or as the API says (vllm or none)",
+    )  # fmt: skip
     force_include_usage: bool = setting(False, help="send usage at the end of every stream")
 
     files_dir: Path | None = setting(

@@ -36,6 +36,7 @@ GATEWAY_FLAGS = frozenset(
         "--max-batch-concurrency",
         "--tool-call-parser",
         "--reasoning-parser",
+        "--generation-config",
         "--force-include-usage",
         "--ui",
         "--api-key",

@@ -43,7 +43,16 @@ from gateway.store.inference_client import (
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.turns import KeyTurns
-from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, GenerationRequest, StreamEvent, TokenEvent
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StreamEvent,
+    TokenEvent,
+)
 
 __all__ = ["ChoiceUpdate", "Generation"]
 
@@ -117,6 +126,11 @@ class Generation:
         if not self._may_reason:
             return None
         return sum(parser.num_reasoning_tokens for request in self._requests for parser in request.parsers.values())
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of every prompt's request, as the engine was told."""
+        return self._requests[0].request.sampling
 
     @property
     def request_ids(self) -> tuple[str, ...]:

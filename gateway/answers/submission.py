@@ -27,6 +27,7 @@ from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.responses_repeated import with_what_held
 from gateway.state import RequestContext, context_of, route_name
 from gateway.store.inference_client import Keep
 
@@ -216,7 +217,7 @@ def reply_of(
         usage_in_chunks=include_usage,
         created=created,
         prompt_tokens=sum(map(len, token_ids)),
-        repeated=completion.repeated,
+        repeated=with_what_held(completion.repeated, completion.fields, generation.sampling),
         system_fingerprint=model.fingerprint,
     )
     return Reply(

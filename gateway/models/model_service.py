@@ -39,6 +39,7 @@ class ModelOptions:
     max_model_len: int | None = None  # None: the model's own
     tool_call_parser: str = "auto"
     reasoning_parser: str = ""
+    generation_config: str = "auto"
 
     @property
     def name(self) -> str:
@@ -68,6 +69,7 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
         reasoning_parser=settings.reasoning_parser
         if reasoning_parser is None
         else _one_of(REASONING_PARSERS, reasoning_parser, "reasoning_parser"),
+        generation_config=settings.generation_config,
     )
 
 
@@ -117,17 +119,23 @@ class ModelService:
 
     async def load(self) -> None:
         """Waits for the directory: it may still be downloaded and converted. Raises ModelFilesError."""
-        directory = self.options.directory
+        options, directory = self.options, self.options.directory
         while not is_complete(directory):
             await asyncio.sleep(MODEL_POLL_SECONDS)
         try:
-            model = await asyncio.to_thread(load_served_model, directory, max_model_len=self.options.max_model_len)
-            self.model = replace(model, tells_thoughts=bool(self.options.reasoning_parser))
+            model = await asyncio.to_thread(
+                load_served_model, directory,
+                max_model_len=options.max_model_len, generation_config=options.generation_config,
+            )  # fmt: skip
+            self.model = replace(model, tells_thoughts=bool(options.reasoning_parser))
         except ModelFilesError as error:
             logger.error("the model %s cannot be served: %s", self.name, error)
             raise
         self.loaded.set()
         logger.info("tokenizer of %s ready", self.name)
+        if model.defaults.given:
+            told = ", ".join(f"{name} {value:g}" for name, value in model.defaults.given.items())
+            logger.info("what requests to %s do not say is as its generation_config.json has it: %s", self.name, told)
 
     def readiness(self) -> Readiness:
         last_ready = self.client.fleet.last_ready

@@ -28,6 +28,7 @@ from gateway.requests.generation_fields import (
 from gateway.requests.grammar_fields import AskedGrammar
 from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
 from gateway.text.chat_template import ChatTemplateError
+from gateway.text.generation_defaults import GenerationDefaults
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
@@ -332,10 +333,22 @@ def prepared(
     """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest.
 
     `with_calls`: adds to an answer's grammar the calls that may stand in its place."""
-    request = _bound(request, with_calls)
+    request = with_defaults(_bound(request, with_calls), model.defaults)
     token_ids = encode_prompts(model, limits, request)
     request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     return request, plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+
+
+def with_defaults(request: CompletionRequest, defaults: GenerationDefaults) -> CompletionRequest:
+    """What the request leaves open is the model's default. A beam search does not sample, and is left as it is."""
+    if request.choices.use_beam_search:
+        return request
+    left_open = {name: value for name, value in defaults.given.items() if getattr(request.fields, name, 0) is None}
+    return replace(
+        request,
+        fields=structs.replace(request.fields, **left_open),
+        default_max_tokens=request.default_max_tokens or defaults.max_new_tokens,
+    )
 
 
 def _bound(

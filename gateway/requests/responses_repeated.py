@@ -4,12 +4,15 @@ Every field is there in every response, whether or not the request had it, with 
 refuse a response that lacks one. Only what this server has read is repeated, not what else a client wrote beside it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.responses_body import ResponsesBody, TextFields
 from gateway.requests.responses_tools import ChosenTool, ResponseTool, ResponseToolChoice
+from shared.messages import SamplingParams
 
 _FORMAT_NAME = "response"  # of a schema whose request did not name it: OpenAI's clients read one
 
@@ -40,6 +43,12 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+
+
+def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
+    """`said`: of repeated(), or nothing. What the request left open is as the engine was told: a model has defaults."""
+    named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
+    return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}
 
 
 def _tool(tool: ResponseTool) -> dict[str, Any]:

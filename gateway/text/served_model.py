@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.generation_defaults import GenerationDefaults, generation_defaults
 from gateway.text.tokenization import PromptEncoder
 from shared.model_files import ModelFilesError, read_json, read_model_files
 from shared.version import VERSION
@@ -83,6 +84,7 @@ class ServedModel:
     vocab_size: int  # width of the logits: ids that the engine takes
     fingerprint: str  # of all that is read of the model here, and of the release
     tokenizer_info: dict[str, Any]
+    defaults: GenerationDefaults  # of what a request does not say
     tells_thoughts: bool = False  # by the option of a reasoning parser
 
 
@@ -90,8 +92,13 @@ def is_complete(directory: Path) -> bool:
     return (directory / "config.json").is_file() and (directory / "tokenizer.json").is_file()
 
 
-def load_served_model(directory: Path, *, max_model_len: int | None = None) -> ServedModel:
-    """Raises ModelFilesError. Takes 0.3 s for a vocabulary of 49,152, so not on an event loop."""
+def load_served_model(
+    directory: Path, *, max_model_len: int | None = None, generation_config: str = "auto"
+) -> ServedModel:
+    """`generation_config`: whose defaults hold, as the flag of this name has it. Raises ModelFilesError.
+
+    Takes 0.3 s for a vocabulary of 49,152, so not on an event loop.
+    """
     files = read_model_files(directory)
     try:
         own_max_model_len, vocab_size = (int(files.config[key]) for key in ("max_position_embeddings", "vocab_size"))
@@ -110,6 +117,7 @@ def load_served_model(directory: Path, *, max_model_len: int | None = None) -> S
         vocab_size=vocab_size,
         fingerprint=_fingerprint(directory),
         tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
+        defaults=generation_defaults(generation_config, files.generation),
     )
 
 

@@ -1,0 +1,39 @@
+"""What a model's makers would have a request sampled with that does not say: generation_config.json -> defaults. Pure.
+
+The fields are those that vLLM takes from there; `do_sample` is not among them: a request without a temperature is
+sampled. Does not know who uses them: requests/planning.py puts them where a request names nothing.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shared.model_files import Json, ModelFilesError
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """None: as the API has it. Ranges are those of the API."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+
+def generation_defaults(source: str, file: Json) -> GenerationDefaults:
+    """`source`: as --generation-config names it; `file`: generation_config.json. Raises ModelFilesError."""
+    if source != "auto":
+        return GenerationDefaults()
+    try:
+        return msgspec.convert(file, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ModelFilesError(
+            f"generation_config.json: {error}; --generation-config none leaves its defaults alone"
+        ) from error

@@ -1,0 +1,106 @@
+"""generation_config.json: what a request leaves out is as the model's makers would have it; what it names wins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.text.served_model import load_served_model
+from shared.messages import SamplingParams
+from shared.model_files import ModelFilesError
+from tests.gateway.conftest import Gateway
+from tests.gateway.responses import model_says
+from tests.tiny_model import write_tiny_model
+
+FILE = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "max_new_tokens": 7,
+    "typical_p": 0.5,  # not among vLLM's
+}
+HELD = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_tokens": 7}
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def write_model(directory: Path, **defaults: Any) -> Path:
+    write_tiny_model(directory, max_model_len=256)
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | defaults))
+    return directory
+
+
+async def told(gateway: Gateway, url: str, **fields: Any) -> tuple[SamplingParams, Any]:
+    """What the engine hears of a request with `fields`, and the answer."""
+    model_says(gateway, "Yes.")
+    async with gateway.session.post(url, json=fields) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    return gateway.engine.requests[-1].sampling, answer
+
+
+def of(sampling: SamplingParams, names: Any = HELD) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in names}
+
+
+async def test_what_is_left_out_is_the_models(start_gateway: Any, tmp_path: Path) -> None:
+    gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
+    assert of((await told(gateway, "/v1/chat/completions", messages=HI))[0]) == HELD
+    sampling, answer = await told(gateway, "/v1/responses", input="hi")
+    assert of(sampling) == HELD and (answer["temperature"], answer["top_p"]) == (0.6, 0.9)
+    sampling, _ = await told(gateway, "/v1/messages", model="model", messages=HI, max_tokens=5)
+    assert of(sampling) == HELD | {"max_tokens": 5}
+    sampling, _ = await told(gateway, "/v1/completions", prompt="hi")
+    assert of(sampling) == HELD | {"max_tokens": 16}  # this API has a default of its own
+
+
+async def test_what_a_request_names_wins_also_where_it_is_neutral(start_gateway: Any, tmp_path: Path) -> None:
+    gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
+    sampling, _ = await told(gateway, "/v1/chat/completions", messages=HI, max_tokens=9, **NEUTRAL)
+    assert of(sampling) == NEUTRAL | {"max_tokens": 9}
+    sampling, _ = await told(gateway, "/v1/chat/completions", messages=HI, temperature=0, top_p=None)
+    assert of(sampling) == HELD | {"temperature": 0.0}
+    sampling, answer = await told(gateway, "/v1/responses", input="hi", temperature=0, top_p=0.5)
+    assert (answer["temperature"], answer["top_p"]) == (0, 0.5) and (sampling.temperature, sampling.top_p) == (0, 0.5)
+
+
+async def test_a_beam_search_does_not_sample(start_gateway: Any, tmp_path: Path) -> None:
+    gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE))
+    body = {"prompt": "hi", "n": 2, "use_beam_search": True, "max_tokens": 4}
+    sampling, _ = await told(gateway, "/v1/completions", **body)
+    assert of(sampling, NEUTRAL) == NEUTRAL | {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("source", ["none", "vllm"])
+async def test_the_file_may_be_left_alone(start_gateway: Any, tmp_path: Path, source: str) -> None:
+    gateway = await start_gateway(model=write_model(tmp_path / "model", **FILE), generation_config=source)
+    assert of((await told(gateway, "/v1/chat/completions", messages=HI))[0], NEUTRAL) == NEUTRAL
+    async with gateway.session.get("/v1/models") as response:
+        assert (await response.json())["data"][0]["generation_defaults"] == {}
+
+
+async def test_models_tell_their_defaults(start_gateway: Any, tmp_path: Path) -> None:
+    gateway = await start_gateway(model=write_model(tmp_path / "model", temperature=0.6, top_p=None))
+    async with gateway.session.get("/v1/models") as response:
+        assert (await response.json())["data"][0]["generation_defaults"] == {"temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "told"),
+    [
+        ({"temperature": 3.5}, "temperature"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+    ],
+)
+def test_defaults_that_no_request_could_have_are_refused(tmp_path: Path, defaults: Any, told: str) -> None:
+    model = write_model(tmp_path / "model", **defaults)
+    with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{told}.*--generation-config none"):
+        load_served_model(model)
+    assert load_served_model(model, generation_config="none").defaults.given == {}
