@@ -32,7 +32,8 @@ def trace(tracing: Tracing | None) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        parent = valid_traceparent(request.headers.get("traceparent", ""))
+        given = request.headers.get("traceparent")
+        parent = valid_traceparent(given) if given else ""
         request[TRACEPARENT] = parent
         if tracing is None or request.method != "POST":  # probes, scrapes and the page would fill any store of traces
             return await handler(request)

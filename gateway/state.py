@@ -9,7 +9,7 @@ A chat's way in, where its handler begins. It knows no field of any body.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from aiohttp import web
@@ -124,6 +124,7 @@ class RequestContext:
     default_detach_seconds: float  # of a kept answer
     traceparent: str = ""
     is_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
+    arrived_at: float = field(default_factory=time.monotonic)  # seconds
 
     @property
     def account(self) -> Account:

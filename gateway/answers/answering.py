@@ -18,11 +18,9 @@ from aiohttp import web
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import AnswerKind
-from gateway.answers.choice_progress import with_calls
-from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import AnswerChanged, find_named
 from gateway.answers.retention import Retention, new_keeps, retention_of
-from gateway.answers.submission import AnswerSubmission, KeptSubmission, reply_of
+from gateway.answers.submission import AnswerSubmission, KeptSubmission
 from gateway.models.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.requests.openai_schema import CompletionRequest
@@ -39,20 +37,20 @@ Complete: TypeAlias = Callable[[RequestContext, JsonBody], Awaitable[JsonBody]]
 
 async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None = None) -> web.StreamResponse:
     """`complete` adds to a body what it refers to."""
-    arrived_at, context = time.monotonic(), context_of(http)
+    context = context_of(http)
     data = await read_body(http, context.state.settings.body_timeout_seconds)
     with context.state.open_requests.counted(route_name(http)):
         body = await context.work(len(data), partial(kind.decode, data))
         if complete is not None:
             body = await complete(context, body)
-        submission = await submitted(context, kind, body, arrived_at)
+        submission = await submitted(context, kind, body)
         try:
             return await submission.respond(http)
         finally:
             submission.release()
 
 
-async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody, arrived_at: float) -> AnswerSubmission:
+async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -> AnswerSubmission:
     """A new answer, or the kept one that the client's name stands for; to be released. Raises GatewayError."""
     state, account = context.state, context.account
     completion = await context.work(body.num_bytes, partial(kind.parse, body))
@@ -73,7 +71,7 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody, a
                 submission = KeptSubmission(context, kept)
             else:
                 context.charge.begin_generating()
-                submission = await _planned(context, service, kind, body, completion, retention, arrived_at)
+                submission = await _planned(context, service, kind, body, completion, retention)
             await submission.submit()
             return submission
         except (NameTaken, AnswerChanged):
@@ -88,19 +86,16 @@ async def _planned(
     body: JsonBody,
     completion: CompletionRequest,
     retention: Retention | None,
-    arrived_at: float,
 ) -> AnswerSubmission:
     completion, planned = await _engine_requests(context, service, body, completion)
     created, keeps = int(time.time()), []
     if retention is not None:
         keep = partial(new_keeps, retention, planned, kind, body, completion.ignored, created)
         keeps = await context.work(body.num_bytes, keep)
-    metrics = service.unrecorded if context.is_batch else service.metrics
-    generation = Generation(service, service.require_model(), completion, planned, arrived_at, metrics)
-    prompts = [request.prompt_token_ids for request in planned]
-    detach_seconds = retention.detach_seconds if retention else None
-    reply = reply_of(context, kind, completion, generation, prompts, created, detach_seconds)
-    return AnswerSubmission(context, reply, keeps)
+    return AnswerSubmission(
+        context, service, kind, completion, planned, created, keeps=keeps,
+        detach_seconds=retention.detach_seconds if retention else None,
+    )  # fmt: skip
 
 
 async def _engine_requests(
@@ -116,7 +111,6 @@ async def _engine_requests(
         partial(
             prepared, model, service.limits(model), completion,
             context.account.tenant, context.account.priority_class(asked), context.traceparent,
-            partial(with_calls, service.options, model.encoder),
         ),
     )  # fmt: skip
     if timeouts:

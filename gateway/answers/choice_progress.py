@@ -5,7 +5,6 @@
     BestOf             the likeliest of several samples, held back until all have ended, answered best first
 
 A forced call is read as its grammar writes it; other calls as the model's family does, which the chat template shows.
-Where the model may answer in a form or call, the grammar of both is made here, for it depends on that family.
 Reasoning is looked for wherever no grammar leaves it no room. A sample's rank is the sum of its tokens'
 log-probabilities by the model itself, before temperature and penalties (as vLLM's cumulative_logprob).
 
@@ -15,7 +14,6 @@ A token's way back, from the store's event to what a format writes. It knows not
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Protocol, TypeAlias
@@ -23,7 +21,6 @@ from typing import Protocol, TypeAlias
 import msgspec
 from msgspec import structs
 
-from gateway.errors import InvalidRequest
 from gateway.metrics import ModelMetrics
 from gateway.models.model_service import ModelOptions
 from gateway.parsing.answer_or_calls import answer_or_calls_parser
@@ -31,9 +28,7 @@ from gateway.parsing.bare_calls import calls_of_offered
 from gateway.parsing.message import MessageParser, ToolCallDelta
 from gateway.parsing.parts import Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
-from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, listed
-from gateway.requests.call_grammar import answer_or_calls
-from gateway.requests.grammar_fields import AskedGrammar
+from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, call_family, listed
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
@@ -194,18 +189,11 @@ class Encoder(Protocol):
 
     def has_special(self, text: str) -> bool: ...
 
-    def special_id(self, text: str) -> int | None: ...
-
 
 def message_parsers(
     options: ModelOptions, encoder: Encoder, request: CompletionRequest, request_id: str, first_choice: int
 ) -> Mapping[int, MessageParser]:
-    """One for each choice of the answer to this prompt; none if its text is content as it is. Raises InvalidRequest."""
-    if request.must_think and not options.reasoning_parser:
-        raise InvalidRequest(
-            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
-            param="thinking",
-        )
+    """One for each choice of the answer to this prompt; none if its text is content as it is."""
     if not request.is_chat:
         return {}
     parsers = {}
@@ -228,16 +216,6 @@ def parsed(update: ChoiceUpdate, parser: MessageParser) -> ChoiceUpdate:
     )
 
 
-def with_calls(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> CompletionRequest:
-    """With calls in its grammar, where it is one of the answer alone and calls may be made."""
-    if not _may_answer_or_call(request):
-        return request
-    assert request.answer_grammar is not None and request.tools is not None
-    family = _family(options, encoder)
-    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, encoder.special_id)
-    return replace(request, grammar=AskedGrammar(both, "tools"))
-
-
 def reads_special_mark(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> bool:
     """Whether calls begin with a special token, which the text must not leave out then."""
     if request.tools is None or request.tools.mode != "auto":
@@ -250,10 +228,6 @@ def _may_think(options: ModelOptions, request: CompletionRequest) -> bool:
     return bool(options.reasoning_parser) and request.grammar is None
 
 
-def _may_answer_or_call(request: CompletionRequest) -> bool:
-    return request.answer_grammar is not None and request.tools is not None and request.tools.mode == "auto"
-
-
 def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionRequest) -> Parser | None:
     if request.tools is None:
         return None
@@ -262,19 +236,13 @@ def _tool_parser(options: ModelOptions, encoder: Encoder, request: CompletionReq
     if request.tools.mode == "required":
         return listed()
     family = _family(options, encoder)
-    if _may_answer_or_call(request):
+    if request.may_answer_or_call:
         return answer_or_calls_parser(family, tuple(request.tools.functions))
     return calls_of_offered(family, tuple(request.tools.functions))
 
 
 def _family(options: ModelOptions, encoder: Encoder) -> str:
-    """A template of Mistral or Llama 3 has their marks in it; everyone else is taught as Hermes was."""
-    if options.tool_call_parser != "auto":
-        return options.tool_call_parser
-    source = encoder.template_source
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    return "llama3_json" if "<|python_tag|>" in source else "hermes"
+    return call_family(options.tool_call_parser, encoder.template_source)
 
 
 def _call_id(request_id: str, choice: int, number: int) -> str:

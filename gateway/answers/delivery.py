@@ -42,9 +42,7 @@ class Reply:
     response_format: ResponseFormat
     extras: AnswerExtras
     include_usage: bool
-    headers: dict[str, str]
     numbers: EventNumbers | None = None  # of a kept answer's stream
-    detach_seconds: float | None = None  # of a kept answer
 
 
 class _Chunks:

@@ -1,12 +1,14 @@
-"""The choices of one HTTP request, from submission to their last text: events of the engine in, text updates out.
+"""The choices of one answer, from its acceptance to their last text: events of the engine in, text updates out.
 
-    generation = Generation(service, model, request, planned, arrived_at)
-    await generation.submit()                       # accepted, all or none
+    generation = Generation(service, model, request, streams, arrived_at, metrics)
     generation.listen(listener)                     # hears that ready() has ChoiceUpdates; see reading.py
     generation.leave()                              # always, at the end: withdraws what has not finished
 
-A kept answer is attached to instead of submitted, any number of times, and goes on for a while when it is left.
-Each prompt is one request of the engine, with all its choices. Knows nothing of HTTP or JSON.
+It is made when the store has the answer's requests, one a prompt with all its choices: what is refused pays for no
+detokenizer and no parser. A kept answer is attached to any number of times, and goes on for a while when it is left.
+
+A token's way back, from the stream of its request to the text of its choice. It knows nothing of HTTP, JSON or how a
+request gets into the store.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gateway.admission import share_full, unavailable
+from gateway.admission import unavailable
 from gateway.answers.answer_extras import Scores, prompt_echo
 from gateway.answers.choice_progress import (
     BestOf,
@@ -31,15 +33,7 @@ from gateway.metrics import ModelMetrics
 from gateway.models.model_service import ModelService
 from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.store.inference_client import (
-    InferenceClient,
-    Keep,
-    QueueFull,
-    ResponseStream,
-    Share,
-    ShareFull,
-    StoreUnavailable,
-)
+from gateway.store.inference_client import ResponseStream
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.turns import KeyTurns
@@ -49,7 +43,6 @@ from shared.messages import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
-    SamplingParams,
     StreamEvent,
     TokenEvent,
 )
@@ -63,39 +56,39 @@ class Generation:
         service: ModelService,
         model: ServedModel,
         request: CompletionRequest,
-        planned: Sequence[GenerationRequest],
+        streams: Sequence[ResponseStream],
         arrived_at: float,
-        metrics: ModelMetrics | None = None,
+        metrics: ModelMetrics,
         ended_at: int = 0,
     ) -> None:
-        """`ended_at`: Unix seconds, of an answer that has ended before."""
-        metrics = metrics or service.metrics
+        """`streams`: one a prompt; `ended_at`: Unix seconds, of an answer that has ended before."""
+        planned = [stream.request for stream in streams]
         keeps_marks = reads_special_mark(service.options, model.encoder, request)
         self.service = service
         self.turns: KeyTurns = service.turns.of(planned[0].tenant)
+        self._streams = streams
         self._ended_at = ended_at
         spellings = model.encoder.spellings(by_id=bool(request.fields.return_tokens_as_token_ids))
         self._echo = prompt_echo(model.encoder, request, [generation.prompt_token_ids for generation in planned])
         self._counts_tokens = request.max_tokens != 0  # of 0 the engine makes one, which nobody sees
-        self._client: InferenceClient = service.client
         self._requests = [
             _RequestProgress(
-                generation,
+                stream,
                 [
                     ChoiceProgress(
                         index,
-                        _output_text(model, request, generation, keeps_marks),
+                        _output_text(model, request, stream.request, keeps_marks),
                         spellings,
                         metrics,
                         arrived_at,
                         scores_every_token=not request.is_chat,
                     )
-                    for index in range(first_choice, first_choice + generation.sampling.n)
+                    for index in range(first_choice, first_choice + stream.request.sampling.n)
                 ],
                 _best_of(request, first_choice),
-                message_parsers(service.options, model.encoder, request, generation.request_id, first_choice),
+                message_parsers(service.options, model.encoder, request, stream.request.request_id, first_choice),
             )
-            for first_choice, generation in zip(itertools.count(0, request.n), planned, strict=False)
+            for first_choice, stream in zip(itertools.count(0, request.n), streams, strict=False)
         ]
         self._num_choices = request.n
         self._num_open = len(self._requests)  # kept, since it is asked once a token
@@ -128,63 +121,9 @@ class Generation:
         return sum(parser.num_reasoning_tokens for request in self._requests for parser in request.parsers.values())
 
     @property
-    def sampling(self) -> SamplingParams:
-        """Of every prompt's request, as the engine was told."""
-        return self._requests[0].request.sampling
-
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        """As the store has them, one a prompt."""
-        return tuple(request.request.request_id for request in self._requests)
-
-    async def forget(self, name: str) -> None:
-        """What the store keeps of an answer that has ended, and its client's name for it."""
-        await self._client.archive.forget(self.request_ids, name)
-
-    @property
     def prompt_scores(self) -> list[Scores]:
         """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
-        return [request.stream.prompt_logprobs if request.stream else {} for request in self._requests]
-
-    async def submit(self, keeps: Sequence[Keep] = (), share: Share | None = None) -> None:
-        """`keeps`: one a prompt, of an answer that is kept; `share`: what its key may hold in the store. Raises
-        Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
-        try:
-            streams = await self._client.submission.submit_all(
-                [request.request for request in self._requests], keeps, share
-            )
-        except ShareFull as error:
-            self.service.metrics.rejected.labels("store_share").inc()
-            raise share_full(error.max_bytes) from error
-        except QueueFull as error:
-            self.service.metrics.rejected.labels("queue_full").inc()
-            raise unavailable("queue_full", "The queue is full; try again later.") from error
-        except StoreUnavailable as error:
-            self.service.metrics.rejected.labels("store_unavailable").inc()
-            raise unavailable("store_unavailable", "The request store does not take requests now.") from error
-        self._read_from(streams)
-
-    async def attach(self, keeps: Sequence[Keep]) -> None:
-        """Raises Unavailable, or RequestGone for an answer that the store has no more."""
-        try:
-            streams = await self._client.submission.attach_all([request.request for request in self._requests], keeps)
-        except StoreUnavailable as error:
-            raise unavailable("store_unavailable", "The request store cannot be read now.") from error
-        self._read_from(streams)
-
-    def _read_from(self, streams: Sequence[ResponseStream]) -> None:
-        for request, stream in zip(self._requests, streams, strict=True):
-            request.stream = stream
-
-    @property
-    def was_accepted(self) -> bool:
-        """By the store, or attached to: it has cost something."""
-        return bool(self._streams)
-
-    @property
-    def ended_before(self) -> list[bool]:
-        """Which of its requests had ended in the store when they were attached to."""
-        return [stream.had_ended for stream in self._streams]
+        return [stream.prompt_logprobs for stream in self._streams]
 
     @property
     def is_over(self) -> bool:
@@ -217,15 +156,10 @@ class Generation:
                 if updates:
                     yield updates
 
-    @property
-    def _streams(self) -> list[ResponseStream]:
-        return [request.stream for request in self._requests if request.stream is not None]
-
     def leave(self, grace_seconds: float | None = None, then: Callable[[], None] = lambda: None) -> None:
         """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
         stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
-        is_whole = all(request.stream is not None for request in self._requests)
-        if grace_seconds is not None and is_whole and not self.is_over:
+        if grace_seconds is not None and not self.is_over:
             self.service.background.linger(self._linger(grace_seconds, then))
         else:
             self._abandon()
@@ -243,13 +177,13 @@ class Generation:
 
     def _abandon(self) -> None:
         for request in self._requests:
-            if request.stream is not None and not request.is_over:
+            if not request.is_over:
                 request.record_end("cancelled")
                 self._release(request, FinishReason.CANCELLED)
 
     def _release(self, request: "_RequestProgress", reason: FinishReason) -> None:
-        if request.stream is not None:
-            self.service.background.start(self._client.submission.release(request.stream, reason, request.ended_at))
+        release = self.service.client.submission.release(request.stream, reason, request.ended_at)
+        self.service.background.start(release)
 
 
 class _RequestProgress:
@@ -257,14 +191,13 @@ class _RequestProgress:
 
     def __init__(
         self,
-        request: GenerationRequest,
+        stream: ResponseStream,
         choices: Sequence[ChoiceProgress],
         best_of: BestOf | None,
         parsers: Mapping[int, MessageParser],
     ) -> None:
         """With `best_of` the choices are samples, which are ranked when all have ended. `parsers`: by choice."""
-        self.request = request
-        self.stream: ResponseStream | None = None  # once it is accepted
+        self.stream = stream
         self.has_ended = False  # the engine has nothing more of it
         self.is_over = False  # so it is then, and when nothing more of it is wanted since a stop string was met
         self.ended_at = 0  # Unix seconds, once it is over
@@ -278,11 +211,11 @@ class _RequestProgress:
         return sum(choice.num_tokens for choice in self._choices)
 
     def has_all_tokens(self, choice: int) -> bool:
-        return self._choices[choice].num_tokens >= self.request.sampling.max_tokens
+        return self._choices[choice].num_tokens >= self.stream.request.sampling.max_tokens
 
     def read(self) -> list[ChoiceUpdate] | None:
         """Of the stream's next event; None: there is none now, or nothing more is wanted."""
-        if self.stream is None or self.is_over or (event := self.stream.read()) is None:
+        if self.is_over or (event := self.stream.read()) is None:
             return None
         updates = self._take(event)
         if self._best_of is not None:

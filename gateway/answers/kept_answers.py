@@ -4,20 +4,18 @@ Whoever asks with another key than the one that made the request is told that th
 """
 
 import re
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
-from gateway.answers.generation import Generation
 from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.request_body import JsonBody
-from gateway.store.inference_client import RequestGone, StoreUnavailable
+from gateway.store.inference_client import RequestGone, ResponseStream, StoreUnavailable
 from gateway.store.stored_request import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import Keep
@@ -60,7 +58,7 @@ class KeptAnswer:
         return self.state in ("finished", "failed")
 
     @property
-    def _ended_at(self) -> int:
+    def ended_at(self) -> int:
         """Unix seconds; 0 while it goes on."""
         ends = [part.terminal.ended_at if isinstance(part.terminal, FinishEvent) else 0 for part in self.parts]
         return max(ends) if all(ends) else 0
@@ -90,27 +88,21 @@ class KeptAnswer:
             self.record.name,
         )
 
-    async def attach(self, generation: Generation) -> None:
-        """Of generation(). Raises Unavailable, and RequestNotFound, or for a repeat AnswerChanged, if it is gone since
-        it was found. A repeat's part that has ended since then may have been given up."""
+    async def attach(self) -> list[ResponseStream]:
+        """Its requests, to be read from their first token. Raises Unavailable, and RequestNotFound, or for a repeat
+        AnswerChanged, if it is gone since it was found."""
         try:
-            await generation.attach(self.keeps())
+            return await self.service.client.submission.attach_all(self.requests, self.keeps())
+        except StoreUnavailable as error:
+            raise _unreadable_store() from error
         except RequestGone as error:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
-        ended_since = [
-            part.terminal is None and had_ended
-            for part, had_ended in zip(self.parts, generation.ended_before, strict=True)
-        ]
-        if self.is_repeat and any(ended_since):
-            raise AnswerChanged
 
-    def generation(self) -> Generation:
-        """To be attached to. Raises Unavailable while the tokenizer is not there."""
-        model = self.service.require_model()
-        return Generation(
-            self.service, model, self.completion, self.requests, time.monotonic(), metrics=self.service.unrecorded,
-            ended_at=self._ended_at,
-        )  # fmt: skip
+    def check_unchanged(self, streams: Sequence[ResponseStream]) -> None:
+        """Raises AnswerChanged for a repeat of which a part has ended since it was found: it may have been given up."""
+        parts = zip(self.parts, streams, strict=True)
+        if self.is_repeat and any(part.terminal is None and stream.had_ended for part, stream in parts):
+            raise AnswerChanged
 
 
 async def find_answer(services: Iterable[ModelService], answer_id: str, owner_key_hash: str) -> KeptAnswer:

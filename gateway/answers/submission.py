@@ -16,40 +16,69 @@ from functools import partial
 
 from aiohttp import web
 
+from gateway.admission import share_full, unavailable
 from gateway.answers.answer_extras import AnswerExtras
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
+from gateway.answers.openai_response import ResponseFormat
 from gateway.answers.retention import told_names
 from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
+from gateway.metrics import ModelMetrics
+from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.responses_repeated import with_what_held
 from gateway.state import RequestContext, context_of, route_name
-from gateway.store.inference_client import Keep
+from gateway.store.inference_client import Keep, QueueFull, ResponseStream, ShareFull, StoreUnavailable
+from shared.messages import GenerationRequest
 
 
 class AnswerSubmission:
     """A new answer. It is charged when this gateway lets go of it, which may be long after its client has."""
 
-    def __init__(self, context: RequestContext, reply: Reply, keeps: Sequence[Keep] = ()) -> None:
-        """`keeps`: of an answer that is kept, one a prompt."""
+    def __init__(
+        self,
+        context: RequestContext,
+        service: ModelService,
+        kind: AnswerKind,
+        completion: CompletionRequest,
+        requests: Sequence[GenerationRequest],
+        created: int,
+        *,
+        keeps: Sequence[Keep] = (),
+        detach_seconds: float | None = None,
+    ) -> None:
+        """`requests`: one a prompt; `created`: Unix seconds; `keeps`, one a prompt, and `detach_seconds`: of an answer
+        that is kept. Raises InvalidRequest, and Unavailable while the tokenizer is not there."""
         self._context = context
-        self._reply = reply
+        self._service = service
+        self._model = service.require_model()
+        self._kind = kind
+        self._completion = completion
+        self._requests = requests
+        self._created = created
         self._keeps = keeps
+        self._detach_seconds = detach_seconds
+        self._headers, self._numbers = ignored_header(completion.ignored), None
+        if detach_seconds is not None:
+            self._headers |= {"Content-Location": f"/v1/requests/{self.answer_id}"}
+            num_choices = len(completion.prompts) * completion.n
+            self._numbers = EventNumbers(num_choices, context.headers.get(LAST_EVENT_ID, ""))
+        self._generation: Generation | None = None  # once the store has it
         self._release_place: Callable[[], None] | None = None  # among those of its key; once it is held
 
     @property
-    def generation(self) -> Generation:
-        return self._reply.generation
+    def answer_id(self) -> str:
+        return self._requests[0].request_id
 
     @property
     def tells_state(self) -> bool:
         """Whether the state of an answer in the background is told, and the answer not waited for."""
-        completion = self._reply.completion
+        completion = self._completion
         return completion.background and not completion.stream and not self._context.is_batch
 
     async def submit(self) -> None:
@@ -62,40 +91,108 @@ class AnswerSubmission:
 
     async def _submit(self) -> None:
         self._hold_place()
-        await self.generation.submit(self._keeps, self.generation.service.share_of(self._context.account))
+        metrics = self._service.unrecorded if self._context.is_batch else self._service.metrics
+        self._follow(await self._accepted(), metrics)
+
+    async def _accepted(self) -> list[ResponseStream]:
+        """Raises Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
+        rejected, share = self._service.metrics.rejected, self._service.share_of(self._context.account)
+        try:
+            return await self._service.client.submission.submit_all(self._requests, self._keeps, share)
+        except ShareFull as error:
+            rejected.labels("store_share").inc()
+            raise share_full(error.max_bytes) from error
+        except QueueFull as error:
+            rejected.labels("queue_full").inc()
+            raise unavailable("queue_full", "The queue is full; try again later.") from error
+        except StoreUnavailable as error:
+            rejected.labels("store_unavailable").inc()
+            raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+
+    def _follow(self, streams: Sequence[ResponseStream], metrics: ModelMetrics, ended_at: int = 0) -> None:
+        """The way back, which is made while a worker may already begin."""
+        try:
+            arrived_at = self._context.arrived_at
+            self._generation = Generation(
+                self._service, self._model, self._completion, streams, arrived_at, metrics, ended_at
+            )
+        except Exception:
+            for stream in streams:  # nobody will read them
+                self._service.background.start(self._service.client.submission.release(stream))
+            raise
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
         """As the body asked: streamed, or collected, or as it stands."""
-        if self._reply.completion.stream:
+        if self._completion.stream:
             return await self.stream(http)
-        body = self._reply.response_format.unfinished("queued") if self.tells_state else await self.collect()
-        return web.Response(body=body, content_type="application/json", headers=self._reply.headers)
+        body = self._format().unfinished("queued") if self.tells_state else await self.collect()
+        return web.Response(body=body, content_type="application/json", headers=self._headers)
 
     async def stream(self, http: web.Request) -> web.StreamResponse:
-        return await stream_reply(EventStream(http, self._reply.headers, self._context.state.watch), self._reply)
+        return await stream_reply(EventStream(http, self._headers, self._context.state.watch), self._reply())
 
     async def collect(self) -> bytes:
         """The whole body. Raises the error that the answer ended with."""
-        return await collect_reply(self._reply)
+        return await collect_reply(self._reply())
 
     def release(self, *, is_withdrawn: bool = False) -> None:
         """An answer that is kept goes on for its time, unless it `is_withdrawn`; any other is withdrawn now."""
-        self.generation.leave(None if is_withdrawn else self._reply.detach_seconds, self._settle)
+        self._leave(None if is_withdrawn else self._detach_seconds, self._settle)
+
+    async def forget(self, name: str) -> None:
+        """What the store keeps of an answer that has ended, and its client's name for it."""
+        await self._service.client.archive.forget([request.request_id for request in self._requests], name)
+
+    def _leave(self, grace_seconds: float | None, then: Callable[[], None]) -> None:
+        if self._generation is not None:
+            self._generation.leave(grace_seconds, then)
+        else:
+            then()
 
     def _settle(self) -> None:
         self._spend()
         self._free_place()
 
     def _hold_place(self) -> None:
-        self._release_place = self._context.charge.hold(self.generation.request_ids[0])
+        self._release_place = self._context.charge.hold(self.answer_id)
 
     def _free_place(self) -> None:
         if self._release_place is not None:
             self._release_place()
 
     def _spend(self) -> None:
-        if self.generation.was_accepted:
-            self._context.account.spend(self.generation.usage.all_tokens)
+        if self._generation is not None:
+            self._context.account.spend(self._generation.usage.all_tokens)
+
+    @property
+    def _include_usage(self) -> bool:
+        completion = self._completion
+        return completion.stream and (completion.include_usage or self._context.state.settings.force_include_usage)
+
+    def _format(self) -> ResponseFormat:
+        return self._kind.make_format(
+            self.answer_id,
+            self._service.name,
+            usage_in_chunks=self._include_usage,
+            created=self._created,
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
+            repeated=with_what_held(self._completion.repeated, self._completion.fields, self._requests[0].sampling),
+            system_fingerprint=self._model.fingerprint,
+        )
+
+    def _reply(self) -> Reply:
+        assert self._generation is not None, "submit"
+        response_format, prompts = self._format(), [request.prompt_token_ids for request in self._requests]
+        in_choice = response_format.prompt_in_choice
+        return Reply(
+            work=self._context.work,
+            completion=self._completion,
+            generation=self._generation,
+            response_format=response_format,
+            extras=AnswerExtras(self._completion, self._model.encoder, prompts, prompt_in_choice=in_choice),
+            include_usage=self._include_usage,
+            numbers=self._numbers,
+        )
 
 
 class KeptSubmission(AnswerSubmission):
@@ -104,26 +201,38 @@ class KeptSubmission(AnswerSubmission):
 
     def __init__(self, context: RequestContext, kept: KeptAnswer, completion: CompletionRequest | None = None) -> None:
         """`completion`: in place of what its body asked."""
-        generation, record = kept.generation(), kept.record
         completion = kept.completion if completion is None else completion
         self._is_told = completion.stream and context.headers.get(LAST_EVENT_ID) == END  # its client has all of it
         if self._is_told:
             context = replace(context, headers={})
-        reply = reply_of(
-            context, kept.kind, completion, generation, [request.prompt_token_ids for request in kept.requests],
-            record.created, record.detach_seconds,
+        record = kept.record
+        super().__init__(
+            context, kept.service, kept.kind, completion, kept.requests, record.created,
+            detach_seconds=record.detach_seconds,
         )  # fmt: skip
-        super().__init__(context, reply)
         self._kept = kept
 
     async def _submit(self) -> None:
         """Raises also AnswerChanged, where a client's name for it stands for something else by now."""
         if self._is_told or (self.tells_state and not self._kept.has_result):
             return
-        if not self._reply.completion.background:
+        if not self._completion.background:
             self._context.charge.check_debt()
         self._hold_place()
-        await self._kept.attach(self.generation)
+        await self._attach()
+
+    async def _attach(self) -> None:
+        streams = await self._kept.attach()
+        self._follow(streams, self._service.unrecorded, self._kept.ended_at)  # each answer is measured once
+        self._kept.check_unchanged(streams)
+
+    async def collect_again(self) -> bytes:
+        """The body of one that has ended, without a place or a charge. Raises the error that it ended with."""
+        await self._attach()
+        try:
+            return await self.collect()
+        finally:
+            self._leave(self._detach_seconds, lambda: None)
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
         if self.tells_state:
@@ -138,17 +247,17 @@ class KeptSubmission(AnswerSubmission):
     async def state_told(self, collect: Callable[[], Awaitable[bytes]]) -> bytes:
         """The body as it stands, whether or not it has ended well. `collect`: gives that of one which has."""
         if not self._kept.has_result:
-            return self._reply.response_format.unfinished(self._kept.state)
+            return self._format().unfinished(self._kept.state)
         try:
             return await collect()
         except (Unavailable, RateLimited):
             raise
         except GatewayError as error:
-            return self._reply.response_format.unfinished("failed", error)
+            return self._format().unfinished("failed", error)
 
     def release(self, *, is_withdrawn: bool = False) -> None:
-        self.generation.leave(None if is_withdrawn else self._reply.detach_seconds, self._free_place)
-        if not self._reply.completion.background:
+        self._leave(None if is_withdrawn else self._detach_seconds, self._free_place)
+        if not self._completion.background:
             self._spend()  # what was read; not what comes while nobody does
 
 
@@ -187,50 +296,7 @@ async def read_again(context: RequestContext, kept: KeptAnswer) -> bytes:
 
 async def collect_again(context: RequestContext, kept: KeptAnswer) -> bytes:
     """The body of a kept answer that has ended. Raises the error that it ended with."""
-    submission = KeptSubmission(context, kept)
-    await kept.attach(submission.generation)
-    try:
-        return await submission.collect()
-    finally:
-        submission.generation.leave(kept.record.detach_seconds)
-
-
-def reply_of(
-    context: RequestContext,
-    kind: AnswerKind,
-    completion: CompletionRequest,
-    generation: Generation,
-    token_ids: Sequence[list[int]],
-    created: int,
-    detach_seconds: float | None,
-) -> Reply:
-    service, answer_id = generation.service, generation.request_ids[0]
-    include_usage = completion.stream and (completion.include_usage or context.state.settings.force_include_usage)
-    headers, numbers = ignored_header(completion.ignored), None
-    if detach_seconds is not None:
-        headers |= {"Content-Location": f"/v1/requests/{answer_id}"}
-        numbers = EventNumbers(len(completion.prompts) * completion.n, context.headers.get(LAST_EVENT_ID, ""))
-    model = service.require_model()
-    response_format = kind.make_format(
-        answer_id,
-        service.name,
-        usage_in_chunks=include_usage,
-        created=created,
-        prompt_tokens=sum(map(len, token_ids)),
-        repeated=with_what_held(completion.repeated, completion.fields, generation.sampling),
-        system_fingerprint=model.fingerprint,
-    )
-    return Reply(
-        work=context.work,
-        completion=completion,
-        generation=generation,
-        response_format=response_format,
-        extras=AnswerExtras(completion, model.encoder, token_ids, prompt_in_choice=response_format.prompt_in_choice),
-        include_usage=include_usage,
-        headers=headers,
-        numbers=numbers,
-        detach_seconds=detach_seconds,
-    )
+    return await KeptSubmission(context, kept).collect_again()
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,14 +128,13 @@ class LineAnswers:
             raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
         if self._kind is RESPONSE:
             body = await with_history(context, body)
-        submission = await submitted(context, self._kind, body, time.monotonic())
+        submission = await submitted(context, self._kind, body)
         try:
             answered = await submission.collect()
         finally:
             submission.release(is_withdrawn=self.is_withdrawing)
-        generation = submission.generation
-        forget = partial(generation.forget, name_digest(charge.account.owner_key_hash, name))
-        return LineResult(200, answered, generation.request_ids[0], forget)
+        forget = partial(submission.forget, name_digest(charge.account.owner_key_hash, name))
+        return LineResult(200, answered, submission.answer_id, forget)
 
 
 def _refused(error: GatewayError) -> LineResult:

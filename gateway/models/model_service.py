@@ -127,14 +127,15 @@ class ModelService:
                 load_served_model, directory,
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
             )  # fmt: skip
-            self.model = replace(model, tells_thoughts=bool(options.reasoning_parser))
+            tells_thoughts = bool(options.reasoning_parser)
+            self.model = replace(model, tells_thoughts=tells_thoughts, tool_call_parser=options.tool_call_parser)
         except ModelFilesError as error:
             logger.error("the model %s cannot be served: %s", self.name, error)
             raise
         self.loaded.set()
         logger.info("tokenizer of %s ready", self.name)
-        if model.defaults.given:
-            told = ", ".join(f"{name} {value:g}" for name, value in model.defaults.given.items())
+        if model.defaults:
+            told = ", ".join(f"{name} {value:g}" for name, value in model.defaults.items())
             logger.info("what requests to %s do not say is as its generation_config.json has it: %s", self.name, told)
 
     def readiness(self) -> Readiness:

@@ -168,6 +168,16 @@ def listed() -> Parser:
     return MarkedCalls("\x00", begins_marked=True)  # JSON has no such character: there is no mark
 
 
+def call_family(parser: str, template_source: str) -> str:
+    """`parser`: the option, which is "auto" or a family. A template of Mistral or Llama 3 has their marks in it;
+    everyone else is taught as Hermes was."""
+    if parser != "auto":
+        return parser
+    if "[TOOL_CALLS]" in template_source:
+        return "mistral"
+    return "llama3_json" if "<|python_tag|>" in template_source else "hermes"
+
+
 # name of --tool-call-parser -> (what makes one, the mark that may be a special token)
 TOOL_CALL_PARSERS: dict[str, tuple[Callable[[], Parser], str]] = {
     "hermes": (hermes, "<tool_call>"),

@@ -7,8 +7,8 @@
 The model chooses with its first token, and nothing stands beside calls: parsing/answer_or_calls.py tells them apart by
 that. Marks that are tokens of their own are named by their ids, for no text has them.
 
-A chat's way in, before it is queued: answers/message_parsing.py asks for the grammar where tools and a form come
-together. It knows neither the compiler of grammars nor the engine.
+A chat's way in, before it is queued: planning.py asks for the grammar where tools and a form come together. It knows
+neither the compiler of grammars nor the engine.
 """
 
 from collections.abc import Callable, Mapping

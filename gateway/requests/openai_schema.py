@@ -154,6 +154,11 @@ class CompletionRequest:
         return tuple(dict.fromkeys(asked for asked in (self.answer_grammar, self.grammar) if asked is not None))
 
     @property
+    def may_answer_or_call(self) -> bool:
+        """Whether its answer has a form that was asked for, or calls instead."""
+        return self.answer_grammar is not None and self.tools is not None and self.tools.mode == "auto"
+
+    @property
     def n(self) -> int:
         """Choices of each prompt in the answer."""
         return self.choices.n

@@ -10,13 +10,16 @@ A chat's way in, behind its validation: the prompt, and what is planned of it. I
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
 from gateway.errors import ContextLengthExceeded, InvalidRequest
+from gateway.parsing.tool_calls import call_family
+from gateway.requests.call_grammar import answer_or_calls
 from gateway.requests.generation_fields import (
     GenerationFields,
     Timeouts,
@@ -28,7 +31,6 @@ from gateway.requests.generation_fields import (
 from gateway.requests.grammar_fields import AskedGrammar
 from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
 from gateway.text.chat_template import ChatTemplateError
-from gateway.text.generation_defaults import GenerationDefaults
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
@@ -328,36 +330,42 @@ def prepared(
     tenant: str,
     priority_class: str,
     traceparent: str,
-    with_calls: Callable[[CompletionRequest], CompletionRequest],
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest.
-
-    `with_calls`: adds to an answer's grammar the calls that may stand in its place."""
-    request = with_defaults(_bound(request, with_calls), model.defaults)
+    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
+    request = with_defaults(_bound(request, model), model.defaults)
     token_ids = encode_prompts(model, limits, request)
     request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
-    return request, plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+    planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+    if request.must_think and not model.tells_thoughts:
+        raise InvalidRequest(
+            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
+            param="thinking",
+        )
+    return request, planned
 
 
-def with_defaults(request: CompletionRequest, defaults: GenerationDefaults) -> CompletionRequest:
+def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
     """What the request leaves open is the model's default. A beam search does not sample, and is left as it is."""
-    if request.choices.use_beam_search:
+    if request.choices.use_beam_search or not defaults:
         return request
-    left_open = {name: value for name, value in defaults.given.items() if getattr(request.fields, name, 0) is None}
+    left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}
     return replace(
         request,
         fields=structs.replace(request.fields, **left_open),
-        default_max_tokens=request.default_max_tokens or defaults.max_new_tokens,
+        default_max_tokens=request.default_max_tokens or defaults.get("max_new_tokens"),
     )
 
 
-def _bound(
-    request: CompletionRequest, with_calls: Callable[[CompletionRequest], CompletionRequest]
-) -> CompletionRequest:
-    """What was asked for is checked before it is put together: errors name what a client wrote."""
+def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
+    """The request with calls in its grammar, where they may stand in place of the answer. What was asked for is checked
+    before it is put together: errors name what a client wrote."""
     for asked in request.grammars:
         check_asked(asked)
-    bound = with_calls(request)
-    if bound is not request:
-        check_asked(bound.grammar)
+    if not request.may_answer_or_call:
+        return request
+    assert request.answer_grammar is not None and request.tools is not None
+    family = call_family(model.tool_call_parser, model.encoder.template_source)
+    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, model.encoder.special_id)
+    bound = replace(request, grammar=AskedGrammar(both, "tools"))
+    check_asked(bound.grammar)
     return bound

@@ -44,7 +44,7 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
         "root": service.name,
         "parent": None,
         "max_model_len": max_model_len,
-        "generation_defaults": service.model.defaults.given if service.model else {},
+        "generation_defaults": service.model.defaults if service.model else {},
     }
 
 

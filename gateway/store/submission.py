@@ -119,4 +119,5 @@ class Submission:
             raise
         for stream in streams:
             stream.is_accepted = True
-        self._held.add(streams)
+        if streams[0].keep is not None:
+            self._held.add(streams)

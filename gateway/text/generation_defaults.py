@@ -22,17 +22,14 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_default
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
-
-def generation_defaults(source: str, file: Json) -> GenerationDefaults:
-    """`source`: as --generation-config names it; `file`: generation_config.json. Raises ModelFilesError."""
+def generation_defaults(source: str, file: Json) -> dict[str, Any]:
+    """Fields by name, without those that are as the API has them. `source`: as --generation-config names it; `file`:
+    generation_config.json. Raises ModelFilesError."""
     if source != "auto":
-        return GenerationDefaults()
+        return {}
     try:
-        return msgspec.convert(file, GenerationDefaults)
+        return msgspec.to_builtins(msgspec.convert(file, GenerationDefaults))  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
         raise ModelFilesError(
             f"generation_config.json: {error}; --generation-config none leaves its defaults alone"

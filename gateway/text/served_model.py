@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.generation_defaults import GenerationDefaults, generation_defaults
+from gateway.text.generation_defaults import generation_defaults
 from gateway.text.tokenization import PromptEncoder
 from shared.model_files import ModelFilesError, read_json, read_model_files
 from shared.version import VERSION
@@ -84,8 +84,9 @@ class ServedModel:
     vocab_size: int  # width of the logits: ids that the engine takes
     fingerprint: str  # of all that is read of the model here, and of the release
     tokenizer_info: dict[str, Any]
-    defaults: GenerationDefaults  # of what a request does not say
+    defaults: dict[str, Any]  # of what a request does not say
     tells_thoughts: bool = False  # by the option of a reasoning parser
+    tool_call_parser: str = "auto"  # the option
 
 
 def is_complete(directory: Path) -> bool:

@@ -103,4 +103,4 @@ def test_defaults_that_no_request_could_have_are_refused(tmp_path: Path, default
     model = write_model(tmp_path / "model", **defaults)
     with pytest.raises(ModelFilesError, match=rf"generation_config.json: .*{told}.*--generation-config none"):
         load_served_model(model)
-    assert load_served_model(model, generation_config="none").defaults.given == {}
+    assert load_served_model(model, generation_config="none").defaults == {}

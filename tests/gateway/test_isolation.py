@@ -49,3 +49,16 @@ async def test_an_exception_in_a_stream_is_its_one_error_event(
         assert response.status == 500 and INTERNAL in (await response.read()).replace(b": ", b":")
     assert await gateway.state.open_requests.wait_idle(10.0)
     assert len(gateway.engine.cancelled) >= 2  # the engine works no longer for the two that failed
+
+
+async def test_what_was_queued_is_withdrawn_where_its_way_back_cannot_be_made(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("/srv/secret")
+
+    monkeypatch.setattr("gateway.answers.generation.message_parsers", fail)
+    async with gateway.session.post("/v1/completions", json=BODY) as response:
+        assert response.status == 500 and b"secret" not in await response.read()
+    (request,) = gateway.engine.requests
+    assert await asyncio.wait_for(gateway.engine.next_cancellation(), 10.0) == request.request_id
