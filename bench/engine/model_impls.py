@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.session import EngineSession, step_figures
+from bench.engine.session import EngineSession, NoSteadyStep, step_figures
 from bench.engine.side import plain_engine
 from bench.provenance import commit
 from engine_worker.execution.load import load_model_runner
@@ -32,7 +32,9 @@ def run(runner: ModelRunner, batch: int, num_tokens: int) -> tuple[list[float], 
     """(seconds of each steady step, CPU seconds of the whole run) of `batch` prompts that write `num_tokens` each."""
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, max_model_len=_MAX_MODEL_LEN)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
-    load = [([100 + row + 7 * index for index in range(_PROMPT_TOKENS)], sampling) for row in range(batch)]
+    vocab_size = runner.model_spec.vocab_size
+    prompts = [[(100 + row + 7 * index) % vocab_size for index in range(_PROMPT_TOKENS)] for row in range(batch)]
+    load = [(prompt, sampling) for prompt in prompts]
     started = time.process_time()
     log = EngineSession(plain_engine(runner, config)).run(load)
     return log.steady_step_seconds(batch), time.process_time() - started
@@ -71,13 +73,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     runners = {impl: _runner(options.model, impl, max(options.batches), options.threads) for impl in IMPLS}
+    try:
+        figures = [measured(runners, batch, options.tokens, options.rounds) for batch in options.batches]
+    except NoSteadyStep as error:
+        parser.error(f"--tokens {options.tokens}: {error}")
     result = {
         "commit": commit(),
         "model": options.model.name,
         "dtype": runners["native"].dtype_name,
         "threads": torch.get_num_threads(),
         "prompt_tokens": _PROMPT_TOKENS,
-        "batches": [measured(runners, batch, options.tokens, options.rounds) for batch in options.batches],
+        "batches": figures,
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

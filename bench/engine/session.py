@@ -22,6 +22,17 @@ _UNSTEADY_STEPS_BEFORE, _UNSTEADY_STEPS_AFTER = 8, 2
 Load = Sequence[tuple[list[int], SamplingParams]]
 
 
+class NoSteadyStep(RuntimeError):
+    """No step of the runs was like the others, so that nothing can be told of one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"no steady step was left to measure: the first {_UNSTEADY_STEPS_BEFORE} and the last "
+            f"{_UNSTEADY_STEPS_AFTER} of those in which every sequence wrote a token are left out; let each write more "
+            "tokens, or take a smaller batch"
+        )
+
+
 class RequestFailed(RuntimeError):
     """The engine refused or lost a request of the benchmark."""
 
@@ -88,6 +99,9 @@ class EngineSession:
 
 
 def step_figures(seconds: Sequence[float]) -> dict[str, float]:
+    """Of at least one step. Raises NoSteadyStep."""
+    if not seconds:
+        raise NoSteadyStep
     ordered = sorted(seconds)
     return {
         "steps": len(ordered),

@@ -1,12 +1,14 @@
 """Are served greedy tokens those of `transformers`? Through the whole system, on the device that is there.
 
-    python -m bench served-exactness --model DIR [--device cuda] [--out FILE.json]
+    python -m bench served-exactness --model DIR [--device cuda] [--dtype float32] [--out FILE.json]
+    python -m bench served-exactness --model DIR --dtype float32 --longest-prompt 260 --output-tokens 16    on a CPU
 
 Starts `pagestream serve`, streams a chat answer over HTTP, then sends ragged token-id prompts at once through the store
-(HTTP hides token ids), stops everything, and lets `transformers` judge each token on the same prefix: its logit may lie
-below the highest one by at most the margin. bf16 has 8 bits of mantissa: logits around 20 are 0.125 apart, and two
-correct kernels that sum in different order differ by one or two such units; hence the default margin of 0.5.
-Needs torch and transformers beside the system itself.
+(HTTP hides token ids), stops everything, and lets `transformers` judge each token on the same prefix, in the dtype that
+was served: its logit may lie below the highest one by at most the margin, and as many as --min-share are the highest.
+bf16 has 8 bits of mantissa: logits around 20 are 0.125 apart, and two correct kernels that sum in different order
+differ by one or two such units; hence the default margin of 0.5. The store is one of its own, so another `serve` of
+this user may go on. Needs torch and transformers beside the system itself.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -33,7 +36,6 @@ from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 
 PROMPT_LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 129, 200, 257, 400, 513, 777, 1024, 1200, 1337, 1500)
-OUTPUT_TOKENS = 32
 NAME = "exactness"
 
 
@@ -43,41 +45,52 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--margin", type=float, default=0.5)
+    parser.add_argument("--min-share", type=float, default=0.98)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--longest-prompt", type=int, default=max(PROMPT_LENGTHS), help="tokens")
+    parser.add_argument("--output-tokens", type=int, default=32, help="of each prompt")
+    parser.add_argument("--threads", type=int, help="of a CPU, for the server and for its judge")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    prompts = _prompts(options.model)
+    prompts = _prompts(options.model, options.longest_prompt)
     started = time.monotonic()
-    server = _start_server(options)
-    try:
-        _wait_until_ready(options.port, server)
-        ready_seconds = time.monotonic() - started
-        answer = _chat(options.port, "What is the capital of France?")
-        outputs = asyncio.run(_generate_all(prompts))
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+    with tempfile.TemporaryDirectory(prefix="ps-") as state:
+        os.environ["XDG_STATE_HOME"] = state
+        server = _start_server(options)
+        try:
+            _wait_until_ready(options.port, server)
+            ready_seconds = time.monotonic() - started
+            answer = _chat(options.port, "What is the capital of France?")
+            outputs = asyncio.run(_generate_all(prompts, options.output_tokens))
+        finally:
+            server.terminate()
+            server.wait(timeout=60)
     report = {
         "command": " ".join(["python -m bench served-exactness", *argv]),
         "ready_seconds": round(ready_seconds, 2),
         "chat_answer": answer,
         "server_exit_status": server.returncode,
         "margin": options.margin,
-        **_judge(options.model, prompts, outputs),
+        "dtype": options.dtype,
+        **_judge(options, prompts, outputs),
     }
     print(json.dumps({**report, "gaps": None}, indent=1))
     if options.out:
         options.out.write_text(json.dumps(report, indent=1))
-    return 0 if report["largest_gap"] <= options.margin and server.returncode == 0 else 1
+    is_exact = report["largest_gap"] <= options.margin and report["share_of_exact_argmax"] >= options.min_share
+    return 0 if is_exact and server.returncode == 0 else 1
 
 
-def _prompts(model: Path) -> list[list[int]]:
+def _prompts(model: Path, longest: int) -> list[list[int]]:
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     generator = random.Random(7)
-    return [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS if length <= longest]
 
 
 def _start_server(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
     flags = ["--port", str(options.port), "--served-model-name", NAME, "--device", options.device]
+    flags += ["--dtype", options.dtype, "--max-model-len", str(options.longest_prompt + options.output_tokens + 64)]
+    flags += ["--num-threads", str(options.threads)] if options.threads else []
     return subprocess.Popen([sys.executable, "-m", "pagestream", "serve", str(options.model), *flags])
 
 
@@ -100,7 +113,7 @@ def _chat(port: int, question: str) -> str:
         {"Content-Type": "application/json"},
     )
     pieces = []
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=600) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:
@@ -108,18 +121,19 @@ def _chat(port: int, question: str) -> str:
     return "".join(pieces)
 
 
-async def _generate_all(prompts: list[list[int]]) -> list[list[int]]:
+async def _generate_all(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     connections = connect(_store_url())
     client = InferenceClient(connections, RedisKeys(NAME), f"exactness-{os.getpid()}")
     await client.start()
     try:
-        return list(await asyncio.gather(*(_generate(client, index, prompt) for index, prompt in enumerate(prompts))))
+        answers = (_generate(client, index, prompt, num_tokens) for index, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*answers))
     finally:
         await client.close()
 
 
-async def _generate(client: InferenceClient, index: int, prompt: list[int]) -> list[int]:
-    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, seed=0, temperature=0.0, ignore_eos=True)
+async def _generate(client: InferenceClient, index: int, prompt: list[int], num_tokens: int) -> list[int]:
+    sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0, ignore_eos=True)
     request = GenerationRequest(request_id=f"exactness-{index}", prompt_token_ids=prompt, sampling=sampling)
     token_ids: list[int] = []
     async for event in await client.submission.submit(request):
@@ -132,15 +146,18 @@ def _store_url() -> str:
     return EmbeddedStore.at(state_directory() / "store", 0).url
 
 
-def _judge(model_dir: Path, prompts: list[list[int]], outputs: list[list[int]]) -> dict[str, Any]:
+def _judge(options: argparse.Namespace, prompts: list[list[int]], outputs: list[list[int]]) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).to(device).eval()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
     gaps: list[float] = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output) == OUTPUT_TOKENS, f"{len(output)} tokens for a prompt of {len(prompt)}"
+        assert len(output) == options.output_tokens, f"{len(output)} tokens for a prompt of {len(prompt)}"
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output], device=device)).logits[0].float()
-        choosing = logits[len(prompt) - 1 : -1]
+            ids = torch.tensor([prompt + output], device=device)
+            choosing = model(ids, logits_to_keep=len(output) + 1).logits[0, :-1].float()
         chosen = choosing.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
         gaps += (choosing.max(dim=1).values - chosen).tolist()
     return {

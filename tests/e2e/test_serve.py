@@ -47,6 +47,7 @@ class Serve:
         argv += ["--kv-cache-memory-bytes", "512M", "--num-threads", "1"]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
         self.lines: list[str] = []
+        self._has_ended = False
         self._grew = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -57,11 +58,14 @@ class Serve:
             with self._grew:
                 self.lines.append(line.rstrip())
                 self._grew.notify_all()
+        with self._grew:
+            self._has_ended = True
+            self._grew.notify_all()
 
     def wait_for_line(self, wanted: str, seconds: float = START_SECONDS) -> None:
         with self._grew:
-            seen = self._grew.wait_for(lambda: any(wanted in line for line in self.lines), seconds)
-        assert seen, f"{wanted!r} did not come:\n" + "\n".join(self.lines)
+            self._grew.wait_for(lambda: self._has_ended or any(wanted in line for line in self.lines), seconds)
+        assert any(wanted in line for line in self.lines), f"{wanted!r} did not come:\n" + "\n".join(self.lines)
 
     def get(self, path: str) -> tuple[int, dict]:
         try:

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.engine.session import EngineSession, RequestFailed, RunLog, step_figures
+from bench.engine.session import EngineSession, NoSteadyStep, RequestFailed, RunLog, step_figures
 from shared.messages import SamplingParams
 from tests.builders import make_engine
 
@@ -44,6 +44,11 @@ def test_steady_steps_are_those_of_the_longest_full_stretch_without_its_ends() -
     # The stretch is steps 3..15; eight are cut off before it and two behind it: 11, 12 and 13 are left.
     assert log.steady_step_seconds(4) == [12.0**2 - 11**2, 13.0**2 - 12**2]
     assert log.steady_step_seconds(5) == []
+
+
+def test_without_a_steady_step_it_is_said_what_to_do() -> None:
+    with pytest.raises(NoSteadyStep, match=r"the first 8 and the last 2 of those .* let each write more tokens"):
+        step_figures([])
 
 
 def test_figures_are_in_milliseconds() -> None:

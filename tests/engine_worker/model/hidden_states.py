@@ -44,9 +44,9 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def of_transformers(directory: Path, token_ids: list[int]) -> list[Tensor]:
+def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The same, by hooks: what the library calls hidden states has the last one normed."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     states: list[Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:

@@ -8,6 +8,7 @@ and by recompute, forks, prefix hits) change nothing that is generated.
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_worker.model.architectures import MODULES
 from tests.engine_worker.model import hidden_states
@@ -28,9 +29,14 @@ def test_every_layer_computes_what_that_of_transformers_does(family_dir: Path) -
     token_ids = [(7 * index * index + 3) % 1000 for index in range(21)]
     found, expected = hidden_states.ours(family_dir, token_ids), hidden_states.of_transformers(family_dir, token_ids)
     assert len(found) == len(expected) >= 2
-    for ours, theirs in zip(found, expected, strict=True):
+    exact = hidden_states.of_transformers(family_dir, token_ids, torch.float64)
+    for ours, theirs, true in zip(found, expected, exact, strict=True):
         # Float32 sums in another order: 9e-5 of the states' deviation at most (with longrope), 1e-5 mostly.
         assert (ours - theirs).abs().max() <= 2e-4 * theirs.std()
+        # That is rounding: from the library's float64 both are as far away. The states reach 98, where 1e-4 is 13 units
+        # of float32. Theirs alone is over it for Llama with yarn (1.4e-4), Phi-3 (5.6e-4, with longrope 1.6e-3), Qwen2
+        # (1.7e-4) and SmolLM3 (1.4e-4); ours is 1.7 times theirs at most.
+        assert (ours - true).abs().max() <= max(1e-4, 2.5 * (theirs - true).abs().max())
 
 
 def test_greedy_tokens_are_those_of_transformers_whatever_the_schedule(family_dir: Path) -> None:
