@@ -130,7 +130,7 @@ def assess(
 
 
 def overall(models: Sequence[Readiness]) -> Readiness:
-    """Of all models as one: where one is ready, traffic is welcome; else how far the furthest is."""
+    """The readiness of all models as one: where one is ready, traffic is welcome; else how far the furthest is."""
     furthest = max(
         models,
         key=lambda model: (model.is_ready, model.takes_requests, _PHASE_ORDER.index(WorkerPhase(model.phase))),
@@ -180,7 +180,7 @@ def _as_object(status: WorkerStatus) -> dict[str, Any]:
 
 
 class Gauge(Protocol):
-    """What is asked of a metric with the label of the route."""
+    """A metric with the label of the route."""
 
     def labels(self, route: str) -> Any: ...
 
@@ -234,7 +234,7 @@ SHARE_RETRY_AFTER_SECONDS = 10
 
 @dataclass(frozen=True)
 class Load:
-    """What the gateway sees at this moment."""
+    """The gateway's view at this moment."""
 
     draining: bool
     model_loaded: bool  # the tokenizer is there

@@ -122,7 +122,7 @@ class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None  # only where thoughts are told apart
+    completion_tokens_details: CompletionTokensDetails | None = None  # only where reasoning is told apart
 
 
 class CalledFunctionBody(msgspec.Struct, kw_only=True):
@@ -140,7 +140,7 @@ class ChatMessageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str = ""  # only where there are thoughts
+    reasoning_content: str = ""  # only where there is reasoning
     tool_calls: list[ToolCallBody] = []  # only where there are calls
 
 

@@ -46,7 +46,7 @@ async def _expected(request: web.Request) -> None:
 
 
 def meet_expectations() -> None:
-    """What is answered to `Expect: ...`, which aiohttp answers before any of our middlewares is asked.
+    """Set the answer to `Expect: ...`, which aiohttp gives before any of our middlewares is asked.
 
     aiohttp repeats the header in its 417, and ends in a 500 and a stack trace where its bytes are no UTF-8: with keys
     too, and on paths that do not exist. It lets each route have a handler of its own, but not what stands for no route:
@@ -56,7 +56,7 @@ def meet_expectations() -> None:
 
 
 class _NoHttp(logging.Filter):
-    """What strangers send that is no HTTP is not logged: aiohttp writes a traceback at ERROR for each, with the bytes
+    """A filter of what strangers send that is no HTTP: aiohttp writes a traceback at ERROR for each, with the bytes
     that it could not read: a key, perhaps."""
 
     def filter(self, record: logging.LogRecord) -> bool:

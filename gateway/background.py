@@ -10,18 +10,18 @@ from shared.tasks import cancel_and_wait
 class BackgroundWork:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lingering: set[asyncio.Task[Any]] = set()
+        self._detached: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """For what must not be cancelled with the handler that asks for it."""
         _keep(self._tasks, work)
 
-    def linger(self, work: Coroutine[Any, Any, None]) -> None:
+    def detach(self, work: Coroutine[Any, Any, None]) -> None:
         """For what goes on without a client, at most until this gateway ends."""
-        _keep(self._lingering, work)
+        _keep(self._detached, work)
 
     async def finish(self) -> None:
-        await cancel_and_wait(self._lingering)
+        await cancel_and_wait(self._detached)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

@@ -262,7 +262,7 @@ class DeadlineExceeded(GatewayError):
 
 
 class DiskFull(GatewayError):
-    """Of the server, whatever its limits say; its operator has to make room."""
+    """The disk of the server is full, whatever its limits say; its operator has to make room."""
 
     status = 507
     default_code = "disk_full"

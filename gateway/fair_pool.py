@@ -38,7 +38,7 @@ class _Piece:
 
 
 class _Queue:
-    """What one key has waiting."""
+    """The work that one key has waiting."""
 
     def __init__(self) -> None:
         self.pieces = deque[_Piece]()
@@ -81,7 +81,7 @@ class FairPool:
     async def run(
         self, key: Hashable, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
     ) -> _Result:
-        """What `work` returns or raises. `num_bytes`: of what it reads; None if its size tells nothing of its time.
+        """Return or raise what `work` does. `num_bytes`: of what it reads; None if its size tells nothing of its time.
 
         Raises TooMuchWaits, unless the work is part of what was accepted before.
         """
@@ -101,7 +101,7 @@ class FairPool:
             del piece  # its error has this frame, which would have it: a circle that holds the work for long
 
     def close(self) -> None:
-        """What runs is run to its end; nothing is waited for."""
+        """Work that runs is run to its end; nothing is waited for."""
         self._queues.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -115,7 +115,7 @@ class FairPool:
             running.add_done_callback(partial(self._ended, key, piece))
 
     def _next_key(self) -> Hashable | None:
-        """Of those that have a piece and may have a thread, the one that was served longest ago."""
+        """The key that was served longest ago, of those that have a piece and may have a thread."""
         if len(self._running) == self._num_threads:
             return None
         can_be_served = [key for key, queue in self._queues.items() if queue.pieces and key not in self._running]

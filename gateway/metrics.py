@@ -121,7 +121,7 @@ class _Metrics:
 
 
 class GatewayMetrics(_Metrics):
-    """Of the process. `exposed` is what a scrape shows: these, and those of every model."""
+    """The metrics of the process. `exposed` is what a scrape shows: these, and those of every model."""
 
     def __init__(self, registry: CollectorRegistry | None = None, *, vllm_names: bool = False) -> None:
         super().__init__(registry or _process_registry())
@@ -170,7 +170,7 @@ class GatewayMetrics(_Metrics):
 
 
 class ModelMetrics(_Metrics):
-    """Of one served model. Its name is no label here: ByModel adds it at a scrape, and nothing is paid per token."""
+    """The metrics of one served model. Its name is no label here: ByModel adds it at a scrape, no token pays for it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -212,7 +212,7 @@ class ModelMetrics(_Metrics):
 
 
 class Deliveries(Protocol):
-    """What counts by itself in an inference client."""
+    """The counts that an inference client keeps by itself."""
 
     @property
     def counts(self) -> DeliveryCounts: ...

@@ -1,4 +1,4 @@
-"""What surrounds every route: a request id, a duration, a trace, a charge; and an error object for what goes wrong.
+"""The surroundings of every route: a request id, a duration, a trace, a charge; an error object for what goes wrong.
 
 Every route is charged to the account of its key before its body is read, but for UNCHARGED ones: one that is added
 later is charged too. What a limit refuses has cost nothing; what is let in counts as a request, also when it ends in an

@@ -56,7 +56,7 @@ _MEDIA_SCHEMAS: dict[str, Any] = {TEXT: {"schema": {"type": "string"}}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Of the query or a header; those of the path are read out of it."""
+    """A parameter of the query or a header; those of the path are read out of it."""
 
     name: str
     where: str  # query | header

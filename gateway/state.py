@@ -1,4 +1,4 @@
-"""What one gateway process holds for its whole life, and what a handler is given of a request: context and body.
+"""The state that one gateway process holds for its whole life, and what a handler has of a request: context and body.
 
 Composed in app.py, and found by handlers under STATE. A RequestContext is what is known of one request beside its body;
 that is read within limits of size and time, before anything is parsed.
@@ -83,7 +83,7 @@ class GatewayState:
     async def work(
         self, account: Account, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
     ) -> _Result:
-        """What `work` returns, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
+        """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
         try:
             return await self.pool.run(account, num_bytes, work, may_refuse=may_refuse)
         except TooMuchWaits as error:
@@ -123,7 +123,7 @@ class RequestContext:
     default_timeouts: Timeouts
     default_detach_seconds: float  # of a kept answer
     traceparent: str = ""
-    is_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
+    for_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
     arrived_at: float = field(default_factory=time.monotonic)  # seconds
 
     @property

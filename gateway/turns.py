@@ -61,7 +61,7 @@ class LoopTurns:
 
 
 class KeyTurns:
-    """Those of one key, whose answers take turns among themselves."""
+    """The turns of one key, whose answers take turns among themselves."""
 
     def __init__(self, loop_turns: LoopTurns) -> None:
         self._loop_turns = loop_turns

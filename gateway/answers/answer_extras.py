@@ -1,4 +1,4 @@
-"""What an answer tells beyond OpenAI's fields, where it is asked for: its prompt's text before each choice (`echo`),
+"""Fields of an answer beyond OpenAI's, where they are asked for: its prompt's text before each choice (`echo`),
 log-probabilities and ids of the prompt (`prompt_logprobs`, `prompt_token_ids`), and its own `token_ids`. Pure.
 
 As in vLLM a completion has them in each choice, a chat has those of its prompt beside the choices. A prompt's first
@@ -47,7 +47,7 @@ class PromptEcho:
         self._untold = deque[Iterator[list[ChoiceUpdate]]]()
 
     def take(self, updates: Sequence[ChoiceUpdate], scores: Sequence[Scores]) -> None:
-        """What ready() tells then. `scores` of each prompt; they are whole before its first update."""
+        """Give ready() more to tell. `scores` of each prompt; they are whole before its first update."""
         for update in updates:
             self._untold.append(self._pieces(update, scores[update.index // self._num_choices]))
 
@@ -154,11 +154,11 @@ class AnswerExtras:
         return fields
 
     def of_first_chunk(self) -> Fields:
-        """Of the first chunk of each choice as a whole."""
+        """Fields of the first chunk of each choice as a whole."""
         return {} if self._prompt_in_choice else self._of_prompt(0, {})
 
     def of_chunk(self, update: ChoiceUpdate, *, is_first: bool) -> Fields:
-        """Of the choice in a chunk; `is_first`: it has text or tokens for the first time."""
+        """Fields of the choice in a chunk; `is_first`: it has text or tokens for the first time."""
         fields = self._of_tokens(update.token_ids)
         if is_first and self._prompt_in_choice:
             fields |= self._of_prompt(update.index // self._num_choices, {})

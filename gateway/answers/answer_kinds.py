@@ -8,15 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.answers.anthropic_response import AnthropicFormat
-from gateway.answers.compaction_format import CompactionFormat
 from gateway.answers.openai_response import ChatFormat, CompletionFormat, ResponseFormat
-from gateway.answers.responses_format import ResponsesFormat
+from gateway.answers.responses_format import CompactionFormat, ResponsesFormat
 from gateway.requests.anthropic_schema import MessagesBody, parse_messages
 from gateway.requests.openai_schema import ChatBody, CompletionBody, CompletionRequest, parse_chat, parse_completion
 from gateway.requests.request_body import JsonBody, decode_body
 from gateway.requests.responses_body import ResponsesBody
-from gateway.requests.responses_compaction import CompactionBody, parse_compaction
-from gateway.requests.responses_schema import EARLIER_ITEMS, parse_response
+from gateway.requests.responses_schema import EARLIER_ITEMS, CompactionBody, parse_compaction, parse_response
 
 
 @dataclass(frozen=True, slots=True)

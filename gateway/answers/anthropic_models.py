@@ -24,7 +24,7 @@ def model_info(name: str, started_at: int, max_model_len: int | None) -> dict[st
 
 
 def models_page(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Those behind `after_id`, or the last ones before `before_id`. Raises InvalidRequest."""
+    """The models behind `after_id`, or the last ones before `before_id`. Raises InvalidRequest."""
     limit = query_number(query, "limit", 1, MAX_LIMIT) or DEFAULT_LIMIT
     after, before = _place(infos, query, "after_id"), _place(infos, query, "before_id")
     there = infos[0 if after is None else after + 1 : before]

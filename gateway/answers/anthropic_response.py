@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, json_text
+from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount, json_text
 from gateway.errors import GatewayError
 from gateway.http.anthropic_dialect import anthropic_id
 from gateway.http.sse import named_event
@@ -41,7 +41,7 @@ class Piece:
         if self.kind == "tool_use":
             assert self.call is not None and self.call.id is not None
             return {"type": self.kind, "id": CALL_ID_PREFIX + self.call.id, "name": self.call.name, "input": {}}
-        # A signature would prove to Anthropic's servers that the thoughts are theirs.
+        # A signature would prove to Anthropic's servers that the reasoning is theirs.
         return {"type": self.kind, self.kind: ""} | ({"signature": ""} if self.kind == "thinking" else {})
 
     def delta(self) -> dict[str, str]:
@@ -50,12 +50,12 @@ class Piece:
 
 
 class MessageBlocks:
-    def __init__(self, *, shows_thoughts: bool) -> None:
-        self._shows_thoughts = shows_thoughts
+    def __init__(self, *, shows_reasoning: bool) -> None:
+        self._shows_reasoning = shows_reasoning
         self._open: str | None = None
 
     def pieces(self, reasoning: str, tool_calls: Sequence[ToolCallDelta], text: str) -> Iterator[Piece]:
-        if reasoning and self._shows_thoughts:
+        if reasoning and self._shows_reasoning:
             yield self._piece("thinking", reasoning)
         for call in tool_calls:
             yield self._piece("tool_use", call.arguments, call)
@@ -108,9 +108,7 @@ _TEXT_DELTA = (
 )
 
 
-class AnthropicFormat:
-    prompt_in_choice = False
-    repeats_all = False
+class AnthropicFormat(ResponseFormat):
     done = named_event("message_stop", {"type": "message_stop"})
 
     def __init__(
@@ -122,17 +120,14 @@ class AnthropicFormat:
         repeated: Mapping[str, Any] = NOTHING,
         **_openai: Any,
     ) -> None:
-        """`repeated`: whether thoughts are shown. Of the other formats' options: nothing here says when an answer was
+        """`repeated`: whether reasoning is shown. Of the other formats' options: nothing here says when an answer was
         made, and a stream always has its usage."""
         self._head = {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._shows_thoughts = bool(repeated.get("shows_thoughts"))
-        self._blocks = MessageBlocks(shows_thoughts=self._shows_thoughts)
+        self._shows_reasoning = bool(repeated.get("shows_reasoning"))
+        self._blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         self._num_begun = 0  # blocks
-
-    def begin(self) -> bytes:
-        return b""
 
     def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
         counted = _usage(UsageCount(prompt_tokens=self._prompt_tokens))
@@ -158,9 +153,6 @@ class AnthropicFormat:
         self._stop = _stop(reason, stop_string)
         return self._events(self._blocks.ending()) + self._block_stop()
 
-    def closing(self) -> bytes:
-        return b""
-
     def usage(self, usage: UsageCount) -> bytes:
         return named_event("message_delta", {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)})
 
@@ -169,15 +161,12 @@ class AnthropicFormat:
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
-        blocks = MessageBlocks(shows_thoughts=self._shows_thoughts)
+        blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         told = (piece for update in choice.updates for piece in
                 blocks.pieces(update.reasoning, update.tool_calls, update.text))  # fmt: skip
         content = content_blocks([*told, *blocks.ending()])
         stop = _stop(choice.finish_reason, choice.stop_string)
         return _encode({**self._head, "content": content, **stop, "usage": _usage(usage)})
-
-    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
-        raise AssertionError("never in the background")
 
     def _events(self, pieces: Iterable[Piece]) -> bytes:
         events = b""

@@ -122,7 +122,7 @@ class ChoiceProgress:
         self._metrics.choices_finished.labels(reason).inc()
 
     def _told(self, token_id: int, logprobs: TokenLogprobs | None) -> _Tokens:
-        """What can be told after a token was consumed: a terminal one is held back, as its text is."""
+        """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
         entries: tuple[LogprobEntry, ...] = ()
         if logprobs is not None:
             self.cumulative_logprob += logprobs.logprob
@@ -182,7 +182,7 @@ class BestOf:
 
 
 class Encoder(Protocol):
-    """What of PromptEncoder is asked."""
+    """The part of PromptEncoder that is asked here."""
 
     @property
     def template_source(self) -> str: ...
@@ -246,5 +246,5 @@ def _family(options: ModelOptions, encoder: Encoder) -> str:
 
 
 def _call_id(request_id: str, choice: int, number: int) -> str:
-    """The same at every gateway that gives this answer. Nine characters, for Mistral's templates take no others."""
+    """The id of a call, the same at every gateway. Nine characters, for Mistral's templates take no others."""
     return hashlib.sha256(f"{request_id}:{choice}:{number}".encode()).hexdigest()[:9]

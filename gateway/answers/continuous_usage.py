@@ -18,7 +18,7 @@ from gateway.requests.openai_schema import CompletionRequest
 
 
 class Counted(Protocol):
-    """What of Generation is asked."""
+    """The part of Generation that is asked here."""
 
     @property
     def usage(self) -> UsageCount: ...
@@ -28,7 +28,7 @@ class Counted(Protocol):
 
 class ContinuousUsage:
     def __init__(self, request: CompletionRequest, counted: Counted) -> None:
-        """Of one stream."""
+        """The counts of one stream."""
         # Of samples that are left out nothing is told, but they are counted: all at one time, when all have ended.
         self._counts_told = not request.choices.is_best_of
         self._counted = counted

@@ -34,7 +34,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What is answered, and how."""
+    """An answer that was accepted, and how it is written."""
 
     work: Work
     completion: CompletionRequest
@@ -88,7 +88,7 @@ class _Chunks:
         return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING, usage)
 
     def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Mapping[str, Any] | None) -> bytes:
-        """By one token: thoughts and calls, and then content; at least something."""
+        """A token tells reasoning and calls, and then content; at least something."""
         is_told = update.reasoning or update.tool_calls
         if is_told and not (update.text or update.logprobs or self._extras):
             return b""

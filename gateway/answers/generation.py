@@ -122,7 +122,7 @@ class Generation:
 
     @property
     def prompt_scores(self) -> list[Scores]:
-        """Of each prompt, by index in it; whole before the first update, empty where nobody asked."""
+        """The scores of each prompt, by index in it; whole before the first update, empty where nobody asked."""
         return [stream.prompt_logprobs for stream in self._streams]
 
     @property
@@ -160,12 +160,12 @@ class Generation:
         """The client reads no more. What has not ended is withdrawn, or, with a grace time, after that: meanwhile its
         stop strings are watched for, and others can attach to it. `then`: called when this gateway lets go of it."""
         if grace_seconds is not None and not self.is_over:
-            self.service.background.linger(self._linger(grace_seconds, then))
+            self.service.background.detach(self._go_on(grace_seconds, then))
         else:
             self._abandon()
             then()
 
-    async def _linger(self, grace_seconds: float, then: Callable[[], None]) -> None:
+    async def _go_on(self, grace_seconds: float, then: Callable[[], None]) -> None:
         try:
             async with asyncio.timeout(grace_seconds):
                 await Reading(self, Sink()).to_end()
@@ -214,7 +214,7 @@ class _RequestProgress:
         return self._choices[choice].num_tokens >= self.stream.request.sampling.max_tokens
 
     def read(self) -> list[ChoiceUpdate] | None:
-        """Of the stream's next event; None: there is none now, or nothing more is wanted."""
+        """The updates of the stream's next event; None: there is none now, or nothing more is wanted."""
         if self.is_over or (event := self.stream.read()) is None:
             return None
         updates = self._take(event)
@@ -242,7 +242,7 @@ class _RequestProgress:
         return self._end(event)
 
     def record_end(self, reason: str) -> None:
-        """Of all choices that have none yet."""
+        """Record the end of all choices that have none yet."""
         for choice in self._choices:
             if not choice.finished:
                 choice.record_end(reason)

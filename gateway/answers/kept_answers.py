@@ -25,7 +25,7 @@ _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or 
 
 
 class AnswerChanged(Exception):
-    """What a name stands for is not what it was a moment ago: look again."""
+    """A name stands for something else than a moment ago: look again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class KeptAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompts and of what the engine has made so far."""
+        """The tokens of the prompts and those that the engine has made so far."""
         return sum(len(part.request.prompt_token_ids) + part.num_tokens for part in self.parts)
 
     def keeps(self) -> list[Keep]:
-        """Of a new holder."""
+        """The marks of a new holder, one a request."""
         return attached_keeps(
             self.encoded_record,
             self.parts[0].owner_key_hash,
@@ -136,7 +136,7 @@ async def _answer_of(service: ModelService, first: StoredRequest, owner_key_hash
 
 
 def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, CompletionRequest] | None:
-    """What was asked; None: it is not known how."""
+    """The record and the body that it keeps, read again; None: it is not known how."""
     known = decode_record(record)
     if known is None or known.kind not in KINDS:
         return None
@@ -146,7 +146,7 @@ def _read(record: bytes) -> tuple[AnswerRecord, AnswerKind, JsonBody, Completion
 
 
 async def find_named(service: ModelService, retention: Retention, owner_key_hash: str) -> tuple[KeptAnswer | None, str]:
-    """What the client's name stands for: an answer, or none and the id of one that is gone or does not stand.
+    """The answer that the client's name stands for, or none and the id of one that is gone or does not stand.
 
     Raises IdempotencyKeyReused, and as find_answer() does.
     """

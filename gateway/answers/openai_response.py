@@ -6,7 +6,7 @@ ready suffix: 0.5 us a token, where encoding the whole object costs five times t
 The order of a stream's chunks (each method gives whole Server-Sent Events):
     first(i)      chat: the role, once a choice          completions: nothing
     text(i, ...)  finish_reason null
-    delta(i, ...) thoughts and tool calls, of chat
+    delta(i, ...) reasoning and tool calls, of chat
     finish(i, r)  once a choice, without text unless all chunks have their usage
     usage(u)      choices [], if include_usage; all other chunks say usage null then, or what it is so far
     DONE
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -69,19 +69,24 @@ class ChoiceResult:
     updates: Sequence[ChoiceUpdate] = ()  # all of the above as it came
 
 
-class ResponseFormat(Protocol):
-    @property
-    def prompt_in_choice(self) -> bool:
-        """Whether what is told of a prompt stands in each choice, not beside them."""
+class ResponseFormat:
+    """One answer's way of being written. What a format does not tell of is nothing, as it stands here."""
+
+    prompt_in_choice = False  # whether what is told of a prompt stands in each choice, not beside them
+    repeats_all = False  # whether a stream's closing() and done say the whole answer once more
 
     @property
-    def repeats_all(self) -> bool:
-        """Whether a stream's closing() and done say the whole answer once more."""
+    def done(self) -> bytes:
+        """The last event of a stream without an error."""
+        raise NotImplementedError
 
     def begin(self) -> bytes:
-        """What a stream begins with, before there is any token."""
+        """The beginning of a stream, before there is any token."""
+        return b""
 
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes: ...
+    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
+        """A choice begins."""
+        return b""
 
     def text(
         self,
@@ -90,11 +95,14 @@ class ResponseFormat(Protocol):
         usage: UsageCount | None = None,
         logprobs: Sequence[LogprobEntry] = (),
         extra: Mapping[str, Any] | None = None,
-    ) -> bytes: ...
+    ) -> bytes:
+        raise NotImplementedError
 
     def delta(
         self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes: ...
+    ) -> bytes:
+        """Reasoning and calls, of a choice that is parsed."""
+        return b""
 
     def finish(
         self,
@@ -108,34 +116,34 @@ class ResponseFormat(Protocol):
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
         """`text`: only where every chunk has its usage; `logprobs`, `extra`: of what came with the end."""
+        return b""
 
     def closing(self) -> bytes:
-        """What is left to be said of the choices when all have finished."""
+        """The rest that is to be said of the choices when all have finished."""
+        return b""
 
-    def usage(self, usage: UsageCount) -> bytes: ...
+    def usage(self, usage: UsageCount) -> bytes:
+        raise NotImplementedError
 
     def error(self, error: GatewayError) -> bytes:
         """In place of the rest of a stream."""
-
-    @property
-    def done(self) -> bytes:
-        """The last event of a stream without an error."""
+        raise NotImplementedError
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         """`extra`: fields of the whole answer beyond OpenAI's."""
+        raise NotImplementedError
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
         """The body while there is no answer, or never will be one. Asked of requests in the background alone."""
+        raise AssertionError("never in the background")
 
 
-class _Format:
+class _Format(ResponseFormat):
     """`usage_in_chunks`: chunks carry `usage`, which is null but in the last. `created`: Unix seconds; default: now."""
 
     chunk_object: str
     body_object: str
     id_prefix: str
-    prompt_in_choice: bool
-    repeats_all = False
     done = DONE
     before_text: str  # of a choice, up to the text's value
     after_text: str
@@ -169,11 +177,8 @@ class _Format:
 
     @staticmethod
     def last_content(text: str) -> dict[str, Any]:
-        """Of a choice in its last chunk."""
+        """The text of a choice in its last chunk."""
         raise NotImplementedError
-
-    def begin(self) -> bytes:
-        return b""
 
     def finish(
         self,
@@ -212,17 +217,11 @@ class _Format:
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
         return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
 
-    def closing(self) -> bytes:
-        return b""
-
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
 
     def error(self, error: GatewayError) -> bytes:
         return error_event(error.body()) + DONE
-
-    def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
-        raise AssertionError("never in the background")
 
     def _chunk(
         self,
@@ -244,7 +243,6 @@ class ChatFormat(_Format):
     chunk_object = "chat.completion.chunk"
     body_object = "chat.completion"
     id_prefix = "chatcmpl-"
-    prompt_in_choice = False
     before_text = '"delta":{"content":'
     after_text = '},"logprobs":null,"finish_reason":null}'
 
@@ -280,14 +278,6 @@ class CompletionFormat(_Format):
     prompt_in_choice = True
     before_text = '"text":'
     after_text = ',"logprobs":null,"finish_reason":null}'
-
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
-        return b""
-
-    def delta(
-        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes:
-        raise AssertionError("a text completion is not parsed")
 
     def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)

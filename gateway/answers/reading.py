@@ -16,7 +16,7 @@ from gateway.turns import KeyTurns
 
 
 class Readable(Protocol):
-    """What of Generation is asked."""
+    """The part of Generation that is asked here."""
 
     @property
     def turns(self) -> KeyTurns: ...
@@ -33,7 +33,7 @@ class Sink:
     """Takes everything, and does nothing with it."""
 
     def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
-        """What is to be taken of what there is. Raises GatewayError when a choice fails."""
+        """The updates to be taken among those there are. Raises GatewayError when a choice fails."""
         return ready
 
     def take(self, updates: Sequence[ChoiceUpdate]) -> bool:

@@ -3,6 +3,11 @@
 The order of a stream's events: response.created, response.in_progress, those of each output item
 (responses_output.py), and last response.completed, .incomplete or .failed, which have the whole response. Each has a
 sequence_number, by which a stream can be read again from where it was cut. There is one choice, and no [DONE].
+
+A compaction is a summary of a conversation: what its user said, and an item for all the rest. It is not streamed. Read
+again as events, as any kept answer can be, it is the one event that has the whole body.
+
+A token's way back at /v1/responses, in its last step. It knows no store, no tokens and no connection.
 """
 
 import time
@@ -11,10 +16,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.answers.openai_response import NOTHING, ChoiceResult, UsageCount, one_line
-from gateway.answers.responses_output import EventWriter, OutputItems
+from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount, one_line
+from gateway.answers.responses_output import EventWriter, OutputItems, shown_item
 from gateway.errors import GatewayError
+from gateway.http.sse import error_event, event
 from gateway.parsing.message import ToolCallDelta
+from gateway.requests.responses_body import wrapped
+from gateway.requests.responses_schema import USER_ITEMS
 from gateway.text.logprobs import LogprobEntry
 from shared.messages import FinishReason
 
@@ -26,8 +34,7 @@ _NOTHING_YET: dict[str, Any] = {
 }  # fmt: skip
 
 
-class ResponsesFormat:
-    prompt_in_choice = False
+class ResponsesFormat(ResponseFormat):
     repeats_all = True
 
     def __init__(
@@ -58,9 +65,6 @@ class ResponsesFormat:
         response = self._response("in_progress")
         created = self._writer.event("response.created", response=response)
         return created + self._writer.event("response.in_progress", response=response)
-
-    def first(self, index: int, extra: Mapping[str, Any] = NOTHING, usage: UsageCount | None = None) -> bytes:
-        return b""
 
     def text(
         self,
@@ -153,3 +157,64 @@ def usage_object(usage: UsageCount) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+class CompactionFormat(ResponseFormat):
+    repeats_all = True
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        *,
+        created: int | None = None,
+        repeated: Mapping[str, Any] = NOTHING,
+        **_others: Any,
+    ) -> None:
+        """`repeated`: the items of the conversation's user."""
+        self._id = response_id
+        self._created = int(time.time()) if created is None else created
+        self._user_items = repeated[USER_ITEMS]
+        self._summary: list[str] = []
+        self._usage = UsageCount()
+
+    def text(
+        self,
+        index: int,
+        text: str,
+        usage: UsageCount | None = None,
+        logprobs: Sequence[LogprobEntry] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        self._summary.append(text)
+        return b""
+
+    def usage(self, usage: UsageCount) -> bytes:
+        self._usage = usage
+        return b""
+
+    @property
+    def done(self) -> bytes:
+        return event(self._body("".join(self._summary), self._usage))
+
+    def error(self, error: GatewayError) -> bytes:
+        return error_event(error.body())
+
+    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+        (choice,) = choices
+        return self._body(choice.text, usage)
+
+    def _body(self, summary: str, usage: UsageCount) -> bytes:
+        kept = [shown_item(item, f"{self._id}i{index:04x}") for index, item in enumerate(self._user_items)]
+        compaction = {"id": f"cmp_{self._id}", "type": "compaction", "encrypted_content": wrapped(summary.strip())}
+        return one_line(
+            msgspec.json.encode(
+                {
+                    "id": ID_PREFIX + self._id,
+                    "object": "response.compaction",
+                    "created_at": self._created,
+                    "output": [*kept, compaction],
+                    "usage": usage_object(usage),
+                }
+            )
+        )

@@ -15,8 +15,7 @@ from gateway.answers.submission import collect_again
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.request_body import MAX_BODY_BYTES, JsonBody, check_structure, check_values
 from gateway.requests.responses_body import ResponsesBody
-from gateway.requests.responses_compaction import CompactionBody
-from gateway.requests.responses_schema import EARLIER_ITEMS
+from gateway.requests.responses_schema import EARLIER_ITEMS, CompactionBody
 from gateway.state import RequestContext
 
 PARAM = "previous_response_id"
@@ -49,7 +48,7 @@ async def with_history(
 
 
 def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
-    """What came into a response."""
+    """The items that came into a response."""
     return _given_items(kept.body.given)
 
 
@@ -66,7 +65,7 @@ def _merged(given: Mapping[str, Any], earlier: list[dict[str, Any]]) -> JsonBody
 
 
 async def _items_of(context: RequestContext, response_id: str) -> list[dict[str, Any]]:
-    """What came into a response, and out of it."""
+    """The items that came into a response, and out of it."""
     try:
         kept = await find_response(context, response_id, PARAM)
     except RequestNotFound as error:

@@ -1,16 +1,19 @@
-"""The output items of one response, as its tokens come, and the events that tell of each step. Pure.
+"""The items of one response as clients are shown them: those of its output as tokens come, those of its input. Pure.
 
     output = OutputItems(response_id, EventWriter())
     output.reason(text) · output.call(delta) · output.say(text, logprobs)   -> bytes of events, maybe none
     output.close("completed")                                               -> the end of the item that is open
+    input_items(items, answer_id, ...)                                      -> GET /v1/responses/{id}/input_items
 
 An item begins where something else is said than before, so items stand in the order in which the model wrote them. The
 events of an item: output_item.added, for texts content_part.added, deltas, the whole, content_part.done,
 output_item.done. Whole answers are made of the same items, so what is streamed is what is answered.
+
+A token's way back at /v1/responses, in its last step. It knows no store, no tokens and no connection.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,7 +22,9 @@ from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, event_logprobs
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
-_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "compaction": "cmp"
+}  # fmt: skip
 _NO_LOGPROBS = b'"logprobs":[],'
 _encode = msgspec.json.encode
 
@@ -162,3 +167,51 @@ def _part(kind: str, text: str, logprobs: Sequence[LogprobEntry]) -> dict[str, A
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": chat_logprobs(logprobs)["content"]}
+
+
+class InputItemsBody(msgspec.Struct, kw_only=True):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str  # empty for an empty list
+    last_id: str
+    has_more: bool
+
+
+def input_items(
+    items: Sequence[dict[str, Any]], answer_id: str, *, limit: int, newest_first: bool, after: str | None
+) -> dict[str, Any]:
+    """A page of them, as InputItemsBody has it. `after`: the id of the last item of the page before."""
+    shown = [shown_item(item, f"{answer_id}i{index:04x}") for index, item in enumerate(items)]
+    if newest_first:
+        shown.reverse()
+    places = [place for place, item in enumerate(shown) if item["id"] == after]
+    rest = shown[places[0] + 1 :] if places else shown
+    data = rest[:limit]
+    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else ("", "")
+    return {
+        "object": "list", "data": data, "first_id": first_id, "last_id": last_id, "has_more": len(rest) > limit
+    }  # fmt: skip
+
+
+def shown_item(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """With what a client may leave out: an id, a status, a type, and parts for a text."""
+    kind = item.get("type") or "message"
+    known = {"id": item.get("id") or f"{_PREFIXES[kind]}_{name}", "type": kind}
+    if kind == "message":
+        known |= {"content": _parts(item["content"], item["role"])}
+    if kind in ("message", "function_call", "function_call_output"):
+        known |= {"status": item.get("status") or "completed"}
+    return {**item, **known}
+
+
+def _parts(content: str | list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [_shown_part(part, kind) for part in parts]
+
+
+def _shown_part(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    if part["type"] == "refusal":
+        return part
+    annotations = {"annotations": part.get("annotations") or []} if kind == "output_text" else {}
+    return {**part, "type": kind, **annotations}

@@ -54,7 +54,7 @@ def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes
 
 
 def told_names(names: Sequence[str]) -> list[str]:
-    """Of unknown fields. They come from the client: only plain ones may enter a header, and not without end."""
+    """The names of unknown fields. They are the client's: only plain ones may enter a header, and not without end."""
     plain = [name for name in names if name.isascii() and name.isidentifier() and len(name) <= MAX_TOLD_CHARS]
     return plain[:MAX_TOLD_NAMES]
 
@@ -103,7 +103,7 @@ _NAME = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What any gateway needs to give the answer again, beside the first prompt's request."""
+    """All that any gateway needs to give the answer again, beside the first prompt's request."""
 
     kind: str
     created: int

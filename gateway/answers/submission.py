@@ -31,7 +31,7 @@ from gateway.http.event_stream import EventStream
 from gateway.metrics import ModelMetrics
 from gateway.models.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.responses_repeated import with_what_held
+from gateway.requests.responses_schema import with_what_held
 from gateway.state import RequestContext, context_of, route_name
 from gateway.store.inference_client import Keep, QueueFull, ResponseStream, ShareFull, StoreUnavailable
 from shared.messages import GenerationRequest
@@ -79,7 +79,7 @@ class AnswerSubmission:
     def tells_state(self) -> bool:
         """Whether the state of an answer in the background is told, and the answer not waited for."""
         completion = self._completion
-        return completion.background and not completion.stream and not self._context.is_batch
+        return completion.background and not completion.stream and not self._context.for_batch
 
     async def submit(self) -> None:
         """To be released afterwards; it is already, if this raises: Unavailable, RateLimited, or NameTaken."""
@@ -91,7 +91,7 @@ class AnswerSubmission:
 
     async def _submit(self) -> None:
         self._hold_place()
-        metrics = self._service.unrecorded if self._context.is_batch else self._service.metrics
+        metrics = self._service.unrecorded if self._context.for_batch else self._service.metrics
         self._follow(await self._accepted(), metrics)
 
     async def _accepted(self) -> list[ResponseStream]:
@@ -140,7 +140,7 @@ class AnswerSubmission:
         self._leave(None if is_withdrawn else self._detach_seconds, self._settle)
 
     async def forget(self, name: str) -> None:
-        """What the store keeps of an answer that has ended, and its client's name for it."""
+        """Drop what the store keeps of an answer that has ended, and its client's name for it."""
         await self._service.client.archive.forget([request.request_id for request in self._requests], name)
 
     def _leave(self, grace_seconds: float | None, then: Callable[[], None]) -> None:
@@ -300,6 +300,6 @@ async def collect_again(context: RequestContext, kept: KeptAnswer) -> bytes:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Of unknown fields."""
+    """The header that names unknown fields."""
     told = told_names(names)
     return {"x-pagestream-ignored": ", ".join(told)} if told else {}

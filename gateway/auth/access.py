@@ -130,7 +130,7 @@ class Access:
         return self._anonymous
 
     def account(self, headers: Mapping[str, str]) -> Account:
-        """Of the key that is shown. Raises Unauthenticated."""
+        """The account of the key that is shown. Raises Unauthenticated."""
         key = self._ring.find(_presented(headers))
         if key is None:
             raise Unauthenticated("A valid API key is needed: Authorization: Bearer KEY.")
@@ -141,7 +141,7 @@ class Access:
         return account
 
     def batch_account(self, owner_key_hash: str) -> Account | None:
-        """What the batches of a key spend: its limits once more, so that they do not shut out its requests.
+        """The account of a key's batches: its limits once more, so that they do not shut out its requests.
 
         None: there is no such key, or no key any more.
         """
@@ -227,7 +227,7 @@ def _basic_password(encoded: str) -> str:
 
 
 def _presented(headers: Mapping[str, str]) -> bytes:
-    """Of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or the password of HTTP Basic (browsers).
+    """The key of `Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or of HTTP Basic (browsers).
 
     Header bytes outside ASCII come from aiohttp as surrogates, which no key has.
     """

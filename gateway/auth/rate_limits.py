@@ -1,4 +1,4 @@
-"""What one API key has spent: requests a minute, tokens a minute, requests at once. Pure; the clock is an argument.
+"""Spending of one API key: requests a minute, tokens a minute, requests at once. Pure; the clock is an argument.
 
 Of requests at once there are two counts: answers that are generated, and all other requests (reads, counts, files),
 which do not take the places of the first. An answer that goes on without its client keeps its place, which all who read

@@ -26,7 +26,7 @@ from gateway.batches.records import (
     BatchRecord,
     Metadata,
     batch_body,
-    is_batch_id,
+    may_name_batch,
     new_batch_id,
     new_file_id,
 )
@@ -158,7 +158,7 @@ class BatchStore:
             return None
 
     def find(self, batch_id: str, owner_key_hash: str) -> BatchFolder | None:
-        folder = self.open(batch_id) if is_batch_id(batch_id) else None
+        folder = self.open(batch_id) if may_name_batch(batch_id) else None
         return folder if folder is not None and folder.record.owner_key_hash == owner_key_hash else None
 
     def page(self, owner_key_hash: str, *, limit: int, after: str | None) -> list[BatchFolder] | None:
@@ -178,7 +178,7 @@ class BatchStore:
 
     def reconcile(self) -> None:
         """With what came and went without the catalog: by hand, or by a release that has none."""
-        there = {entry.name for entry in os.scandir(self._directory) if is_batch_id(entry.name)}
+        there = {entry.name for entry in os.scandir(self._directory) if may_name_batch(entry.name)}
         listed = self._catalog.ids("batch")
         folders = [folder for name in there - listed if (folder := self.open(name)) is not None]
         self._catalog.replace(
@@ -204,7 +204,7 @@ def _open_entry(folder: BatchFolder) -> Entry:
 
 
 def _open_bytes(folder: BatchFolder) -> int:
-    """Of the input, which is there once more under another name until that one is deleted, and of eight small files."""
+    """The bytes of the input, there once more under another name until that is deleted, and of eight small files."""
     try:
         return folder.input_path.stat().st_size + 8 * ENTRY_BYTES
     except FileNotFoundError:

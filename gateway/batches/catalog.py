@@ -1,4 +1,4 @@
-"""What files and batches there are, whose, and how many bytes each may take: SQLite, for all gateways of a directory.
+"""The list of files and batches, whose they are and how many bytes each may take: SQLite, one for all gateways.
 
 What is in the directory is the truth, and this its index: made anew from it (reconcile() of the stores) if it is lost.
 Room is taken here before it is used there, in one transaction with the sums: gateways and uploads see each other. Its
@@ -105,7 +105,7 @@ class Catalog:
                 connection.execute("UPDATE entries SET bytes = ? WHERE id = ?", (num_bytes, entry_id))
 
     def replace(self, entries: Iterable[Entry], gone_ids: Iterable[str] = ()) -> None:
-        """What is there by now, whatever room there is, in place of what is gone."""
+        """Count what is there by now, whatever room there is, in place of what is gone."""
         with self._transaction() as connection:
             connection.executemany("DELETE FROM entries WHERE id = ?", [(entry_id,) for entry_id in gone_ids])
             for entry in entries:
@@ -150,7 +150,7 @@ class Catalog:
         return [record for (record,) in rows]
 
     def open_batches(self, per_owner: int) -> list[OpenBatch]:
-        """So many at most of each owner: those that are being cancelled first, then the oldest."""
+        """At most so many of each owner: those that are being cancelled first, then the oldest."""
         rows = self._select(
             "SELECT id, owner, created_ns, is_cancelling FROM (SELECT *, ROW_NUMBER() OVER "
             "(PARTITION BY owner ORDER BY is_cancelling DESC, created_ns) AS place FROM entries WHERE is_open) "
@@ -176,7 +176,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Of one gateway at a time."""
+        """The lock of one gateway at a time."""
         with self._lock, _as_os_error():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -200,7 +200,7 @@ def _insert(connection: sqlite3.Connection, entry: Entry) -> None:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """What goes wrong with the file of SQLite is told as of any other file."""
+    """An error of SQLite's file is told as that of any other file."""
     try:
         yield
     except sqlite3.Error as error:

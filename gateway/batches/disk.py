@@ -1,4 +1,4 @@
-"""What files and batches need of a file system: whole writes, locks that end with their process, sizes. Blocking.
+"""The file system as files and batches need it: whole writes, locks that end with their process, sizes. Blocking.
 
 The directory may be shared by gateways of one machine, or of several if its file system has flock and rename.
 """

@@ -58,7 +58,7 @@ class FairSlots:
             place.set_result(None)
 
     def _next_owner(self) -> str | None:
-        """Of those that hold equally few the one that has waited longest."""
+        """The next key: of those that hold equally few the one that has waited longest."""
         has_spare = self._num_free > self._num_reserved
         owners = [owner for owner in self._waiting if has_spare or not self._held[owner]]
         return min(owners, key=lambda owner: self._held[owner], default=None)

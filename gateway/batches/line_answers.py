@@ -60,7 +60,7 @@ class Later(Exception):
 
 
 class LineAnswers:
-    """Of one batch."""
+    """The answers to the lines of one batch."""
 
     def __init__(self, state: GatewayState, batch_id: str, endpoint: str, slots: FairSlots) -> None:
         """`slots`: one a request in flight, of all batches here together."""
@@ -120,7 +120,7 @@ class LineAnswers:
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
             Timeouts(0, 0),  # the defaults are for those who wait
             DETACH_SECONDS,
-            is_batch=True,
+            for_batch=True,
         )
 
         body = await context.work(len(line.body), partial(self._kind.decode, line.body))

@@ -82,13 +82,13 @@ class LineReader:
         return [_line_or_problem(text, number, offset, self._endpoint)] if text and not text.isspace() else []
 
     def _last(self, code: str, message: str, number: int) -> BatchProblem:
-        """What is behind it is not looked at."""
+        """The rest of the file is not looked at."""
         self.is_over = True
         return BatchProblem(code=code, message=message, line=number)
 
 
 class LineChecks:
-    """What only all lines together tell."""
+    """Checks that need all lines together."""
 
     def __init__(self) -> None:
         self.num_lines = 0

@@ -34,7 +34,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change. The ids of the results are drawn beforehand: whoever finishes the batch uses the same."""
+    """The part that does not change. The results' ids are drawn beforehand: whoever finishes the batch uses them."""
 
     id: str
     owner_key_hash: str
@@ -58,7 +58,7 @@ class BatchProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a batch goes on that gave way to others: what is before it need not be read again."""
+    """The place where a batch goes on that gave way to others: what is before it need not be read again."""
 
     number: int = 1  # of the first line without a result
     offset: int = 0  # of that line, in the input
@@ -173,7 +173,7 @@ def is_file_id(text: str) -> bool:
     return _FILE_ID.fullmatch(text) is not None
 
 
-def is_batch_id(text: str) -> bool:
+def may_name_batch(text: str) -> bool:
     return _BATCH_ID.fullmatch(text) is not None
 
 

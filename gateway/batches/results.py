@@ -37,7 +37,7 @@ class BatchResults:
         self._done: set[int] = set()
 
     def open(self) -> Resume:
-        """Where to go on. In a thread: all results behind that are read."""
+        """The line to go on with. In a thread: all results behind that are read."""
         resume = self._progress.resume
         num_output_bytes, num_error_bytes = _size(self._folder.output_path), _size(self._folder.errors_path)
         if num_output_bytes >= resume.output_bytes and num_error_bytes >= resume.error_bytes:

@@ -109,7 +109,7 @@ class BatchService:
                 self._begin(folder, lease)
 
     def _waiting(self, driven: frozenset[str]) -> list[BatchFolder]:
-        """Those that may be driven now: of each owner the next few, more than several gateways drive."""
+        """The batches that may be driven now: of each owner the next few, more than several gateways drive."""
         waiting = list[BatchFolder]()
         for listed in self.storage.batches.open_batches(LOOKAHEAD):
             folder = None if listed.id in driven else self.storage.batches.open(listed.id)

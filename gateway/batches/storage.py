@@ -27,7 +27,7 @@ class Storage:
         return self._catalog.used_bytes()
 
     def tidy(self) -> None:
-        """What came and went by other hands is known, what has expired or was left behind is gone. Raises OSError."""
+        """Learn what came and went by other hands, and delete what has expired or was left behind. Raises OSError."""
         self._reconcile()
         self.files.sweep(SWEPT)
         self.batches.sweep(SWEPT)

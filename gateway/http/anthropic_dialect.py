@@ -15,5 +15,5 @@ def speaks_anthropic(request: web.Request) -> bool:
 
 
 def anthropic_id(request_id: str) -> str:
-    """Of a request that logs and `x-request-id` call `request_id`."""
+    """The id of a request that logs and `x-request-id` call `request_id`."""
     return request_id if request_id.startswith(_ID_PREFIX) else _ID_PREFIX + request_id

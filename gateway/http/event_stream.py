@@ -97,7 +97,7 @@ class EventStream:
 
 
 def _start_of_last(num_bytes: int) -> int:
-    """Of what is written in pieces; all of it if it is short."""
+    """The start of the last piece; 0 if all of it is short."""
     return max(0, -(-num_bytes // PIECE_BYTES) - 1) * PIECE_BYTES
 
 

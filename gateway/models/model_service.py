@@ -47,7 +47,7 @@ class ModelOptions:
 
 
 def model_options(settings: GatewaySettings) -> tuple[ModelOptions, ...]:
-    """Of --model, or of each entry of --models-file. Raises SettingsError."""
+    """The options of --model, or of each entry of --models-file. Raises SettingsError."""
     if settings.models_file is not None:
         entries = read_models(settings.models_file)
     else:
@@ -127,8 +127,8 @@ class ModelService:
                 load_served_model, directory,
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
             )  # fmt: skip
-            tells_thoughts = bool(options.reasoning_parser)
-            self.model = replace(model, tells_thoughts=tells_thoughts, tool_call_parser=options.tool_call_parser)
+            tells_reasoning = bool(options.reasoning_parser)
+            self.model = replace(model, tells_reasoning=tells_reasoning, tool_call_parser=options.tool_call_parser)
         except ModelFilesError as error:
             logger.error("the model %s cannot be served: %s", self.name, error)
             raise
@@ -174,11 +174,11 @@ class ModelService:
         return self.require_model()
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
-        """Those of a request that is admitted now: nobody waits for ever for a worker that is to come."""
+        """The timeouts of a request that is admitted now: nobody waits for ever for a worker that is to come."""
         return timeouts if ready_workers(self.client.fleet.snapshot()) else without_worker(timeouts)
 
     def share_of(self, account: Account) -> Share | None:
-        """What the account's requests may hold in the store; None: as much as there is."""
+        """The bytes that the account's requests may hold in the store; None: as much as there is."""
         max_bytes = self.client.store_memory.max_bytes
         return share_of(account.owner_key_hash, account.store_ratio, max_bytes, self._num_models)
 
@@ -200,7 +200,7 @@ class ModelTable:
         return iter(self._services)
 
     def of(self, account: Account) -> list[ModelService]:
-        """Those that the account may use."""
+        """The models that the account may use."""
         return [service for service in self._services if account.may_use(service.options.names)]
 
     def find(self, name: str | None, account: Account) -> ModelService:

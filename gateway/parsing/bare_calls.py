@@ -29,7 +29,7 @@ _JSON_FENCE = "```json"
 
 
 class _Block(Enum):
-    """Of code, which the text stands in."""
+    """The block of code that the text stands in."""
 
     NONE = "none"
     OPEN = "open"
@@ -115,7 +115,7 @@ class BareCalls(StepParser):
             return False
 
     def _called(self) -> Iterator[Part]:
-        """What is read of the call is certain: the rest of it is handed on as well, or it is whole."""
+        """The part of the call that is read is certain: the rest of it is handed on as well, or it is whole."""
         parts = self._call.parts
         yield from (part for part in parts if isinstance(part, CallBegins))
         yield Arguments("".join(part.text for part in parts if isinstance(part, Arguments)))

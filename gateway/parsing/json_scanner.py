@@ -1,4 +1,4 @@
-"""Where a JSON value ends, and which function a JSON object calls, character by character. Pure.
+"""A scan for the end of a JSON value, and for the function that a JSON object calls, character by character. Pure.
 
     {"name": "f", "arguments": {...}}     or with "parameters"; in any order, other keys are passed over
 
@@ -24,7 +24,7 @@ class Scan(Enum):
 
 
 class ValueScanner:
-    """Of one value: an object, an array, a string, or what stands there up to `,`, `}`, `]` or white space."""
+    """The scan of one value: an object, an array, a string, or what stands there up to `,`, `}`, `]` or white space."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -60,7 +60,7 @@ class ValueScanner:
 
 
 class CallScanner:
-    """Of one object. `parts` collects what it finds. Characters are kept one by one: adding one copies a text."""
+    """The scan of one object. `parts` has what it finds. Characters are kept one by one: adding one copies a text."""
 
     def __init__(self, functions: Collection[str] | None = None) -> None:
         """`functions`: the only ones, called by an object of two keys; None: any, and other keys are passed over."""
@@ -184,7 +184,7 @@ def _is_none_of(beginning: Sequence[str], texts: Collection[str]) -> bool:
 
 
 def _text(value: Sequence[str]) -> str:
-    """Of a JSON string; "" of anything else, however deep."""
+    """The text of a JSON string; "" of anything else, however deep."""
     if not value or value[0] != '"':
         return ""
     try:

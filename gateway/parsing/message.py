@@ -15,7 +15,7 @@ from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What one call gains: its id and name in its first delta, then pieces of its arguments."""
+    """The gain of one call: its id and name in its first delta, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -40,7 +40,7 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Up to the one that ended the thoughts; their tags are among them."""
+        """Tokens up to the one that ended the reasoning; its tags are among them."""
         return self._num_tokens_to_content if self._reasoning is not None and self._reasoning.has_thought else 0
 
     def push(self, text: str, *, num_tokens: int = 1, is_last: bool = False) -> MessageDelta:

@@ -41,13 +41,13 @@ class Parser(Protocol):
     def push(self, text: str) -> Iterator[Part]: ...
 
     def finish(self) -> Iterator[Part]:
-        """What was held back, when no text follows."""
+        """The rest that was held back, when no text follows."""
 
 
 class ReasoningParser(Parser, Protocol):
     @property
     def has_thought(self) -> bool:
-        """Whether there were thoughts, or a mark of them."""
+        """Whether there was reasoning, or a mark of it."""
 
     @property
     def is_over(self) -> bool:

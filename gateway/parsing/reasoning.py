@@ -1,4 +1,4 @@
-"""Thoughts between <think> and </think> -> parts. Pure.
+"""Reasoning between <think> and </think> -> parts. Pure.
 
     qwen3         what stands between the tags at the answer's start, if anything does
     deepseek_r1   everything up to </think>: the prompt ends with <think> already, and the model may repeat it
@@ -31,14 +31,14 @@ class ThinkTags(StepParser):
         begun = self._buffer.lstrip()
         if begun.startswith(_BEGIN):
             self.has_thought = True
-            self._buffer, self._step = begun[len(_BEGIN) :], self._before_thoughts
+            self._buffer, self._step = begun[len(_BEGIN) :], self._before_reasoning
         elif _BEGIN.startswith(begun):
             self._waits = True
         else:
-            self._step = self._before_thoughts if self._begins_thinking else self._in_content
+            self._step = self._before_reasoning if self._begins_thinking else self._in_content
         yield from ()
 
-    def _before_thoughts(self) -> Iterator[Part]:
+    def _before_reasoning(self) -> Iterator[Part]:
         self._buffer = self._buffer.lstrip()
         if self._buffer:
             self._step = self._thinking

@@ -138,7 +138,7 @@ class MarkedCalls(StepParser):
         self._buffer = ""
 
     def _no_call(self, text: str) -> Iterator[Part]:
-        """What came since the mark is content, and `text` is to be read again as such, or is content as it is."""
+        """The text since the mark is content, and `text` is to be read again as such, or is content as it is."""
         self._reread_chars -= len(text)
         content, text = (self._since_mark, text) if self._reread_chars >= 0 else (self._since_mark + text, "")
         yield Content(content)

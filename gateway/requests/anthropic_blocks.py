@@ -1,12 +1,19 @@
-"""Anthropic's content blocks, tools and tool choices -> the same in the words of a chat. Pure.
+"""Anthropic's content blocks, tools and tool choices -> the same in the words of a chat; what is asked of turns. Pure.
 
 A message's blocks become one chat message of its texts and calls; each result of a tool one of its own before it. A
-document that is a text becomes one, in the tags that Anthropic recommends for prompts; others are refused.
-Thoughts of earlier answers are left out, as chat templates do with them. Tools that Anthropic's servers would run are
+document that is a text becomes one, in the tags that Anthropic recommends for prompts; others are refused. The
+reasoning of earlier answers is left out, as chat templates do with it. Tools that Anthropic's servers would run are
 refused.
+
+Messages of one role behind each other are one turn, whose `tool_result` blocks answer the `tool_use` blocks of the turn
+before, each of them once; a system's message between them belongs to neither.
+
+A message's way in, where its body is checked. It knows no other field of that body (anthropic_schema.py does).
 """
 
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -34,7 +41,7 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """Where nothing but texts may stand."""
+    """A part of a list in which nothing but texts may stand."""
 
     type: Literal["text"]
     text: str
@@ -82,7 +89,7 @@ class RedactedThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag=
 
 
 Block: TypeAlias = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-# Texts are of all of them; thoughts and calls are the assistant's.
+# Texts are of all of them; reasoning and calls are the assistant's.
 _OF_THE_USER = (DocumentBlock, ToolResultBlock)
 
 
@@ -189,3 +196,73 @@ def _text_of(block: TextBlock | DocumentBlock) -> str:
     named = {"title": block.title, "context": block.context}
     head = "".join(f"<{tag}>{value}</{tag}>\n" for tag, value in named.items() if value)
     return f"<document>\n{head}<document_contents>\n{text}\n</document_contents>\n</document>"
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of the last turn of the assistant."""
+
+    paths: dict[str, str] = field(default_factory=dict)  # by id; where each call stands
+    answered: set[str] = field(default_factory=set)
+
+
+def check_turns(messages: Sequence[AnthropicMessage]) -> None:
+    """Raises InvalidRequest."""
+    calls, role = _Calls(), ""
+    for index, message in enumerate(messages):
+        path = f"messages[{index}].content"
+        if message.role == "user":
+            _check_says_something(message, path)
+        if message.role == "system":
+            continue
+        if message.role == "assistant" and role != "assistant":
+            _check_all_answered(calls)
+            calls = _Calls()
+        role = message.role
+        if not isinstance(message.content, str):
+            _note_calls(message, path, calls)
+    _check_all_answered(calls)
+
+
+def _note_calls(message: AnthropicMessage, path: str, calls: _Calls) -> None:
+    for place, block in _blocks(message, path):
+        if isinstance(block, ToolUseBlock):
+            calls.paths[block.id] = place
+        elif isinstance(block, ToolResultBlock):
+            _check_result(block, f"{place}.tool_use_id", calls)
+
+
+def _check_result(block: ToolResultBlock, param: str, calls: _Calls) -> None:
+    shown = repr(block.tool_use_id[:100])
+    if block.tool_use_id not in calls.paths:
+        raise InvalidRequest(f"{param}: {shown} is no tool_use of the assistant's turn before it.", param=param)
+    if block.tool_use_id in calls.answered:
+        raise InvalidRequest(f"{param}: {shown} has a result already.", param=param)
+    calls.answered.add(block.tool_use_id)
+
+
+def _check_all_answered(calls: _Calls) -> None:
+    for call_id, param in calls.paths.items():
+        if call_id not in calls.answered:
+            raise InvalidRequest(f"{param}: this tool_use has no tool_result in the turn behind it.", param=param)
+
+
+def _check_says_something(message: AnthropicMessage, path: str) -> None:
+    if isinstance(message.content, str):
+        _check_text(message.content, path)
+        return
+    if not message.content:
+        raise InvalidRequest(f"{path}: a message of the user needs at least one block.", param=path)
+    for place, block in _blocks(message, path):
+        if isinstance(block, TextBlock):
+            _check_text(block.text, f"{place}.text")
+
+
+def _check_text(text: str, param: str) -> None:
+    if not text or text.isspace():
+        raise InvalidRequest(f"{param}: expected a text that is not empty.", param=param)
+
+
+def _blocks(message: AnthropicMessage, path: str) -> Iterator[tuple[str, object]]:
+    for index, block in enumerate(message.content):
+        yield f"{path}[{index}]", block

@@ -2,8 +2,8 @@
 
 Said in the words of a chat (anthropic_blocks.py); what would change the answer and is not supported is refused, as in
 openai_schema.py. A `system` text is the chat's first message; a system's message among the others stays where it is.
-`output_config.format` is followed as a response format. Thoughts are told if `thinking` asks for them: `enabled` takes
-a parser of them, `adaptive` does without and then does not think. Their budget is not enforced.
+`output_config.format` is followed as a response format. Reasoning is told if `thinking` asks for it: `enabled` takes
+a parser of it, `adaptive` does without and then does not think. Its budget is not enforced.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ from gateway.requests.anthropic_blocks import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
+    check_turns,
 )
-from gateway.requests.anthropic_turns import check_turns
 from gateway.requests.generation_fields import StopString
 from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
@@ -56,7 +56,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
-    """What is counted; null is the same as absent."""
+    """The fields that are counted; null is the same as absent."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
@@ -103,19 +103,19 @@ def parse_messages(body: JsonBody) -> CompletionRequest:
         **_prompt(fields),
     )
     request = _of_chat(fields, chat, ignored)
-    shows_thoughts = fields.thinking is not None and fields.thinking.display != "omitted" and _may_think(fields)
-    return replace(request, must_think=_must_think(fields), repeated={"shows_thoughts": shows_thoughts})
+    shows_reasoning = fields.thinking is not None and fields.thinking.display != "omitted" and _may_think(fields)
+    return replace(request, must_think=_must_think(fields), repeated={"shows_reasoning": shows_reasoning})
 
 
 def parse_count(body: JsonBody) -> CompletionRequest:
-    """Of /v1/messages/count_tokens: the prompt alone."""
+    """The body of /v1/messages/count_tokens: the prompt alone."""
     fields = body.typed(PromptFields)
     check_other_fields(MessagesBody, body.given, {})
     return _of_chat(fields, ChatBody(**_prompt(fields)), ())
 
 
 def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
-    """What is wrong is told in the words of these fields."""
+    """A chat's request of these fields; what is wrong is told in their words."""
     try:
         request = chat_request(chat, ignored, include_usage=bool(chat.stream))
     except InvalidRequest as error:
@@ -137,7 +137,7 @@ def _in_our_words(asked: AskedGrammar | None, fields: PromptFields) -> AskedGram
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:
-    """Of a ChatBody: what its prompt is made of, and what its answer must be."""
+    """The fields of a ChatBody that its prompt is made of, and those that say what its answer must be."""
     tools, choice = fields.tools or [], fields.tool_choice
     messages = _chat_messages(fields)
     check_turns(fields.messages)
@@ -189,7 +189,7 @@ def _must_think(fields: PromptFields) -> bool:
 
 
 def _may_think(fields: PromptFields) -> bool:
-    """A grammar leaves thoughts no room; who leaves it to the model has none then."""
+    """A grammar leaves reasoning no room; who leaves it to the model has none then."""
     is_asked = fields.thinking is not None and fields.thinking.type != "disabled"
     return is_asked and _format(fields) is None
 

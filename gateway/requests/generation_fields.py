@@ -50,7 +50,7 @@ _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What chats, completions and responses alike may say of how an answer is made; null is the same as absent."""
+    """The fields that say how an answer is made, in chats, completions and responses; null is the same as absent."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -76,7 +76,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """What chats and completions share beyond that: OpenAI's fields, and those that vLLM's users send flat beside."""
+    """The fields that chats and completions share beyond: OpenAI's, and those that vLLM's users send flat beside."""
 
     model: str | None = None
     n: _ChoiceCount | None = None
@@ -211,7 +211,7 @@ def timeouts_of(fields: GenerationFields, defaults: Timeouts, max_seconds: float
 
 
 def without_worker(timeouts: Timeouts) -> Timeouts:
-    """Those of a request that is taken while no worker is ready."""
+    """The timeouts of a request that is taken while no worker is ready."""
     return replace(timeouts, queue_seconds=timeouts.queue_seconds or timeouts.no_worker_seconds)
 
 

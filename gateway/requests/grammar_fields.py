@@ -148,14 +148,14 @@ ANY_OBJECT: ArgumentSchema = {"type": "object"}
 
 
 def call_schema(functions: Mapping[str, ArgumentSchema], arguments: str = "arguments") -> dict[str, Any]:
-    """Of one call. `functions`: names with the schemas of their arguments; `arguments`: the key of these."""
+    """The schema of one call. `functions`: names with the schemas of their arguments; `arguments`: the key of these."""
     return {"anyOf": _calls(functions, arguments), "$defs": _definitions(functions)}
 
 
 def calls_schema(
     functions: Mapping[str, ArgumentSchema], *, is_parallel: bool, arguments: str = "arguments"
 ) -> dict[str, Any]:
-    """Of a list of calls, at least one."""
+    """The schema of a list of calls, at least one."""
     most = {} if is_parallel else {"maxItems": 1}
     items = {"anyOf": _calls(functions, arguments)}
     return {"type": "array", "minItems": 1, "items": items, "$defs": _definitions(functions), **most}

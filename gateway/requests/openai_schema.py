@@ -115,7 +115,7 @@ class ChatPrompt:
     continue_final_message: bool
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
-    thinks_only_if_told_apart: bool = False  # its model's template is told to leave out thoughts that nobody reads
+    thinks_only_if_told_apart: bool = False  # its model's template is told to leave out reasoning that nobody reads
 
 
 Prompt: TypeAlias = ChatPrompt | str | list[int]
@@ -142,7 +142,7 @@ class CompletionRequest:
     answer_grammar: AskedGrammar | None = None  # of a text that calls nothing, as the client asked
     tools: ToolUse | None = None
     is_chat: bool = False
-    must_think: bool = False  # refused where nothing tells thoughts apart
+    must_think: bool = False  # refused where nothing tells reasoning apart
     background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
     repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only

@@ -72,7 +72,7 @@ def check_size(request: CompletionRequest, max_tokens: int, most: int) -> None:
 
 
 def _num_choices(request: CompletionRequest) -> int:
-    """Those that the engine tells of: the rest of a beam search is dropped there."""
+    """The number of choices that the engine tells of: the rest of a beam search is dropped there."""
     choices = request.choices
     return len(request.prompts) * (choices.n if choices.use_beam_search else choices.num_candidates)
 
@@ -256,7 +256,7 @@ def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionR
 
 
 def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
-    """Of `bad_words`. Raises InvalidRequest."""
+    """The token ids of `bad_words`. Raises InvalidRequest."""
     return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
 
 
@@ -275,7 +275,7 @@ def encode_prompt(
 
 
 def _fitted(prompt: ChatPrompt, model: ServedModel) -> ChatPrompt:
-    if model.tells_thoughts or not prompt.thinks_only_if_told_apart:
+    if model.tells_reasoning or not prompt.thinks_only_if_told_apart:
         return prompt
     return replace(prompt, template_kwargs={**prompt.template_kwargs, "enable_thinking": False})
 
@@ -336,7 +336,7 @@ def prepared(
     token_ids = encode_prompts(model, limits, request)
     request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
-    if request.must_think and not model.tells_thoughts:
+    if request.must_think and not model.tells_reasoning:
         raise InvalidRequest(
             "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
             param="thinking",
@@ -345,7 +345,7 @@ def prepared(
 
 
 def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
-    """What the request leaves open is the model's default. A beam search does not sample, and is left as it is."""
+    """The request with the model's defaults where it says nothing. A beam search does not sample: it is as it was."""
     if request.choices.use_beam_search or not defaults:
         return request
     left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}

@@ -35,7 +35,7 @@ MAX_VALUES = 2**17  # a model reads two tokens at least for each; lists of token
 
 
 class _Alphabet(NamedTuple):
-    """What of a text is looked at: some bytes stand for others, and the rest is left out."""
+    """The bytes of a text that are looked at: some stand for others, and the rest is left out."""
 
     alike: bytes
     others: bytes
@@ -65,7 +65,7 @@ def check_structure(text: bytes, max_depth: int = MAX_DEPTH) -> None:
 
 
 def check_values(texts: Iterable[bytes]) -> None:
-    """Of all together. Raises InvalidJson."""
+    """Count the values of all together. Raises InvalidJson."""
     counts = (_outside_strings(_commas(_without_escapes(text))).count(b",") for text in texts)
     _check_count(sum(counts), MAX_VALUES, "values")
 
@@ -173,7 +173,7 @@ def decode_envelope(data: bytes, kind: type[_Body], *, content: str) -> _Body:
 
 
 def typed_fields(given: Mapping[str, Any], kind: type[_Body]) -> _Body:
-    """Those of `given` that `kind` has. Raises InvalidRequest."""
+    """The fields of `given` that `kind` has. Raises InvalidRequest."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -240,7 +240,7 @@ def invalid_field(message: str) -> InvalidRequest:
 
 
 def decode_object(text: str, param: str) -> dict[str, Any]:
-    """Of a field that holds a JSON object as text, such as a call's arguments. Raises InvalidRequest."""
+    """The value of a field that holds a JSON object as text, such as a call's arguments. Raises InvalidRequest."""
     try:
         encoded = text.encode()
         check_structure(encoded)

@@ -1,14 +1,240 @@
-"""The fields of a body of OpenAI's Responses API: the types are the validation, as in openai_schema.py. Pure."""
+"""The fields of a body of OpenAI's Responses API, and its items and tools in the words of a chat. Pure.
 
+The types are the validation, as in openai_schema.py. An item of the input becomes a message, or a part of one:
+
+    message                 a message; texts only
+    function_call           a call of the assistant's message before it, or of one without text
+    function_call_output    a tool's message
+    reasoning               left out: chat templates drop the reasoning of earlier turns
+    compaction              the assistant's message: a summary; what the user said right before it is one message
+
+Tools are functions alone: those that a server runs itself (web search, code, computers, MCP) are refused by name.
+
+A response's way in, where its body is checked. It does not know where items come from: those of earlier responses stand
+before the new ones (answers/responses_history.py).
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.generation_fields import SamplingFields
-from gateway.requests.responses_items import ItemFields
-from gateway.requests.responses_tools import ResponseToolChoice, ResponseTools
+from gateway.requests.grammar_fields import (
+    MAX_TOOLS,
+    CalledFunction,
+    FunctionFields,
+    NamedFunction,
+    NamedTool,
+    ToolCallFields,
+    ToolChoice,
+    ToolFields,
+)
+from gateway.requests.openai_schema import MessageFields
+from gateway.requests.request_body import decode_object
 from shared.messages import MAX_LOGPROBS
+
+# A summary that clients hand back as it is. OpenAI encrypts it. Here it is the client's own conversation, summed up by
+# its own request, so it is only wrapped: any gateway of any release can read it, and no key has to be kept for it.
+_PREFIX = "pagestream1."
+
+ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+class PartFields(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ItemFields(msgspec.Struct, kw_only=True):
+    """An item of whatever type: which fields it needs is checked by type."""
+
+    type: str | None = None  # null: a message
+    role: str | None = None
+    content: str | list[PartFields] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[PartFields] | None = None
+    encrypted_content: str | None = None
+
+
+def messages_of(items: Sequence[ItemFields]) -> list[MessageFields]:
+    """Raises InvalidRequest."""
+    messages: list[MessageFields] = []
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        match item.type or "message":
+            case "message":
+                messages.append(_message(item, path))
+            case "function_call":
+                _add_call(messages, _call(item, path))
+            case "function_call_output":
+                content = _texts(_needed(item.output, f"{path}.output"), f"{path}.output")
+                call_id = _needed(item.call_id, f"{path}.call_id")
+                messages.append(MessageFields("tool", content, tool_call_id=call_id))
+            case "compaction":
+                _add_summary(messages, item, path)
+            case "reasoning":
+                pass
+            case other:
+                raise UnsupportedParameter(
+                    f"{path}.type: {other[:100]!r} is not supported by this server; items are message, function_call, "
+                    "function_call_output, reasoning or compaction.",
+                    param=f"{path}.type",
+                )
+    return messages
+
+
+def _message(item: ItemFields, path: str) -> MessageFields:
+    role = _needed(item.role, f"{path}.role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role: {role[:100]!r} is not one of {', '.join(ROLES)}.", param=f"{path}.role")
+    return MessageFields(role, _texts(_needed(item.content, f"{path}.content"), f"{path}.content"))
+
+
+def _add_call(messages: list[MessageFields], call: ToolCallFields) -> None:
+    """Calls of one answer are one message, with the text before them."""
+    if not messages or messages[-1].role != "assistant":
+        messages.append(MessageFields("assistant", None))
+    messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+
+
+def _add_summary(messages: list[MessageFields], item: ItemFields, path: str) -> None:
+    """Templates that want user and assistant by turns get them so: what the user said before it is one message."""
+    param = f"{path}.encrypted_content"
+    try:
+        summary = unwrapped(_needed(item.encrypted_content, param))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{param}: expected what this server's /v1/responses/compact answered; it is {error}.", param=param
+        ) from error
+    said: list[str] = []
+    while messages and messages[-1].role == "user":
+        said.insert(0, str(messages.pop().content))
+    if said:
+        messages.append(MessageFields("user", "\n\n".join(said)))
+    messages.append(MessageFields("assistant", summary))
+
+
+def _call(item: ItemFields, path: str) -> ToolCallFields:
+    arguments = _needed(item.arguments, f"{path}.arguments")
+    decode_object(arguments or "{}", f"{path}.arguments")  # here it has this name
+    function = CalledFunction(_needed(item.name, f"{path}.name"), arguments)
+    return ToolCallFields(id=_needed(item.call_id, f"{path}.call_id"), function=function)
+
+
+def _texts(content: str | list[PartFields], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        param = f"{path}[{index}]"
+        field = _TEXT_PARTS.get(part.type)
+        if field is None:
+            raise UnsupportedParameter(
+                f"{param}.type: {part.type[:100]!r} is not supported by this server, which reads texts only.",
+                param=f"{param}.type",
+            )
+        texts.append(_needed(getattr(part, field), f"{param}.{field}"))
+    return "\n".join(texts)
+
+
+def _needed(value: Any, param: str) -> Any:
+    if value is None:
+        raise MissingParameter(f"Missing required parameter: {param}.", param=param)
+    return value
+
+
+def wrapped(summary: str) -> str:
+    return _PREFIX + base64.urlsafe_b64encode(summary.encode()).decode()
+
+
+def unwrapped(content: str) -> str:
+    """Raises ValueError for what is not made by wrapped()."""
+    if not content.startswith(_PREFIX):
+        raise ValueError("not made by this server")
+    try:
+        return base64.b64decode(content[len(_PREFIX) :], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ValueError("damaged") from error
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AllowedTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class ChosenTool(msgspec.Struct, kw_only=True):
+    """{"type": "function", "name"}, or {"type": "allowed_tools", "mode", "tools"}"""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
+
+
+ResponseTools: TypeAlias = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+ResponseToolChoice: TypeAlias = Literal["none", "auto", "required"] | ChosenTool
+
+
+def chat_tools(
+    tools: list[ResponseTool] | None, choice: ResponseToolChoice | None
+) -> tuple[list[ToolFields] | None, ToolChoice | None]:
+    """Raises InvalidRequest."""
+    functions = None if tools is None else [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if not isinstance(choice, ChosenTool):
+        return functions, choice
+    if choice.type == "function":
+        if choice.name is None:
+            raise MissingParameter("Missing required parameter: tool_choice.name.", param="tool_choice.name")
+        return functions, NamedTool(function=NamedFunction(choice.name))
+    if choice.type == "allowed_tools":
+        return _allowed(functions or [], choice), choice.mode or "auto"
+    raise UnsupportedParameter(
+        f"tool_choice.type: {choice.type[:100]!r} is not supported by this server; expected 'function' or "
+        "'allowed_tools'.",
+        param="tool_choice.type",
+    )
+
+
+def _function(tool: ResponseTool, path: str) -> ToolFields:
+    if tool.type != "function":
+        raise UnsupportedParameter(
+            f"{path}.type: {tool.type[:100]!r} is not supported by this server; it has tools of type 'function' only.",
+            param=f"{path}.type",
+        )
+    if tool.name is None:
+        raise MissingParameter(f"Missing required parameter: {path}.name.", param=f"{path}.name")
+    function = FunctionFields(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return ToolFields(type="function", function=function)
+
+
+def _allowed(functions: list[ToolFields], choice: ChosenTool) -> list[ToolFields]:
+    names = [tool.name for tool in choice.tools or ()]
+    by_name = {function.function.name: function for function in functions}
+    for index, name in enumerate(names):
+        if name not in by_name:
+            param = f"tool_choice.tools[{index}].name"
+            raise InvalidRequest(f"{param}: {str(name)[:128]!r} is none of the tools.", param=param)
+    return [function for name, function in by_name.items() if name in names]
+
 
 _Items: TypeAlias = Annotated[list[ItemFields], Meta(min_length=1, max_length=4096)]
 Input: TypeAlias = str | _Items
@@ -16,7 +242,7 @@ _MetadataKey: TypeAlias = Annotated[str, Meta(max_length=64)]
 _MetadataValue: TypeAlias = Annotated[str, Meta(max_length=512)]
 _Metadata: TypeAlias = Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
-# All but the logprobs are of tools that are not there, or of thoughts, which are told in the clear.
+# All but the logprobs are of tools that are not there, or of reasoning, which is told in the clear.
 _Include: TypeAlias = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -79,6 +305,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 
 class CountedBody(ResponsesBody, kw_only=True):
-    """Of a count: all that a response is asked with, and without an input what came before is counted alone."""
+    """The body of a count: all that a response is asked with; without an input what came before is counted alone."""
 
     input: Input | None = None  # type: ignore[assignment]

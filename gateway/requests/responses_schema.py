@@ -1,20 +1,29 @@
 """Bodies of OpenAI's Responses API -> CompletionRequest, the same form that chats take. Pure.
 
 Items become messages, `text.format` a response format, flat tools those of a chat; what would change the answer and is
-not supported is refused, as in openai_schema.py.
+not supported is refused, as in openai_schema.py. A compaction (/v1/responses/compact) has the model sum up the
+conversation.
 
     store         true, as OpenAI's default: the answer is kept, and can be read, continued and deleted by its id
     background    it goes on without a reader
 
 `previous_response_id` needs the store: a body that names one is read only when its items stand in `input` already,
 which EARLIER_ITEMS says (answers/responses_history.py).
+
+A response says again what was asked of it: every field is there, whether or not the request had it, with the value that
+held, for typed clients refuse a response that lacks one. Only what this server has read is repeated.
+
+A response's way in, where its body is checked. It knows no tokens, no store and no format of answers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from gateway.errors import InvalidRequest, UnsupportedParameter
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
@@ -26,10 +35,82 @@ from gateway.requests.openai_schema import (
     check_other_fields,
 )
 from gateway.requests.request_body import JsonBody
-from gateway.requests.responses_body import ResponsesBody, TextFields
-from gateway.requests.responses_items import messages_of
-from gateway.requests.responses_repeated import repeated
-from gateway.requests.responses_tools import chat_tools
+from gateway.requests.responses_body import (
+    ChosenTool,
+    Input,
+    ResponsesBody,
+    ResponseTool,
+    ResponseToolChoice,
+    TextFields,
+    chat_tools,
+    messages_of,
+)
+from shared.messages import SamplingParams
+
+_FORMAT_NAME = "response"  # of a schema whose request did not name it: OpenAI's clients read one
+
+
+def repeated(fields: ResponsesBody) -> dict[str, Any]:
+    effort, summary = (fields.reasoning.effort, fields.reasoning.summary) if fields.reasoning else (None, None)
+    return {
+        "background": bool(fields.background),
+        "frequency_penalty": fields.frequency_penalty or 0.0,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "presence_penalty": fields.presence_penalty or 0.0,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": summary},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": "default",
+        "store": fields.store is not False,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "text": _text(fields.text),
+        "tool_choice": _tool_choice(fields.tool_choice),
+        "tools": [_tool(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "truncation": fields.truncation or "disabled",
+        "user": fields.user,
+    }
+
+
+def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: SamplingParams) -> dict[str, Any]:
+    """`said`: of repeated(), or nothing. What the request left open is as the engine was told: a model has defaults."""
+    named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
+    return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}
+
+
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    """`strict` is null where the request leaves it open: arguments follow the schema where a call is forced."""
+    return msgspec.to_builtins(tool)  # type: ignore[no-any-return]
+
+
+def _tool_choice(choice: ResponseToolChoice | None) -> str | dict[str, Any]:
+    if not isinstance(choice, ChosenTool):
+        return choice or "auto"
+    if choice.type == "function":
+        return {"type": choice.type, "name": choice.name}
+    tools = [{"type": tool.type, "name": tool.name} for tool in choice.tools or ()]
+    return {"type": choice.type, "mode": choice.mode or "auto", "tools": tools}
+
+
+def _text(text: TextFields | None) -> dict[str, Any]:
+    """Null is left out: OpenAI's schema has none here but for `strict`."""
+    if text is None or text.format is None:
+        shown: dict[str, Any] = {"type": "text"}
+    else:
+        given = msgspec.to_builtins(text.format)
+        known = given if given["type"] == "json_schema" else {"type": given["type"]}
+        shown = {name: value for name, value in known.items() if value is not None}
+    if shown["type"] == "json_schema":
+        shown = {"name": _FORMAT_NAME, "strict": None, **shown}
+    verbosity = {} if text is None or text.verbosity is None else {"verbosity": text.verbosity}
+    return {"format": shown, **verbosity}
+
 
 EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are those of earlier responses
 _LOGPROBS = "message.output_text.logprobs"
@@ -159,3 +240,48 @@ def _worded(said: str) -> str:
     for chats, ours in _WORDS:
         said = said.replace(chats, ours)
     return said
+
+
+MAX_SUMMARY_TOKENS = 1024  # unless a request says more: a page, for a conversation of many
+USER_ITEMS = "user_items"  # of what is repeated: they stand beside the summary
+_ASK = (
+    "Sum up our conversation so far for somebody who goes on with it and sees nothing else of it. Keep what was asked, "
+    "what was decided and why, facts, names, numbers and results of tools, and what is still to be done. Write the "
+    "summary alone."
+)
+
+
+class CompactionBody(msgspec.Struct, kw_only=True):
+    """null is the same as absent."""
+
+    model: str | None = None
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
+    prompt_cache_key: str | None = None
+    # Beyond OpenAI's, as in a response.
+    max_output_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=128)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+    queue_timeout_seconds: Annotated[float, Meta(gt=0.0)] | None = None
+
+
+def parse_compaction(body: JsonBody) -> CompletionRequest:
+    """Raises InvalidRequest."""
+    fields = body.typed(CompactionBody)
+    check_history(fields.previous_response_id, body.given)
+    if fields.input is None:
+        raise MissingParameter("Missing required parameter: input.", param="input")
+    no_effect = NO_EFFECT | {EARLIER_ITEMS, "prompt_cache_retention"}
+    ignored = check_other_fields(CompactionBody, body.given, UNSUPPORTED, no_effect)
+    asked = ResponsesBody(store=False, **{name: getattr(fields, name) for name in CompactionBody.__struct_fields__})
+    request = response_request(asked, ignored, [MessageFields("user", _ASK)])
+    return replace(request, default_max_tokens=MAX_SUMMARY_TOKENS, repeated={USER_ITEMS: _user_items(body.given)})
+
+
+def _user_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The items of a checked body that the user said."""
+    if isinstance(given["input"], str):
+        return [{"role": "user", "content": given["input"]}]
+    return [item for item in given["input"] if item.get("role") == "user"]

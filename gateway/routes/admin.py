@@ -61,7 +61,7 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 def _asked(request: web.Request) -> list[Readiness]:
-    """Of the model that ?model= names, or of all: whoever asks that way asks for the gateway as a whole."""
+    """The readiness of the model that ?model= names, or of all: who asks that way asks for the gateway as a whole."""
     state, name = request.app[STATE], request.query.get("model")
     services = state.models if name is None else [state.service(name, request[ACCOUNT])]
     return [service.readiness() for service in services]

@@ -87,7 +87,7 @@ async def retrieve_batch(http: web.Request) -> web.Response:
 
 
 async def cancel_batch(http: web.Request) -> web.Response:
-    """What is in flight is withdrawn; results that are there become files."""
+    """Cancel a batch: what is in flight is withdrawn; results that are there become files."""
     folder = await _find(http)
     status = (await asyncio.to_thread(folder.read_progress)).status
     if status in ("failed", "completed"):

@@ -21,15 +21,14 @@ from gateway.answers.answering import answer
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.responses_format import ID_PREFIX
 from gateway.answers.responses_history import find_response, items_of, with_history
-from gateway.answers.responses_input import InputItemsBody, input_items
+from gateway.answers.responses_output import InputItemsBody, input_items
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.query_fields import query_choice, query_flag, query_number
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
 from gateway.requests.planning import encode_prompts
 from gateway.requests.responses_body import CountedBody, ResponsesBody
-from gateway.requests.responses_compaction import CompactionBody
-from gateway.requests.responses_schema import parse_response
+from gateway.requests.responses_schema import CompactionBody, parse_response
 from gateway.state import STATE, context_of, read_body
 from gateway.store.inference_client import StoreUnavailable
 

@@ -28,8 +28,8 @@ TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own lo
 
 
 def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share | None:
-    """Of one model, each of which counts for itself. None: the store has no limit, or there is nobody to share it with
-    (`ratio` 1)."""
+    """The share of one model, each of which counts for itself. None: the store has no limit, or there is nobody
+    to share it with (`ratio` 1)."""
     if not store_bytes or ratio >= 1:
         return None
     return Share(owner_key_hash, int(store_bytes * ratio / num_models))

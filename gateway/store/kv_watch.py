@@ -27,7 +27,7 @@ WAITING_SNAPSHOTS = 8  # of all workers of a model together
 
 @asynccontextmanager
 async def snapshots_of(watches: Sequence["KVWatch"]) -> AsyncIterator[AsyncIterator[KVSnapshot]]:
-    """Of several models as one."""
+    """The watch of several models as one."""
     queue: asyncio.Queue[KVSnapshot] = asyncio.Queue(WAITING_SNAPSHOTS * len(watches))
     async with AsyncExitStack() as stack:
         for watch in watches:

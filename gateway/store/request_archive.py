@@ -1,4 +1,4 @@
-"""What the store has of requests, running or ended, read by id or by their clients' own names."""
+"""The requests that the store has, running or ended, read by id or by their clients' own names."""
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -25,7 +25,7 @@ class RequestArchive:
         self._pool = FairPool(DECODING_THREADS)
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:
-        """What there is of them. Raises StoreUnavailable, and FormatError for what cannot be read."""
+        """The requests that there are. Raises StoreUnavailable, and FormatError for what cannot be read."""
         replies = await self._calls.ask(self.read(list(request_ids), FIELDS))
         return [
             await self.decode(_owner_of(fields), _length_of(journal), partial(stored_request, fields, journal))
@@ -40,16 +40,16 @@ class RequestArchive:
         return await self.decode(request.tenant, _length_of(journal), work)
 
     async def decode(self, key: Hashable, num_bytes: int, decode: Callable[[], _Decoded]) -> _Decoded:
-        """What it returns or raises. What is long is decoded beside the event loop, a journal at 20 us a token with its
-        log-probabilities: those of one key wait for each other, and for nobody else's."""
+        """Return or raise what `decode` does. Long ones are decoded beside the event loop, at 20 us a token with
+        its log-probabilities: those of one key wait for each other, and for nobody else's."""
         return await self._pool.run(key, num_bytes, decode, may_refuse=False)
 
     def close(self) -> None:
         self._pool.close()
 
     async def erase(self, request_ids: Iterable[str]) -> None:
-        """What was asked and answered, of requests that have ended. That they have is told a while longer, to gateways
-        that still read them. Raises StoreUnavailable."""
+        """Erase what was asked and answered, of requests that have ended. That they have is told a while longer, to
+        gateways that still read them. Raises StoreUnavailable."""
         await self._calls.ask(self._erase(list(request_ids)))
 
     async def named(self, digest: str) -> tuple[str, str] | None:

@@ -62,7 +62,7 @@ class _ChoiceTokens:
         return bool(token_ids)
 
     def read(self, request_id: str) -> TokenEvent:
-        """What came since the last read, or the first of it: then it is still queued."""
+        """The tokens that came since the last read, or the first of them: then it is still queued."""
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
         self.is_queued = end < len(self.tokens)

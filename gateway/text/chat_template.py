@@ -58,7 +58,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """What is rendered inside, in this thread or task, ends within about `seconds`."""
+    """Limit what is rendered inside, in this thread or task: it ends within about `seconds`."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -252,7 +252,7 @@ def _strftime_now(form: str) -> str:
 
 
 def told_of_tools(messages: Sequence[ChatMessage], tools: Iterable[Mapping[str, Any]]) -> list[ChatMessage]:
-    """The same chat without tool messages and calls."""
+    """A chat without tool messages and calls, which are told in words."""
     told = [_in_words(message) for message in messages]
     definitions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if not definitions:

@@ -1,4 +1,4 @@
-"""What a model's makers would have a request sampled with that does not say: generation_config.json -> defaults. Pure.
+"""Defaults of sampling as a model's makers would have them, for requests that do not say: generation_config.json. Pure.
 
 The fields are those that vLLM takes from there; `do_sample` is not among them: a request without a temperature is
 sampled. Does not know who uses them: requests/planning.py puts them where a request names nothing.

@@ -105,7 +105,7 @@ def _numbers(logprobs: list[float]) -> list[bytes]:
 
 
 def _interleaved(*columns: Sequence[bytes]) -> list[bytes]:
-    """Of one length: the first of each, the second of each, and so on."""
+    """The columns, of one length, as one: the first of each, the second of each, and so on."""
     pieces = [b""] * (len(columns) * len(columns[0]))
     for place, column in enumerate(columns):
         pieces[place :: len(columns)] = column

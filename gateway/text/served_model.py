@@ -1,4 +1,4 @@
-"""What the gateway needs of a model directory: tokenizer, chat template, end-of-sequence ids, context length.
+"""A model directory as the gateway needs it: tokenizer, chat template, end-of-sequence ids, context length.
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json; never weights.
 The directory appears as a whole (it is renamed into place), so it is complete once config.json is there.
@@ -61,7 +61,7 @@ def tokenizer_info(config: Mapping[str, Any], tokenizer: Tokenizer, chat_templat
 
 
 def token_text(token: Any) -> str | None:
-    """Of a special token, which is written as its text or as an object that has it."""
+    """The text of a special token, which is written as such or as an object that has it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -85,7 +85,7 @@ class ServedModel:
     fingerprint: str  # of all that is read of the model here, and of the release
     tokenizer_info: dict[str, Any]
     defaults: dict[str, Any]  # of what a request does not say
-    tells_thoughts: bool = False  # by the option of a reasoning parser
+    tells_reasoning: bool = False  # by the option of a reasoning parser
     tool_call_parser: str = "auto"  # the option
 
 
@@ -134,7 +134,7 @@ def _encoder(directory: Path, tokenizer_config: dict[str, Any], source: str | No
 
 
 def _fingerprint(directory: Path) -> str:
-    """The same at every gateway of a release that has these files; how weights are stored stands in config.json."""
+    """A digest, the same at every gateway of a release with these files; how weights are stored is in config.json."""
     digest = hashlib.sha256(VERSION.encode())
     for name in _FILES:
         path = directory / name

@@ -107,7 +107,7 @@ class TokenSpellings:
         return b'"token_id:%d"' % token_id if self._by_id else self._decoded(token_id)
 
     def _decoded(self, token_id: int) -> bytes:
-        """What its bytes alone decode to, with U+FFFD for parts of a character."""
+        """The text that its bytes alone decode to, with U+FFFD for parts of a character."""
         return _encode(self._token_bytes.of(token_id).decode(errors="replace"))
 
     def _bytes(self, token_id: int) -> bytes:

@@ -61,7 +61,7 @@ class PromptEncoder:
 
     @property
     def template_source(self) -> str:
-        """Of the chat template; empty if there is none."""
+        """The source of the chat template; empty if there is none."""
         return self._chat_template.source if self._chat_template is not None else ""
 
     def has_special(self, text: str) -> bool:
@@ -69,7 +69,7 @@ class PromptEncoder:
         return text in self._special_ids
 
     def special_id(self, text: str) -> int | None:
-        """Of a special token; None if `text` is none."""
+        """The id of a special token; None if `text` is none."""
         return self._special_ids.get(text)
 
     def render_chat(
@@ -141,7 +141,7 @@ class PromptEncoder:
         return self._prefix_ids + token_ids + self._suffix_ids if add_special_tokens else token_ids
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """What `add_special_tokens` puts before and behind a text."""
+        """The ids that `add_special_tokens` puts before and behind a text."""
         self._special_id_set = frozenset(self._special_ids.values())
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a", add_special_tokens=True).ids
@@ -209,7 +209,7 @@ class IncrementalDetokenizer:
         return self.flush() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
-        """What is held back, now, as far as it can be told."""
+        """The text that is held back, now, as far as it can be told."""
         text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
         self._pending.clear()
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)

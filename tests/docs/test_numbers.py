@@ -39,7 +39,7 @@ NUMBERS = [
     ("operations.md", r"keeps an ended request for (\w+) minutes", "shared.new_requests:KEEP_SECONDS", 60),
     ("clients.md", r"`expires_after` may be (\d+) s", "gateway.routes.files:MIN_EXPIRY_SECONDS", 1),
     ("clients.md", r"sum a conversation up, in ([\d,]+) tokens",
-     "gateway.requests.responses_compaction:MAX_SUMMARY_TOKENS", 1),
+     "gateway.requests.responses_schema:MAX_SUMMARY_TOKENS", 1),
     ("clients.md", r"more than (\d+) is refused, as vLLM", "shared.messages:MAX_LOGPROBS", 1),
     ("structured-output.md", r"A grammar has (\d+) KiB at most", "shared.grammars:MAX_GRAMMAR_BYTES", 2**10),
     ("reliability.md", r"not ready after (\d+) s without a step", "gateway.admission:STALLED_AFTER_SECONDS", 1),

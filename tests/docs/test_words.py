@@ -27,8 +27,8 @@ FOLDERS = (
 )
 SUFFIXES = {".py", ".lua", ".md", ".toml", ".js"}
 HERE = ("docs/architecture.md", "tests/docs/test_words.py")  # which name the words
-WORDS_LEFT = {"gateway": 54, "tests": 1}
-DOCSTRINGS_LEFT = {"gateway": 132, "tests": 97}
+WORDS_LEFT = {"gateway": 1, "tests": 1}  # an error message that clients have seen, and its test
+DOCSTRINGS_LEFT = {"tests": 97}
 
 _NO_SUBJECT = re.compile(r"(Of|Those|The same|So many|What|Where)\b")
 
