@@ -99,7 +99,7 @@ class EngineSession:
 
 
 def step_figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Of at least one step. Raises NoSteadyStep."""
+    """Figures of at least one step. Raises NoSteadyStep."""
     if not seconds:
         raise NoSteadyStep
     ordered = sorted(seconds)
