@@ -17,6 +17,8 @@ TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 ARGS ?=
 # A pytest process for each core (tests/parallel.py says which tests stay together); each has torch and its servers in memory.
 PARALLEL = -n logical --maxprocesses 4 --dist loadfile
+# Machines of CI often forbid bytecode: then every process of a test, servers too, compiles its sources anew (2 to 10 s).
+export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
@@ -102,7 +104,7 @@ $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed
 # Foreign clients of the API (tests/clients) in an environment of their own: their pins and ours exclude each other.
 $(VENV)/clients/.installed: requirements/clients.txt tests/clients/npm/package-lock.json $(VENV)/.dev-installed
 	$(PYTHON) -m venv --without-pip $(VENV)/clients
-	$(BIN)/uv pip install --quiet --python $(VENV)/clients --require-hashes -r requirements/clients.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV)/clients --require-hashes -r requirements/clients.txt
 	@if command -v npm > /dev/null; then cp tests/clients/npm/package*.json $(VENV)/clients && \
 		npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/clients; fi
 	@touch $@
