@@ -73,6 +73,7 @@ class Faults:
     # and zombies alone must show that one lets them in.
     cut_off_seconds: float = 0.04
     claims_what_runs: bool = False  # second entries too, whose claims the worker then ignores
+    num_spared_workers: int = 1  # they live for ever: only they show whether entries of lost reads are found again
 
     @property
     def stream_class(self) -> type[RequestStream]:
@@ -307,10 +308,9 @@ class World:
             await self.until_answered(lambda worker=worker: reap_worker(self.scripts, worker.worker_id))
 
     async def bring_disasters(self) -> None:
-        """Worker 0 lives for ever: only it shows whether entries of lost reads are found again."""
         while True:
             await asyncio.sleep(self.random.random() * 0.08)
-            slot = self.random.randrange(1, len(self.workers))
+            slot = self.random.randrange(self.faults.num_spared_workers, len(self.workers))
             if self.random.random() < 0.5:
                 self.tally.kills += 1
                 self.workers[slot].killed.set()
@@ -397,6 +397,7 @@ class World:
         _require(terminal is not None, f"{request_id} has no end")
         if request_id not in self.cancelled:
             self.answers[request_id], self.endings[request_id] = tokens, terminal
+            await self._check_answer(request_id)  # and at the end, in case that somebody wrote afterwards
 
     async def _accept_again(self, request: GenerationRequest) -> None:
         again = self.scripts.accept(
@@ -435,16 +436,19 @@ class World:
             self.published += [event for event in events if isinstance(event, TokenEvent)]
 
     async def check_answers(self) -> None:
-        journals: dict[str, list[int]] = {}
-        for request_id, tokens in self.answers.items():
-            stored = await self.connections.commands.get(self.keys.journal(request_id))
-            journals[request_id] = self._decoded_journal(request_id, stored or b"")
-            _require(tokens == journals[request_id], f"{request_id}: the client's stream is not the journal")
-            await self._check_end(request_id, len(tokens))
+        journals = {request_id: await self._check_answer(request_id) for request_id in self.answers}
         for event in self.published:
             if (journal := journals.get(event.request_id)) is not None:
                 held = journal[event.index : event.index + len(event.token_ids)]
                 _require(held == event.token_ids, f"{event.request_id}: published tokens are not in the journal")
+
+    async def _check_answer(self, request_id: str) -> list[int]:
+        """Returns the tokens of its journal."""
+        stored = await self.connections.commands.get(self.keys.journal(request_id))
+        journal = self._decoded_journal(request_id, stored or b"")
+        _require(self.answers[request_id] == journal, f"{request_id}: the client's stream is not the journal")
+        await self._check_end(request_id, len(journal))
+        return journal
 
     def _decoded_journal(self, request_id: str, stored: bytes) -> list[int]:
         try:
@@ -461,9 +465,7 @@ class World:
             _require(terminal.usage.completion_tokens == num_tokens, f"{request_id}: usage is wrong")
             _require(request_id not in self.poisons, f"{request_id} is poison and finished")
             return
-        self.tally.dead_letters += 1
         _require(int(stored[b"strikes"]) >= 3 or int(stored[b"attempt"]) >= 10, f"{request_id}: given up too early")
-        self.tally.innocent_dead_letters += request_id not in self.poisons
 
     async def check_store_is_empty(self, timeout_seconds: float) -> None:
         """Cancelled entries may need another claim or re-read to go."""
@@ -519,6 +521,9 @@ async def run_world(
         for worker in world.workers:
             worker.awake.set()
         await world.check_answers()
+        given_up = [request_id for request_id, end in world.endings.items() if isinstance(end, ErrorEvent)]
+        world.tally.dead_letters = len(given_up)
+        world.tally.innocent_dead_letters = len(set(given_up) - world.poisons)
         await world.check_store_is_empty(stall_seconds)
     finally:
         world.tally.journal_reads = sum(gateway.counts.num_journal_reads for gateway in world.gateways)

@@ -89,7 +89,10 @@ MUTANTS = {
         Faults(cut_off_seconds=0, lua=patched(("unclaim", "'state', 'queued', 'entry', again", "'state', 'queued'"))),
         "stalled",
     ),
-    "own pending entries are not read again": (Faults(never_rereads=True, cut_off_seconds=0), "stalled"),
+    "own pending entries are not read again": (
+        Faults(never_rereads=True, cut_off_seconds=0, num_spared_workers=3),
+        "stalled",
+    ),
 }
 
 
