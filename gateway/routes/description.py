@@ -5,6 +5,7 @@ No request's way leads through it, and it knows no route by name.
 """
 
 from collections.abc import Iterable
+from functools import cache
 
 import msgspec
 from aiohttp import web
@@ -14,9 +15,14 @@ from gateway.openapi import Operation, describe
 OPERATIONS = (Operation(method="GET", path="/openapi.json", summary="This description", answer=dict),)
 
 
+@cache  # 50 ms of CPU: a process with many gateways, as in tests, makes it once
+def _document(operations: tuple[Operation, ...]) -> bytes:
+    return msgspec.json.encode(describe(operations))
+
+
 def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
     """`operations`: those of every other module of routes that is served."""
-    document = msgspec.json.encode(describe([*operations, *OPERATIONS]))
+    document = _document((*operations, *OPERATIONS))
 
     async def show_description(request: web.Request) -> web.Response:
         return web.Response(body=document, content_type="application/json")
