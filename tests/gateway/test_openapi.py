@@ -93,6 +93,9 @@ async def test_a_usual_answer_is_as_described(gateway: Gateway, method: str, pat
     jsonschema.validate(answer, schema | {"components": document["components"]}, jsonschema.Draft202012Validator)
 
 
+@pytest.mark.timeout(
+    600
+)  # some thousand requests of a process of its own: 10 CPU seconds, which a busy machine spreads
 async def test_every_answer_is_as_described_and_none_is_a_fault(gateway: Gateway, tmp_path: Path) -> None:
     gateway.engine.script = says([5, 6], [7])
     # /debug/kv/stream has no end, /v1/embeddings answers 501 by design, and four routes have two paths. The rest:

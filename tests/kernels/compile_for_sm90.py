@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -192,6 +193,7 @@ def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
     }
 
 
+@cache  # the same kernel is launched by several cases
 def _ptxas(ptx: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
