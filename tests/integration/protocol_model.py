@@ -94,6 +94,7 @@ class Tally:
     lost_replies: int = 0
     lost_messages: int = 0
     journal_reads: int = 0
+    events: int = 0
     repeated_tokens: int = 0
     dead_letters: int = 0
     innocent_dead_letters: int = 0
@@ -291,6 +292,12 @@ class World:
 
     # -- disasters
 
+    async def _go_on(self, num_events: int) -> None:
+        """Disasters wait for answers to go on: else a busy machine had so many that each request dies of them."""
+        due = self.tally.events + num_events
+        while self.tally.events < due:
+            await asyncio.sleep(0.002)
+
     async def keep_worker(self, slot: int) -> None:
         """The supervisor of one worker: whenever it ends, its requests are requeued and a new one starts."""
         while True:
@@ -310,6 +317,7 @@ class World:
     async def bring_disasters(self) -> None:
         while True:
             await asyncio.sleep(self.random.random() * 0.08)
+            await self._go_on(12)
             slot = self.random.randrange(self.faults.num_spared_workers, len(self.workers))
             if self.random.random() < 0.5:
                 self.tally.kills += 1
@@ -326,6 +334,7 @@ class World:
         """Ends requests of gateways that only seemed to be gone, and that come back at once."""
         while True:
             await asyncio.sleep(self.random.random() * self.faults.cut_off_seconds)
+            await self._go_on(3)
             client = self.random.choice(self.gateways)
             accepted = [stream.request for stream in client.streams if stream.is_accepted]
             candidates = [request for request in accepted if self.cut_offs[request.request_id] < MAX_CUT_OFFS]
@@ -383,6 +392,7 @@ class World:
         tokens: list[int] = []
         terminal = None
         async for event in stream:
+            self.tally.events += 1
             self.tally.last_progress = time.monotonic()
             _require(terminal is None, f"{request_id} got {event} after its end")
             if isinstance(event, TokenEvent):
