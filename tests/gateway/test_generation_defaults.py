@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.requests.generation_fields import SamplingFields
+from gateway.requests.responses_schema import with_what_held
 from gateway.text.served_model import load_served_model
 from shared.messages import SamplingParams
 from shared.model_files import ModelFilesError
@@ -67,6 +69,17 @@ async def test_what_a_request_names_wins_also_where_it_is_neutral(start_gateway:
     assert of(sampling) == HELD | {"temperature": 0.0}
     sampling, answer = await told(gateway, "/v1/responses", input="hi", temperature=0, top_p=0.5)
     assert (answer["temperature"], answer["top_p"]) == (0, 0.5) and (sampling.temperature, sampling.top_p) == (0, 0.5)
+
+
+def test_an_answer_that_is_read_again_tells_what_held_when_it_was_made() -> None:
+    """Its body says nothing of it, and the gateway that reads it may have other defaults."""
+    said, sampling = (
+        {"temperature": 1.0, "top_p": 1.0, "store": True},
+        SamplingParams(max_tokens=1, seed=0, temperature=0.6),
+    )
+    held = with_what_held(said, SamplingFields(top_p=0.5), sampling)
+    assert held == {"temperature": 0.6, "top_p": 0.5, "store": True}
+    assert with_what_held({}, SamplingFields(), sampling) == {}
 
 
 async def test_a_beam_search_does_not_sample(start_gateway: Any, tmp_path: Path) -> None:
