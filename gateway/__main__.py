@@ -1,6 +1,8 @@
 """python -m gateway: settings -> client -> app -> serve until SIGTERM, then let open streams end.
 
 Listens at once; until the model's files and a worker are there, inference routes answer 503 and /ready tells why.
+
+It runs before any walk. It knows the process alone: no route, no request, no model's text.
 """
 
 import asyncio

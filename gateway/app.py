@@ -1,4 +1,7 @@
-"""create_app(): the composition root of the gateway. The life of its parts is in cleanup_ctx; nothing is global."""
+"""create_app(): the composition root of the gateway. The life of its parts is in cleanup_ctx; nothing is global.
+
+It runs before every walk, and names the middlewares that a chat's way in begins with. It knows no request.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Work that outlives the request handler which began it."""
+"""Work that outlives the request handler which began it.
+
+A chat's way back ends here, where its client has gone before its end. It knows nothing of what the work does.
+"""
 
 import asyncio
 from collections.abc import Coroutine

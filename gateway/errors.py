@@ -34,6 +34,8 @@
 
 Pure: knows nothing of aiohttp. Messages name the field and what was allowed; they never carry paths, addresses or
 anything a client has not sent itself.
+
+Every walk through the gateway may end with one of them. It knows no request.
 """
 
 import math

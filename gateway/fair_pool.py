@@ -7,6 +7,8 @@ thread at a time, so the backlog of one delays nobody else's work at all, and th
 Work that is sure to be short is done at once, in the caller's own turn. A piece whose caller has gone is not begun.
 All but the work itself happens on the event loop; what is run should give up the interpreter's lock, as tokenizers
 and llguidance do: Python code of it shares the loop's processor.
+
+A chat's way in, where its body is decoded, validated and encoded. It knows keys and sizes, and not what the work is.
 """
 
 import asyncio

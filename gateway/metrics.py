@@ -5,6 +5,8 @@
     generate_latest(metrics.exposed)
 
 Steps, KV blocks and queue time within the engine are the worker's; names do not overlap.
+
+Beside every walk, which it counts and times. It decides nothing, and knows no text and no key.
 """
 
 from bisect import bisect_left

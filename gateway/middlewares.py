@@ -3,6 +3,8 @@
 Every route is charged to the account of its key before its body is read, but for UNCHARGED ones: one that is added
 later is charged too. What a limit refuses has cost nothing; what is let in counts as a request, also when it ends in an
 error. A trace is its client's, or begins here, and is handed on to the worker with the request.
+
+A chat's way in, in its first step. It knows no body and no model.
 """
 
 import logging

@@ -2,6 +2,8 @@
 
 Each module of routes has a table `OPERATIONS` beside its `routes()`: one entry a method and path. A test says which
 route has none, and schemathesis holds the answers of a running gateway against what is said here.
+
+Beside every walk: it is made once, at the start. It knows no request.
 """
 
 import re

@@ -1,6 +1,8 @@
 """The gateway's options: one frozen object, read once at start from flags, environment and file (shared/settings.py).
 
 Flags keep vLLM's names where both have the option. Does not know how an option is used.
+
+It is read before any walk.
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
 A kept answer is rebuilt from the body that was stored, by any gateway and at any time: reading and writing must depend
 on nothing but body and tokens.
+
+A chat's way in, where its body is decoded and parsed, and the way back, where a format is made. It knows no request.
 """
 
 from collections.abc import Callable

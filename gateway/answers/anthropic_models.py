@@ -1,4 +1,7 @@
-"""The served models as Anthropic's clients list them. Pure."""
+"""The served models as Anthropic's clients list them. Pure.
+
+`GET /v1/models` answers with it, beside every walk. It knows neither whether a model is ready nor who asks.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime

@@ -3,6 +3,8 @@
 The order of a stream's events: message_start, then for each block (thinking, text, tool_use) content_block_start,
 content_block_delta ..., content_block_stop, then message_delta (stop_reason, usage), message_stop. An error is the
 stream's last event. There is one choice.
+
+A token's way back at /v1/messages, in its last step. It knows no connection, no tokens and no store.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

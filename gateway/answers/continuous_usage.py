@@ -3,6 +3,8 @@
 As vLLM has it, each chunk of a choice counts more tokens than the one before it: tokens that came together are counted
 one by one, and an end without a token of its own is told in the chunk of the last token. That one waits for its end
 where it can be nothing but the last; elsewhere both are in one chunk if they are there together.
+
+A token's way back, between its text and its chunk, where every chunk counts. It knows no JSON and no connection.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

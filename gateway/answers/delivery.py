@@ -1,4 +1,7 @@
-"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body."""
+"""An answer on its way to its client: updates of its choices as events of a stream, or collected into one body.
+
+A token's way back, where its text becomes bytes and these leave. It knows no API's form and no store.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

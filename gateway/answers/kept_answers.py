@@ -1,6 +1,8 @@
 """Kept answers in the store: found by id or by their client's own name, and read from their first token again.
 
 Whoever asks with another key than the one that made the request is told that there is none.
+
+The way in of who asks again, in place of planning. It knows no format of answers and writes none.
 """
 
 import re

@@ -5,6 +5,8 @@
 What comes is handed to the sink by the task that hears of it, while the key's slice of the event loop lasts: to wake a
 task of the answer's own took 6 us a token. That one waits here, for the end, for what went wrong, and for a sink that
 does not keep up. Knows nothing of what is made of the answer.
+
+A token's way back, where its key has a turn.
 """
 
 import asyncio

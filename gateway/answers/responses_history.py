@@ -2,6 +2,8 @@
 
 The body that is stored has all items of the conversation, so an answer can be given again, and continued, when those
 before it are gone. Instructions are each request's own, as OpenAI has it.
+
+A response's way in, between decoding and validation. It knows no form of items but that they are a list.
 """
 
 import json

@@ -9,6 +9,8 @@ Of a body only what its answer is written by is stored. The tokens of a prompt, 
 request that the worker gets. Fields that only made those are left out, and so are fields without effect and the values
 of unknown ones: their names are told again with the answer. The result is a body of its kind, read like any other; a
 long one is packed.
+
+A chat's way in, where it is asked whether the answer is kept. It knows no store: what is kept travels with ACCEPT.
 """
 
 import hashlib

@@ -8,6 +8,8 @@
 
 A new answer is an AnswerSubmission. A kept one is attached to in its place (KeptSubmission), and given from its
 beginning or from the event at which a stream was cut.
+
+A chat's way in, in its last step before the store, and its way back as a whole. It knows no field of any body.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,1 +1,4 @@
-"""Who may use the gateway, from where, and how much of it."""
+"""Who may use the gateway, from where, and how much of it.
+
+A chat's way in begins here, before its body is read.
+"""

@@ -11,6 +11,8 @@ has been made to point to 127.0.0.1 (DNS rebinding), with the answer too. Progra
     Sec-Fetch-Site   says whose page asks; browsers send it to 127.0.0.1 and localhost since 2023, no script can set it
     Origin           the same from older ones, with everything but plain GETs
     Host             the name in the page's address: a rebound one is a public name, which has a dot
+
+A chat's way in, around every route. It knows no body and no model.
 """
 
 import asyncio

@@ -11,6 +11,8 @@
     highest_priority_class = "batch"  # its requests wait behind those of `interactive` ones, whatever they ask for
 
 `pagestream new-key NAME` makes a key and its entry.
+
+A chat's way in asks it for the key that is shown.
 """
 
 import hashlib

@@ -4,6 +4,8 @@ Of requests at once there are two counts: answers that are generated, and all ot
 which do not take the places of the first. An answer that goes on without its client keeps its place, which all who read
 it at this gateway share: its client can still read it, or cancel it. Each gateway process counts for itself, so behind
 N of them a key can spend N times its limits.
+
+A chat's way in, around every route, and once more where tokens are known. It knows no HTTP and no store.
 """
 
 from collections import Counter

@@ -8,6 +8,8 @@ lock            held by the one gateway that drives the batch; the kernel drops 
 unknown-since   when its owner's key was first missing; gone when the key is back
 cancel          there as soon as somebody cancels it; any gateway may write it
 output.jsonl, errors.jsonl   results as they come; they become files at the end
+
+Beside the walks: driver.py and service.py read and write by it. It knows no request, no key's limits and no answer.
 """
 
 import contextlib

@@ -3,6 +3,8 @@
 What is in the directory is the truth, and this its index: made anew from it (reconcile() of the stores) if it is lost.
 Room is taken here before it is used there, in one transaction with the sums: gateways and uploads see each other. Its
 journal is rolled back, not written ahead, which works wherever file locks do. Blocking; for any thread.
+
+Beside the walks: the stores of files and batches ask it before they write. It knows no line and no answer.
 """
 
 import errno

@@ -1,6 +1,8 @@
 """The file system as files and batches need it: whole writes, locks that end with their process, sizes. Blocking.
 
 The directory may be shared by gateways of one machine, or of several if its file system has flock and rename.
+
+Beside the walks, under every other file here. It knows no file's meaning.
 """
 
 import asyncio

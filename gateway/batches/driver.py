@@ -7,6 +7,8 @@
 Whatever step is cut off is done again by the next driver: what has a result is not asked again, what is in flight is
 attached to. A line that was not begun before a cancel has the error `batch_cancelled`, so each has exactly one result.
 A batch may leave before its end, for another owner's turn or until its key may spend again; then it holds nothing here.
+
+Before a line's way in, and behind its way back. It knows no HTTP and no API: line_answers.py does.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 Some stay free of those that hold any, however many these are, so the first line of another one need not wait for an
 answer to end.
+
+A line's way in waits here for its place. It knows owners and places, and nothing of lines.
 """
 
 import asyncio

@@ -3,6 +3,8 @@
 files/<id>.json    its record, written last and deleted first: what has none is no file
 files/<id>.jsonl   its content
 parts/<id>         an upload on its way, locked by the process that receives it
+
+Beside the walks: routes/files.py and the batches ask it. It knows no line and no HTTP.
 """
 
 import os

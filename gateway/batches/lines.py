@@ -4,6 +4,8 @@
 
 What is wrong with the form of a line is a problem, told with its number before anything is computed. What is wrong with
 the body of its request is told as that line's result, by the same checks as over HTTP.
+
+A line's way in begins here. It knows no store of files and no key.
 """
 
 from dataclasses import dataclass

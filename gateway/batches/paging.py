@@ -1,4 +1,7 @@
-"""`limit` and `after` of a list. Pure."""
+"""`limit` and `after` of a list. Pure.
+
+Beside the walks: the lists of files and of batches are cut by it. It knows nothing of what is listed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
 Without a limit of its own a key may have as many bytes as it leaves free: one alone has half, two have a third each. So
 there is room for a key that has none, however many others take all they can get.
+
+Beside the walks: catalog.py asks it. It knows no disk and no SQL.
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
 files/<id>.json     FileRecord     beside it files/<id>.jsonl, the content
 batches/<id>/       batch.json = BatchRecord, progress.json = BatchProgress, and what batch_store.py says
+
+Beside the walks: what the stores of files and batches read and write. It knows no disk.
 """
 
 import re

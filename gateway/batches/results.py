@@ -2,6 +2,8 @@
 
 Room on the disk is taken before a result is written, and beforehand so much that every line can have one that says that
 there was none for its answer.
+
+Behind a line's way back. It knows no request, only the bytes of what was answered.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""How many lines of one batch may be in flight, by number and by bytes: bodies of 2 MiB are none to have 64 of."""
+"""How many lines of one batch may be in flight, by number and by bytes: bodies of 2 MiB are none to have 64 of.
+
+Before a line's way in: driver.py asks it how many to begin. It knows no key and no other batch.
+"""
 
 import asyncio
 

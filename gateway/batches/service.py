@@ -3,6 +3,8 @@
 A batch is begun by the gateway that created it, and taken over by any other as soon as its lock is free. Owners have
 equal shares of what is driven (turns.py), and of the lines in flight (fair_slots.py). A batch whose key may not spend
 now, or is not known here, is not driven: it waits in the directory and takes nobody's place.
+
+Beside the walks: app.py runs it as long as the gateway. It knows no line: driver.py does.
 """
 
 import asyncio

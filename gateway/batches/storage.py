@@ -1,4 +1,7 @@
-"""A directory of files and batches, with its catalog and what keeps both in order. Blocking."""
+"""A directory of files and batches, with its catalog and what keeps both in order. Blocking.
+
+Beside the walks: service.py and the routes of files and batches have it. It knows no request.
+"""
 
 from pathlib import Path
 

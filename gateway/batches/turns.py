@@ -1,4 +1,7 @@
-"""Which batch gives way to another owner's when a gateway drives as many as it may. Pure."""
+"""Which batch gives way to another owner's when a gateway drives as many as it may. Pure.
+
+Beside the walks: service.py asks it. It knows owners and times, and nothing of what a batch holds.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""A multipart upload, received into a part file: never in memory as a whole, and within limits of size and time."""
+"""A multipart upload, received into a part file: never in memory as a whole, and within limits of size and time.
+
+Beside the walks: POST /v1/files reads its body by it. It knows no line of what it receives.
+"""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Which requests are answered in Anthropic's words, and the id by which its clients know them."""
+"""Which requests are answered in Anthropic's words, and the id by which its clients know them.
+
+Around every route: middlewares.py asks it which form an error has. It knows no body.
+"""
 
 from aiohttp import web
 

@@ -5,6 +5,8 @@
 
 How the choices of one request interleave depends on when their tokens came. What each choice says does not, so counts
 by choice mean the same at every gateway, however often the stream is cut.
+
+A token's way back, behind its format, where the answer is kept. It knows an event's end, and nothing of what it says.
 """
 
 import re

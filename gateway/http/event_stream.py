@@ -4,6 +4,8 @@ aiohttp writes the head and the end. Events in between go to the transport at on
 two coroutines, three buffers and 2.5 us an event, and only a coroutine can call it. The watch looks at every stream on
 its own tick, because a timer a stream would have to be moved with every token. Knows the bytes of a comment, no other
 content.
+
+A token's way back, in its very last step.
 """
 
 import asyncio

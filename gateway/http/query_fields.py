@@ -1,4 +1,7 @@
-"""Fields of a URL's query -> values, or an error that names the field and what was allowed. Pure."""
+"""Fields of a URL's query -> values, or an error that names the field and what was allowed. Pure.
+
+Beside the walks: routes that read read their queries by it. It knows no route.
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -2,6 +2,8 @@
 
 No `event:` names on OpenAI's routes; one line of JSON an event; `[DONE]` last. An error after the headers is an event
 of its own, never a silent end. Comments keep idle connections alive and are skipped by every client.
+
+A token's way back, in its last steps: formats write by it. It knows no connection.
 """
 
 from typing import Any

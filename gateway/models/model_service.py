@@ -2,6 +2,8 @@
 table of all, in which the `model` of a request chooses one by its name or an alias.
 
 What all models share (open requests, background work, turns of the event loop) is handed in. Knows no HTTP.
+
+A chat's way in, where its model is found and it is let in.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 For answers whose grammar leaves the model that choice (requests/call_grammar.py). An answer may then have whatever
 looks like a call in it, in a string, say: it stays what it is.
+
+A token's way back, between its text and its message. It knows no request and no grammar.
 """
 
 from collections.abc import Iterator, Sequence

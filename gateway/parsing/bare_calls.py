@@ -10,6 +10,8 @@ is one of the tools that were offered: any other JSON is an answer. What may bec
 or cannot be. From there on the family's own parser reads, which this one wraps.
 
 Does not know the tools' schemas: arguments are the model's own, as in marked calls.
+
+A token's way back, between its text and its message.
 """
 
 from collections.abc import Collection, Iterator

@@ -5,6 +5,8 @@
 The arguments are handed on as they are written, from the moment the name is known. Not a validator: what is between the
 braces of the arguments is the model's own. Where the functions are named, an object of other keys, or of another
 function, is none that calls, and that is told with the first character that shows it.
+
+A token's way back, within a call of a tool. It knows no schema.
 """
 
 import json

@@ -4,6 +4,8 @@
     delta = parser.push(text)                             with is_last at the end
 
 Content is what the parser of reasoning leaves; the one of tools reads that. Ids are the caller's, by the call's number.
+
+A token's way back, behind its text. It knows no family of models: its parsers do.
 """
 
 from collections import defaultdict

@@ -3,6 +3,8 @@
 A parser reads text in whatever pieces it comes and says what each stretch of it is, as soon as that is certain. The
 parts do not depend on the pieces, so a streamed answer is the whole one, cut. Text that was taken for a call and is
 none comes back as content: nothing but tags and white space around them is ever dropped.
+
+A token's way back, behind its text: every parser is made of these. It knows no family of models.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,6 +4,8 @@
     deepseek_r1   everything up to </think>: the prompt ends with <think> already, and the model may repeat it
 
 White space behind a tag is dropped, and so are the tags.
+
+A token's way back, behind its text. It knows no call and no request.
 """
 
 from collections.abc import Callable, Iterator

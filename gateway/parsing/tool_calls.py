@@ -5,6 +5,8 @@ llama3_json   the answer begins with {"name": ..., "parameters": {...}} or <|pyt
 mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} (since v11)
 listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
 named         the arguments alone: what the grammar of a named call writes
+
+A token's way back, behind its text. It knows no schema and no request.
 """
 
 import re

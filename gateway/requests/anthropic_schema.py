@@ -4,6 +4,8 @@ Said in the words of a chat (anthropic_blocks.py); what would change the answer 
 openai_schema.py. A `system` text is the chat's first message; a system's message among the others stays where it is.
 `output_config.format` is followed as a response format. Reasoning is told if `thinking` asks for it: `enabled` takes
 a parser of it, `adaptive` does without and then does not think. Its budget is not enforced.
+
+A message's way in, where its body is checked. It knows no tokens and no store.
 """
 
 from dataclasses import replace
@@ -27,7 +29,6 @@ from gateway.requests.generation_fields import StopString
 from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     ChatBody,
-    ChatPrompt,
     CompletionRequest,
     ContentPart,
     MessageFields,
@@ -121,12 +122,9 @@ def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> 
     except InvalidRequest as error:
         param = error.param and _worded(error.param, fields)
         raise type(error)(_worded(error.message, fields), param=param, code=error.code) from error
-    (prompt,) = request.prompts
-    assert isinstance(prompt, ChatPrompt)
-    prompt = replace(prompt, thinks_only_if_told_apart=_may_think(fields))
     return replace(
         request,
-        prompts=(prompt,),
+        reasons_only_if_told_apart=_may_think(fields),
         grammar=_in_our_words(request.grammar, fields),
         answer_grammar=_in_our_words(request.answer_grammar, fields),
     )

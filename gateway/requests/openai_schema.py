@@ -4,6 +4,8 @@ The types are the validation: msgspec checks them while it decodes and names the
 further fields: known ones without effect here (`user`), silently taken; known ones that would change the answer and are
 not supported, refused unless at their neutral value; unknown ones, taken and listed in `ignored`, so that a misspelt or
 foreign option is visible to its sender. Knows no tokens: limits that need a model are checked in planning.py.
+
+A chat's way in, where its body is checked.
 """
 
 import json
@@ -36,7 +38,7 @@ from gateway.requests.grammar_fields import (
     tool_use,
 )
 from gateway.requests.request_body import JsonBody, is_neutral
-from gateway.text.chat_template import ChatMessage
+from gateway.text.chat_template import ChatMessage, TemplateOptions
 from shared.messages import MAX_LOGPROBS
 
 MAX_PROMPTS = 32
@@ -108,23 +110,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[dict[str, Any], ...] = ()  # as chat templates take them
-    thinks_only_if_told_apart: bool = False  # its model's template is told to leave out reasoning that nobody reads
-
-
-Prompt: TypeAlias = ChatPrompt | str | list[int]
+Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int]  # a chat, a text, or token ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
     model: str | None
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # one, if it is a chat
     prompt_param: str  # the field to name when a prompt is wrong
     fields: GenerationFields
     choices: ChoiceCount
@@ -142,6 +134,8 @@ class CompletionRequest:
     answer_grammar: AskedGrammar | None = None  # of a text that calls nothing, as the client asked
     tools: ToolUse | None = None
     is_chat: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)  # of a chat
+    reasons_only_if_told_apart: bool = False  # else the template is told to leave out reasoning, which nobody reads
     must_think: bool = False  # refused where nothing tells reasoning apart
     background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
     repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
@@ -177,27 +171,24 @@ def parse_chat(body: JsonBody) -> CompletionRequest:
 
 def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: bool = False) -> CompletionRequest:
     """Also of what other APIs say in a chat's words; `include_usage`: in a stream, whatever the options."""
+    messages, template = chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message)
     request = _request(
         fields,
-        (
-            replace(
-                chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message),
-                template_kwargs=fields.chat_template_kwargs or {},
-            ),
-        ),
+        (messages,),
         ignored,
         prompt_param="messages",
         max_tokens_param="max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
         add_special_tokens=bool(fields.add_special_tokens),  # chat templates write them themselves
     )
-    tools = tool_use(fields)
+    tools, grammar = tool_use(fields), request.grammar
+    template["template_kwargs"] = fields.chat_template_kwargs or {}
     if tools is not None:
-        grammar, (prompt,) = tools.grammar or request.answer_grammar, request.prompts
-        assert isinstance(prompt, ChatPrompt)
-        prompt = replace(prompt, tools=tools.definitions)
-        request = replace(request, tools=tools, grammar=grammar, prompts=(prompt,))
+        template["tools"], grammar = tools.definitions, tools.grammar or grammar
     include_usage = include_usage or request.include_usage
-    return replace(request, num_logprobs=_chat_num_logprobs(fields), is_chat=True, include_usage=include_usage)
+    return replace(
+        request, tools=tools, grammar=grammar, template=template, is_chat=True, include_usage=include_usage,
+        num_logprobs=_chat_num_logprobs(fields),
+    )  # fmt: skip
 
 
 def parse_completion(body: JsonBody) -> CompletionRequest:
@@ -239,7 +230,8 @@ def check_other_fields(
 
 def chat_prompt(
     message_fields: list[MessageFields], add_generation_prompt: bool | None, continue_final_message: bool | None
-) -> ChatPrompt:
+) -> tuple[tuple[ChatMessage, ...], TemplateOptions]:
+    """The messages, and how they are rendered. Raises InvalidRequest."""
     continue_final = bool(continue_final_message)
     add_prompt = not continue_final if add_generation_prompt is None else add_generation_prompt
     if continue_final and add_prompt:
@@ -251,7 +243,7 @@ def chat_prompt(
         param = f"messages[{len(message_fields) - 1}].tool_calls"
         raise InvalidRequest(f"{param}: a message that ends with calls cannot be continued.", param=param)
     messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(message_fields))
-    return ChatPrompt(messages, add_prompt, continue_final)
+    return messages, TemplateOptions(add_generation_prompt=add_prompt, continue_final_message=continue_final)
 
 
 def _request(

@@ -10,7 +10,7 @@ A chat's way in, behind its validation: the prompt, and what is planned of it. I
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from gateway.requests.generation_fields import (
     words_token_ids,
 )
 from gateway.requests.grammar_fields import AskedGrammar
-from gateway.requests.openai_schema import ChatPrompt, CompletionRequest, Prompt
-from gateway.text.chat_template import ChatTemplateError
+from gateway.requests.openai_schema import CompletionRequest, Prompt
+from gateway.text.chat_template import ChatTemplateError, TemplateOptions
 from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
@@ -117,7 +117,7 @@ def plan_requests(
     planned, most = [], most_tokens(request, prompts_token_ids)
     for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
-        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see prompt_echo.py
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see answer_extras.py
         generation = GenerationRequest(
             request_id=secrets.token_hex(16),
             prompt_token_ids=token_ids,
@@ -247,10 +247,10 @@ def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionR
     """Raises InvalidRequest."""
     truncate = request.fields.truncate_prompt_tokens
     room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
-    prompts = []
+    prompts, template = [], _template_options(request, model)
     for prompt in request.prompts:
         checked = limits if truncate is None else None
-        token_ids = encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens)
+        token_ids = encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens, template)
         prompts.append(truncated(token_ids, truncate, request.fields.truncation_side, room_tokens))
     return prompts
 
@@ -261,52 +261,37 @@ def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
 
 
 def encode_prompt(
-    model: ServedModel, limits: ModelLimits | None, prompt: Prompt, param: str, add_special_tokens: bool
+    model: ServedModel,
+    limits: ModelLimits | None,
+    prompt: Prompt,
+    param: str,
+    add_special_tokens: bool,
+    template: TemplateOptions | None = None,
 ) -> list[int]:
-    """With `limits`, a text that is sure to be too long is refused before it is encoded."""
+    """With `limits`, a text that is sure to be too long is refused before it is encoded. `template`: of a chat."""
     if isinstance(prompt, list):
         return prompt
-    encoder = model.encoder
+    encoder, check = model.encoder, partial(_check_text, model.encoder, limits, param)
     if isinstance(prompt, str):
-        return _encode(encoder, limits, prompt, param, lambda: encoder.encode_text(
-            prompt, add_special_tokens=add_special_tokens
-        ))  # fmt: skip
-    return _encode_chat(encoder, limits, _fitted(prompt, model), param, add_special_tokens)
-
-
-def _fitted(prompt: ChatPrompt, model: ServedModel) -> ChatPrompt:
-    if model.tells_reasoning or not prompt.thinks_only_if_told_apart:
-        return prompt
-    return replace(prompt, template_kwargs={**prompt.template_kwargs, "enable_thinking": False})
-
-
-def _encode_chat(
-    encoder: PromptEncoder, limits: ModelLimits | None, prompt: ChatPrompt, param: str, add_special_tokens: bool
-) -> list[int]:
-    render = partial(
-        encoder.render_chat,
-        prompt.messages,
-        add_generation_prompt=prompt.add_generation_prompt,
-        continue_final_message=prompt.continue_final_message,
-        template_kwargs=prompt.template_kwargs,
-        tools=prompt.tools,
-    )
+        check(prompt)
+        return encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
     try:
-        chat = render()
+        return encoder.encode_chat(prompt, add_special_tokens=add_special_tokens, check=check, **(template or {}))
     except ChatTemplateError as error:
         raise InvalidRequest(f"{param}: {error}.", param=param) from error
-    return _encode(
-        encoder, limits, chat.text, param, lambda: encoder.encode_chat(chat, add_special_tokens=add_special_tokens)
-    )
 
 
-def _encode(
-    encoder: PromptEncoder, limits: ModelLimits | None, text: str, param: str, encode: Callable[[], list[int]]
-) -> list[int]:
+def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
     least = encoder.least_tokens(text)
     if limits is not None and least >= limits.max_model_len:
         raise context_exceeded(f"at least {least}", param, limits)
-    return encode()
+
+
+def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
+    if model.tells_reasoning or not request.reasons_only_if_told_apart:
+        return request.template
+    kwargs = {**request.template["template_kwargs"], "enable_thinking": False}
+    return TemplateOptions(**{**request.template, "template_kwargs": kwargs})
 
 
 _FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
@@ -315,12 +300,8 @@ _FEW_MESSAGES = 64  # a template takes about 8 us a message, and is no code of o
 
 def has_more_work(request: CompletionRequest) -> bool:
     """Than the size of its body tells."""
-    chats = (prompt for prompt in request.prompts if isinstance(prompt, ChatPrompt))
-    return (
-        bool(request.grammars)
-        or len(request.fields.bad_words or ()) > _FEW_WORDS
-        or any(len(chat.messages) + len(chat.tools) > _FEW_MESSAGES for chat in chats)
-    )
+    num_parts = len(request.prompts[0]) + len(request.template.get("tools", ())) if request.is_chat else 0
+    return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS or num_parts > _FEW_MESSAGES
 
 
 def prepared(

@@ -14,6 +14,8 @@ is measured as the parser reads it, and never as less.
 
 The counts keep what follows short as well: msgspec holds the interpreter while it decodes, 0.3 us for a name, 0.7 us
 for a fraction halfway between two floats, 13 us for 1e308 and 100 us for an integer of 4000 digits.
+
+A chat's way in, where its bytes are decoded.
 """
 
 import json

@@ -1,1 +1,4 @@
-"""Route handlers, one short coroutine a route."""
+"""Route handlers, one short coroutine a route.
+
+A chat's way in has one of them behind the middlewares. None of them knows the engine.
+"""

@@ -4,6 +4,8 @@
 /readyz   the store takes a write and some model takes requests, as its worker is ready or waited for: send traffic here
 /ready    a worker of some model is ready, told in phases and progress; /health is its status alone, as in vLLM.
           Both take ?model=NAME: of several models one may be ready and another not
+
+Beside the walks. It knows no request but its own: what it tells is asked of models, store and metrics.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -4,6 +4,8 @@ POST  input_file_id, endpoint, completion_window: begins it
 GET   the list; /{id}: how far one is
 POST  /{id}/cancel
 DELETE  /{id}: one that has ended; OpenAI has no such route
+
+Beside the walks: what it begins is driven by gateway/batches. It knows no line.
 """
 
 import asyncio

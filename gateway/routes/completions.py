@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions and /v1/completions: a chat's answer; texts or token ids, one prompt or several."""
+"""POST /v1/chat/completions and /v1/completions: a chat's answer; texts or token ids, one prompt or several.
+
+A chat's way in, behind the middlewares. It knows no field: answers/answering.py has the order of all that follows.
+"""
 
 from aiohttp import web
 

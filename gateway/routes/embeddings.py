@@ -1,4 +1,7 @@
-"""POST /v1/embeddings: a clear refusal. Clients ask for it beside chat, and a 404 would look like a wrong URL."""
+"""POST /v1/embeddings: a clear refusal. Clients ask for it beside chat, and a 404 would look like a wrong URL.
+
+No walk leads through it. It reads no body and knows no model.
+"""
 
 from typing import NoReturn
 

@@ -3,6 +3,8 @@
 POST    multipart: purpose=batch and file; not read until a batch wants it
 GET     the list; /{id}: one; /{id}/content: what is in it
 DELETE  /{id}
+
+Beside the walks. It knows no line of what a file holds.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
 """GET /debug/kv/stream: the workers' KV memory as Server-Sent Events, one snapshot of one worker each.
 
 Of all models, or of the one that ?model= names. A key sees the states of all blocks, and of requests its own alone.
+
+Beside the walks. It knows no block: workers make the snapshots.
 """
 
 import msgspec

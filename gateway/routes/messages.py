@@ -1,4 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, of the same engine."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, of the same engine.
+
+A message's way in, behind the middlewares. It knows no block of content.
+"""
 
 from aiohttp import web
 

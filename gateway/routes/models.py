@@ -1,5 +1,7 @@
 """GET /v1/models and /v1/models/{id}; also without /v1, where some clients look. Anthropic's clients, which send
 `anthropic-version`, are answered in their own shape.
+
+Beside the walks. It knows no request but its own.
 """
 
 from typing import Any

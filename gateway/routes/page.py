@@ -2,6 +2,8 @@
 
 The page holds no data of its own. With API keys set it is behind them like everything else; a browser asks for the key
 by itself, as the password of HTTP Basic, and shows it with every request of the page.
+
+Beside the walks. It knows nothing of what the page shows.
 """
 
 from importlib.resources import files

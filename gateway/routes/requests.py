@@ -3,6 +3,8 @@
 GET     the state; with the whole answer once it has ended
 DELETE  cancels it
 GET     /events: its stream from the beginning, or behind the event that Last-Event-ID names, as EventSource asks
+
+The way back of a kept answer begins here anew. It knows no API's form.
 """
 
 from typing import Any

@@ -7,6 +7,8 @@ POST    /v1/responses/{id}/cancel        one in the background; one that has end
 GET     /v1/responses/{id}/input_items   what came into it, the newest first
 POST    /v1/responses/input_tokens       how many tokens a response's prompt would have
 POST    /v1/responses/compact            a conversation -> fewer items to go on with
+
+A response's way in, behind the middlewares. It knows no item.
 """
 
 from functools import partial

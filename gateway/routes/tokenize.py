@@ -2,6 +2,8 @@
 
 The last has no option of its own: it is behind the key like every route but the probes, and tells what stands in the
 model's files, no path and no setting of this server.
+
+The prompt's part of a chat's way in, and nothing behind it. It knows no worker and no queue.
 """
 
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
 from gateway.requests.planning import encode_prompt
 from gateway.requests.request_body import decode_body
 from gateway.state import STATE, GatewayState, read_body
+from gateway.text.chat_template import TemplateOptions
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -59,9 +62,9 @@ def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
     service = state.service(fields.model, account)
     model = service.require_model()
     limits = service.limits(model)
-    prompt, param, add_by_default = _prompt(fields)
+    prompt, param, add_by_default, template = _prompt(fields)
     add_special_tokens = add_by_default if fields.add_special_tokens is None else fields.add_special_tokens
-    tokens = encode_prompt(model, limits, prompt, param, add_special_tokens)
+    tokens = encode_prompt(model, limits, prompt, param, add_special_tokens, template)
     return {
         "count": len(tokens),
         "max_model_len": limits.max_model_len,
@@ -80,14 +83,15 @@ def _detokenized(body: bytes, state: GatewayState, account: Account) -> object:
     return {"prompt": model.encoder.decode(fields.tokens, skip_special_tokens=False)}
 
 
-def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool]:
+def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool, TemplateOptions | None]:
     if body.prompt is not None and body.messages is not None:
         raise InvalidRequest("prompt: give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        return chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message), "messages", False
+        messages, template = chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message)
+        return messages, "messages", False, template
     if body.prompt is None:
         raise MissingParameter("Missing required parameter: prompt, or messages.", param="prompt")
-    return body.prompt, "prompt", True
+    return body.prompt, "prompt", True, None
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

@@ -1,4 +1,7 @@
-"""One gateway's counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on."""
+"""One gateway's counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on.
+
+Beside a token's way back. It knows no request.
+"""
 
 from dataclasses import dataclass
 

@@ -8,6 +8,9 @@
 Pub/sub is the fast path and may lose anything; the journal is the truth. Requests go in by `submission`; one task
 listens and never waits for the store (listening.py), another reads journals and repeats what the store has not answered
 (recovery.py).
+
+It stands around the last steps of a chat's way in and the first ones of a token's way back. It knows no HTTP and no
+text.
 """
 
 import asyncio

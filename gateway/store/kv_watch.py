@@ -4,6 +4,8 @@
         async for snapshot in snapshots: ...
 
 A watcher that reads slowly misses snapshots; it never delays the others.
+
+Beside the walks: routes/kv.py reads it. It knows no key and no block.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Ends requests whose time is over, in the store first: what a worker began with just in time is not called waiting."""
+"""Ends requests whose time is over, in the store first: what a worker began with just in time is not called waiting.
+
+Beside a chat's way: recovery's task asks it at every tick. It knows no client and no HTTP.
+"""
 
 from gateway.store.response_stream import ResponseStream
 from gateway.store.stream_table import StreamTable

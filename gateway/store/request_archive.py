@@ -1,4 +1,7 @@
-"""The requests that the store has, running or ended, read by id or by their clients' own names."""
+"""The requests that the store has, running or ended, read by id or by their clients' own names.
+
+A takeover's last step here, and the way in of who reads a kept answer. It knows no client and no format.
+"""
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress

@@ -1,6 +1,8 @@
 """Calls of the store, each in a task of its own: a cancelled handler must not leave a reply behind for the next caller.
 
 Also the errors that callers see instead of redis-py's.
+
+A chat's way in, around every call of the store. It knows no key and no script.
 """
 
 import asyncio

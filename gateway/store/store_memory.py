@@ -4,6 +4,8 @@ A store at its maxmemory refuses every write, so that streams stop which were pr
 therefore refused from CLOSE_AT_RATIO on, and taken again below REOPEN_AT_RATIO: the gap spares clients a flapping door.
 A store without a maxmemory grows until its machine ends it, with all that was accepted since its file was written: the
 machine's memory is its limit then, and that there is no nearer one is warned of.
+
+A chat's way in asks it before anything is encoded. It knows no request.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""The store is asked: how full its queues are, whether it takes writes, what time the fleet has."""
+"""The store is asked: how full its queues are, whether it takes writes, what time the fleet has.
+
+Beside the walks: probes and metrics ask it, and deadlines the time. It knows no request.
+"""
 
 import time
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """A request as the store has it: what was asked, how far it is, how it ended. Pure.
 
 What cannot be read is a FormatError.
+
+A takeover's last step here, where a journal is read. It knows no Redis and no stream.
 """
 
 from collections.abc import Sequence

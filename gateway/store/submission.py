@@ -7,6 +7,8 @@
 A request that is submitted with a Keep can be attached to, here and at other gateways, while it runs and after its end;
 it is cancelled when the last of its holders lets go.
 No Redis call runs in a request's own task: a cancelled handler must not leave a reply behind for the next caller.
+
+A chat's way in, where it is handed to the store. It knows no text and no HTTP.
 """
 
 import asyncio

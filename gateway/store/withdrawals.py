@@ -1,4 +1,7 @@
-"""Requests that this gateway lets go of, until the store has heard it. Repeating a cancel is harmless."""
+"""Requests that this gateway lets go of, until the store has heard it. Repeating a cancel is harmless.
+
+The end of a chat whose client has gone. It knows no client and no reason.
+"""
 
 import asyncio
 from collections.abc import Iterable

@@ -13,6 +13,8 @@ a filter, such as `center(10 ** 9)`.
 A model without a word for tools in its template is told of them as Hermes' models were taught: the tools become a
 system text, calls of earlier answers <tool_call> tags, and results a user's <tool_response>. Templates that take
 `tools` do all of this themselves, and better.
+
+A chat's way in, where its prompt is made.
 """
 
 import json
@@ -152,6 +154,15 @@ class ChatMessage(TypedDict, total=False):
     name: str
     tool_calls: list[dict[str, Any]]  # their arguments as JSON values
     tool_call_id: str
+
+
+class TemplateOptions(TypedDict, total=False):
+    """The options that a chat is rendered with, beside its messages."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any]  # more variables
+    tools: Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(ValueError):

@@ -10,6 +10,8 @@ A `token` is what its bytes alone decode to, with U+FFFD for parts of a characte
 that (`return_tokens_as_token_ids`): `bytes` is exact. The token that ends a sequence is listed in completions, as vLLM
 lists it, and in a chat only if its text is shown, as OpenAI has it; every token up to the one that completed a stop
 string is.
+
+A token's way back, where its log-probabilities are asked for. It knows no request and no connection.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,17 +9,19 @@ tokenizer does itself, so both ways agree; only tokenizers that treat the start 
 prefix) may differ by a space, and only in messages that spell a special token.
 
 Not covered: the prompt of /v1/completions, which is raw by definition, and added tokens that are not marked special.
+
+A chat's way in, where its prompt becomes token ids. It knows no request, no limit of a model and no API.
 """
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, Unpack
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, told_of_tools
+from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, TemplateOptions, told_of_tools
 from gateway.text.output_text import ByteLevelVocabulary, Detokenizer
 from gateway.text.token_spellings import TokenBytes, TokenSpellings
 
@@ -72,22 +74,42 @@ class PromptEncoder:
         """The id of a special token; None if `text` is none."""
         return self._special_ids.get(text)
 
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_special_tokens: bool = False,
+        check: Callable[[str], None] = lambda text: None,
+        **options: Unpack[TemplateOptions],
+    ) -> list[int]:
+        """`check` is told the text before it is encoded. Raises ChatTemplateError, and what it raises."""
+        text, stand_ins = self.render_chat(messages, **options)
+        check(text)
+        from_template = self._special_pattern.findall(text)
+        if not stand_ins.used:
+            ids = self._encode(self._tokenizer, text)
+            # More specials than the template wrote: text that becomes one by normalization (full-width letters).
+            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
+                return self._wrapped(ids, add_special_tokens)
+        return self._wrapped(self._encode_apart(text, stand_ins), add_special_tokens)
+
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
         *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> "RenderedChat":
-        """Raises ChatTemplateError. A template that does not know of `tools` is told of them in words."""
+    ) -> "tuple[str, StandIns]":
+        """The template's text, stand-ins still in place. Raises ChatTemplateError. A template that does not know of
+        `tools` is told of them in words."""
         template = self._chat_template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         if not template.takes_tools:
             messages, tools = told_of_tools(messages, tools), ()
-        stand_ins = _StandIns(self._special_pattern, list(self._special_ids))
+        stand_ins = StandIns(self._special_pattern, list(self._special_ids))
         text = template.render(
             [stand_ins.hide(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -95,16 +117,7 @@ class PromptEncoder:
             template_kwargs=stand_ins.hide(template_kwargs or {}),
             tools=[stand_ins.hide(tool) for tool in tools],
         )
-        return RenderedChat(text, stand_ins)
-
-    def encode_chat(self, chat: "RenderedChat", *, add_special_tokens: bool = False) -> list[int]:
-        from_template = self._special_pattern.findall(chat.text)
-        if not chat.stand_ins.used:
-            ids = self._encode(self._tokenizer, chat.text)
-            # More specials than the template wrote: text that becomes one by normalization (full-width letters).
-            if sum(token_id in self._special_id_set for token_id in ids) == len(from_template):
-                return self._wrapped(ids, add_special_tokens)
-        return self._wrapped(self._encode_apart(chat), add_special_tokens)
+        return text, stand_ins
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # As in _encode(): of one sequence by itself the interpreter's lock is held, 1 us a token.
@@ -122,14 +135,14 @@ class PromptEncoder:
             return self._byte_level.detokenizer(skip_special_tokens=skip_special_tokens)
         return IncrementalDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _encode_apart(self, chat: "RenderedChat") -> list[int]:
+    def _encode_apart(self, chat: str, stand_ins: "StandIns") -> list[int]:
         ids: list[int] = []
         start = 0
-        for match in self._special_pattern.finditer(chat.text):
-            ids += self._encode(self._plain_tokenizer, chat.stand_ins.reveal(chat.text[start : match.start()]))
+        for match in self._special_pattern.finditer(chat):
+            ids += self._encode(self._plain_tokenizer, stand_ins.reveal(chat[start : match.start()]))
             ids.append(self._special_ids[match[0]])
             start = match.end()
-        return ids + self._encode(self._plain_tokenizer, chat.stand_ins.reveal(chat.text[start:]))
+        return ids + self._encode(self._plain_tokenizer, stand_ins.reveal(chat[start:]))
 
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -149,15 +162,7 @@ class PromptEncoder:
         return full[:start], full[start + len(bare) :]
 
 
-class RenderedChat:
-    """The template's text, stand-ins still in place."""
-
-    def __init__(self, text: str, stand_ins: "_StandIns") -> None:
-        self.text = text
-        self.stand_ins = stand_ins
-
-
-class _StandIns:
+class StandIns:
     """Replaces spellings of special tokens by `U+E000 nonce : which U+E001` and back; no client can guess the nonce."""
 
     def __init__(self, pattern: re.Pattern[str], spellings: list[str]) -> None:

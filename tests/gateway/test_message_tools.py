@@ -168,7 +168,7 @@ async def test_a_schema_is_followed(gateway: Gateway, fields: dict[str, Any]) ->
     assert found == ([text_block('{"city": "Rome"}')], "end_turn")
     grammar = gateway.engine.requests[-1].sampling.grammar
     assert grammar is not None and json.loads(grammar.text) == SCHEMA
-    assert parse(tools=None, output_config={"effort": "low"}).prompts[0].template_kwargs["reasoning_effort"] == "low"
+    assert parse(tools=None, output_config={"effort": "low"}).template["template_kwargs"]["reasoning_effort"] == "low"
 
 
 async def test_a_schema_beside_tools_leaves_both_open(gateway: Gateway) -> None:
@@ -211,9 +211,10 @@ async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gatew
         {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, used, again]},
         {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
     ]
-    (prompt,) = parse(messages=messages).prompts
+    request = parse(messages=messages)
+    (chat,) = request.prompts
     function = {"name": "get_weather", "arguments": {"city": "Rome"}}
-    assert list(prompt.messages[1:]) == [
+    assert list(chat[1:]) == [
         {
             "role": "assistant",
             "content": "I look.",
@@ -226,7 +227,7 @@ async def test_calls_and_results_of_earlier_turns_reach_the_model(gateway: Gatew
         {"role": "tool", "content": "Error: no net", "tool_call_id": "again"},
         {"role": "user", "content": "And?"},
     ]
-    assert [tool["function"]["name"] for tool in prompt.tools] == ["get_weather", "clock"]
+    assert [tool["function"]["name"] for tool in request.template["tools"]] == ["get_weather", "clock"]
     body = {"model": "roomy", "messages": messages, "tools": HI["tools"]}
     async with gateway.session.post(f"{URL}/count_tokens", json=body) as response:
         counted = (await response.json())["input_tokens"]

@@ -194,15 +194,15 @@ def test_documents_of_text_are_read(document: dict[str, Any], told: str) -> None
     block = {"type": "document", **document}
     told = f"<document>\n{told}\n</document>"
     content = [block, {"type": "text", "text": "How old?"}]
-    (prompt,) = parse_messages(
+    (chat,) = parse_messages(
         decode_body(json.dumps({**HI, "messages": [{"role": "user", "content": content}]}).encode())
     ).prompts
-    assert prompt.messages[0]["content"] == f"{told}\nHow old?"  # type: ignore[union-attr]
+    assert chat[0]["content"] == f"{told}\nHow old?"  # type: ignore[index]
     used = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
     messages = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
-    (prompt,) = parse_messages(decode_body(json.dumps({**HI, "messages": messages}).encode())).prompts
-    assert prompt.messages[1]["content"] == told  # type: ignore[union-attr]
+    (chat,) = parse_messages(decode_body(json.dumps({**HI, "messages": messages}).encode())).prompts
+    assert chat[1]["content"] == told  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -146,14 +146,9 @@ CONVERSATION = [
 
 
 def rendered(encoder: PromptEncoder, **fields: Any) -> str:
-    (prompt,) = parse(messages=CONVERSATION, **fields).prompts
-    chat = encoder.render_chat(
-        prompt.messages,  # type: ignore[union-attr]
-        add_generation_prompt=True,
-        continue_final_message=False,
-        tools=prompt.tools,  # type: ignore[union-attr]
-    )
-    return chat.stand_ins.reveal(chat.text)
+    request = parse(messages=CONVERSATION, **fields)
+    text, stand_ins = encoder.render_chat(request.prompts[0], **request.template)  # type: ignore[arg-type]
+    return stand_ins.reveal(text)
 
 
 def test_a_template_that_takes_tools_gets_them_as_values(tiny_model_dir: Path) -> None:

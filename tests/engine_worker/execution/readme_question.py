@@ -21,8 +21,7 @@ def main() -> None:
     directory, dtype = Path(sys.argv[1]), sys.argv[2]
     encoder = load_served_model(directory).encoder
     question = [{"role": "user", "content": QUESTION}]
-    chat = encoder.render_chat(question, add_generation_prompt=True, continue_final_message=False)
-    prompt = encoder.encode_chat(chat)
+    prompt = encoder.encode_chat(question, add_generation_prompt=True, continue_final_message=False)
     eos_token_ids = spec_from_directory(directory).eos_token_ids
     runner = make_runner(directory, num_blocks=16, block_size=16, dtype=dtype)
     engine = make_engine(runner, max_num_seqs=2, max_num_batched_tokens=64)

@@ -20,7 +20,7 @@ SPELLINGS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 def chat(encoder: PromptEncoder, *contents: str, **options: Any) -> list[int]:
     messages = [ChatMessage(role="user", content=content) for content in contents]
     options = {"add_generation_prompt": True, "continue_final_message": False, **options}
-    return encoder.encode_chat(encoder.render_chat(messages, **options))
+    return encoder.encode_chat(messages, **options)
 
 
 def rendered(*contents: str) -> str:
@@ -52,9 +52,7 @@ def test_a_name_cannot_either() -> None:
     template = "{% for m in messages %}<|im_start|>{{ m['name'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
     encoder = byte_encoder(template)
     messages = [ChatMessage(role="user", content="x", name="<|im_end|>")]
-    token_ids = encoder.encode_chat(
-        encoder.render_chat(messages, add_generation_prompt=False, continue_final_message=False)
-    )
+    token_ids = encoder.encode_chat(messages, add_generation_prompt=False, continue_final_message=False)
     assert token_ids.count(IM_END) == 1
 
 
@@ -78,8 +76,7 @@ def test_added_by_the_tokenizer_itself() -> None:
     assert encoder.encode_text("a") == [IM_START, *encoder.encode_text("a", add_special_tokens=False)]
     messages = [ChatMessage(role="user", content="<|im_end|>")]
     with_it = encoder.encode_chat(
-        encoder.render_chat(messages, add_generation_prompt=False, continue_final_message=False),
-        add_special_tokens=True,
+        messages, add_generation_prompt=False, continue_final_message=False, add_special_tokens=True
     )
     assert with_it[:2] == [IM_START, IM_START]
 
