@@ -37,6 +37,7 @@ from gateway.routes import (
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
+from gateway.work_process import WorkProcesses
 from shared.tracing import Tracing
 
 _UNCHANGED = web_urldispatcher._default_expect_handler
@@ -89,8 +90,9 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     access: Access | None = None,
     tracing: Tracing | None = None,
+    processes: WorkProcesses | None = None,
 ) -> web.Application:
-    """`clients`, one a model, are started and closed with the application.
+    """`clients`, one a model, are started and closed with the application; so are the `processes`, if there are any.
 
     Raises ApiKeysError, and OSError for --files-dir.
     """
@@ -109,7 +111,7 @@ def create_app(
         ],
     )
     meet_expectations()
-    app[STATE] = GatewayState(settings, clients, metrics)
+    app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
     groups = [completions, messages, responses, embeddings, requests, models, tokenize]
     groups += [admin, kv]
@@ -137,7 +139,7 @@ async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
         await service.client.start()
     yield
     await state.background.finish()
-    state.pool.close()
+    state.close()
     await asyncio.gather(*(service.client.close() for service in state.models))
 
 

@@ -55,12 +55,22 @@ class GatewayError(Exception):
         self.param = param
         self.code = code or self.default_code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sent, (type(self), self.args, self.__dict__)
+
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
         return {} if self.should_retry is None else {"x-should-retry": str(self.should_retry).lower()}
+
+
+def _sent(kind: type[GatewayError], args: tuple[Any, ...], state: dict[str, Any]) -> GatewayError:
+    """One of another process; how it was made there is of no matter."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidRequest(GatewayError):

@@ -5,8 +5,8 @@
 What many keys ask for is done in turn, one piece each, however many pieces one of them has waiting. A key has one
 thread at a time, so the backlog of one delays nobody else's work at all, and that of many by a piece of each at most.
 Work that is sure to be short is done at once, in the caller's own turn. A piece whose caller has gone is not begun.
-All but the work itself happens on the event loop; what is run should give up the interpreter's lock, as tokenizers
-and llguidance do: Python code of it shares the loop's processor.
+All but the work itself happens on the event loop. Work that keeps the interpreter's lock is for a pool whose threads
+only wait for other processes (work_process.py).
 
 A chat's way in, where its body is decoded, validated and encoded. It knows keys and sizes, and not what the work is.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any, TypeVar
 
 INLINE_BYTES = 10_000  # of JSON or text: encoding takes 0.4 us a byte, a template 8 us a message of 30: 4 ms at most
@@ -68,9 +69,12 @@ class _Queue:
 
 
 class FairPool:
-    def __init__(self, num_threads: int | None = None) -> None:
-        """Default: a thread for each processor, and one more: no key by itself may have all of one processor."""
+    def __init__(self, num_threads: int | None = None, carry_out: Callable[[Callable[[], Any]], Any] = call) -> None:
+        """Default: a thread for each processor, and one more: no key by itself may have all of one processor.
+
+        `carry_out`: what a thread does with a piece of work, which may be to hand it on."""
         self._num_threads = num_threads or min(MAX_THREADS, (os.cpu_count() or 1) + 1)
+        self._carry_out = carry_out
         self._executor = ThreadPoolExecutor(self._num_threads, "pool")
         self._queues: dict[Hashable, _Queue] = {}
         self._running = set[Hashable]()
@@ -113,7 +117,7 @@ class FairPool:
             piece = queue.take()
             self._running.add(key)
             queue.served_at = self._num_served = self._num_served + 1
-            running = asyncio.get_running_loop().run_in_executor(self._executor, piece.work)
+            running = asyncio.get_running_loop().run_in_executor(self._executor, self._carry_out, piece.work)
             running.add_done_callback(partial(self._ended, key, piece))
 
     def _next_key(self) -> Hashable | None:

@@ -28,21 +28,31 @@ from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
 from gateway.turns import LoopTurns
+from gateway.work_process import WorkProcesses
 from shared.model_files import ModelFilesError
+
+NUM_PROCESSES = 2  # each has a tokenizer of each model: 110 MB for a vocabulary of 49,152
 
 _Result = TypeVar("_Result")
 
 
 class GatewayState:
     def __init__(
-        self, settings: GatewaySettings, clients: Mapping[ModelOptions, InferenceClient], metrics: GatewayMetrics
+        self,
+        settings: GatewaySettings,
+        clients: Mapping[ModelOptions, InferenceClient],
+        metrics: GatewayMetrics,
+        processes: WorkProcesses | None = None,
     ) -> None:
+        """Without `processes` what is read of requests is read in threads."""
         self.settings = settings
         self.metrics = metrics
         self.watch = StreamWatch(
             settings.sse_keep_alive_seconds, settings.write_stall_seconds, metrics.write_stalls.inc
         )
         self.pool = FairPool()
+        self._processes = processes
+        self.readers = FairPool() if processes is None else FairPool(NUM_PROCESSES, processes.run)
         self.background = BackgroundWork()
         self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams)
         self.started_at_unix = int(time.time())
@@ -84,8 +94,31 @@ class GatewayState:
         self, account: Account, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
     ) -> _Result:
         """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
+        return await self._done(self.pool, account, num_bytes, work, may_refuse=may_refuse)
+
+    async def read(self, account: Account, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+        """Do as work(), for what is made of requests: if it is long it is sent to a process (work_process.py), where it
+        does not keep this interpreter."""
+        return await self._done(self.readers, account, num_bytes, work)
+
+    def close(self) -> None:
+        """End the pools: nothing is waited for."""
+        self.pool.close()
+        self.readers.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    async def _done(
+        self,
+        pool: FairPool,
+        account: Account,
+        num_bytes: int | None,
+        work: Callable[[], _Result],
+        *,
+        may_refuse: bool = True,
+    ) -> _Result:
         try:
-            return await self.pool.run(account, num_bytes, work, may_refuse=may_refuse)
+            return await pool.run(account, num_bytes, work, may_refuse=may_refuse)
         except TooMuchWaits as error:
             raise RateLimited(
                 "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
@@ -133,6 +166,10 @@ class RequestContext:
     async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
         """As GatewayState.work()."""
         return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)
+
+    async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
+        """Do as GatewayState.read()."""
+        return await self.state.read(self.account, num_bytes, work)
 
 
 UNKNOWN_ROUTE = "unknown"

@@ -19,7 +19,7 @@ from aiohttp import web
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.kept_answers import AnswerChanged, find_named
-from gateway.answers.retention import Retention, new_keeps, retention_of
+from gateway.answers.retention import NAME_HEADER, Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission
 from gateway.models.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
@@ -40,7 +40,7 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
     context = context_of(http)
     data = await read_body(http, context.state.settings.body_timeout_seconds)
     with context.state.open_requests.counted(route_name(http)):
-        body = await context.work(len(data), partial(kind.decode, data))
+        body = await context.read(len(data), partial(kind.decode, data))
         if complete is not None:
             body = await complete(context, body)
         submission = await submitted(context, kind, body)
@@ -53,10 +53,11 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
 async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -> AnswerSubmission:
     """A new answer, or the kept one that the client's name stands for; to be released. Raises GatewayError."""
     state, account = context.state, context.account
-    completion = await context.work(body.num_bytes, partial(kind.parse, body))
+    completion = await context.read(body.num_bytes, partial(kind.parse, body))
     service = state.service(completion.model, account)
-    retention = await context.work(body.num_bytes, partial(
-        retention_of, context.headers, completion, kind.name, body, account.owner_key_hash,
+    name = context.headers.get(NAME_HEADER)
+    retention = await context.read(0 if name is None else body.num_bytes, partial(
+        retention_of, name, completion, kind.name, body, account.owner_key_hash,
         default_detach_seconds=context.default_detach_seconds,
         max_detach_seconds=state.settings.max_detach_seconds,
     ))  # fmt: skip
@@ -91,7 +92,7 @@ async def _planned(
     created, keeps = int(time.time()), []
     if retention is not None:
         keep = partial(new_keeps, retention, planned, kind, body, completion.ignored, created)
-        keeps = await context.work(body.num_bytes, keep)
+        keeps = await context.read(body.num_bytes, keep)
     return AnswerSubmission(
         context, service, kind, completion, planned, created, keeps=keeps,
         detach_seconds=retention.detach_seconds if retention else None,
@@ -106,7 +107,7 @@ async def _engine_requests(
     model = service.admit()
     timeouts = service.within_wait(timeouts)
     asked = asked_class(completion.fields.priority, context.headers.get(PRIORITY_HEADER))
-    completion, planned = await context.work(
+    completion, planned = await context.read(
         None if has_more_work(completion) else body.num_bytes,
         partial(
             prepared, model, service.limits(model), completion,

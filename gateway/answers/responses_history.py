@@ -43,10 +43,10 @@ async def with_history(
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
     if body.given.get(PARAM) is None:
         return body
-    fields = await context.work(body.num_bytes, partial(body.typed, kind))
+    fields = await context.read(body.num_bytes, partial(body.typed, kind))
     assert fields.previous_response_id is not None
     earlier = await _items_of(context, fields.previous_response_id)
-    return await context.work(None, partial(_merged, body.given, earlier))
+    return await context.read(None, partial(_merged, body.given, earlier))
 
 
 def items_of(kept: KeptAnswer) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ async def _items_of(context: RequestContext, response_id: str) -> list[dict[str,
         raise
     except GatewayError as error:
         raise InvalidRequest(f"{PARAM}: that response has failed.", param=PARAM) from error
-    output = await context.work(len(response), partial(_output_of, response))
+    output = await context.read(len(response), partial(_output_of, response))
     if any(item["type"] == "function_call" and item["status"] == "incomplete" for item in output):
         raise InvalidRequest(f"{PARAM}: that response was cut within the arguments of a call.", param=PARAM)
     return items_of(kept) + output

@@ -130,16 +130,15 @@ class Retention:
 
 
 def retention_of(
-    headers: Mapping[str, str], request: CompletionRequest, kind: str, body: JsonBody, owner_key_hash: str,
+    name: str | None, request: CompletionRequest, kind: str, body: JsonBody, owner_key_hash: str,
     *, default_detach_seconds: float, max_detach_seconds: float,
 ) -> Retention | None:  # fmt: skip
-    """None: an answer for this connection alone. Raises InvalidRequest."""
+    """None: an answer for this connection alone. `name`: its client's own. Raises InvalidRequest."""
     detach_seconds = max_detach_seconds if request.background else request.fields.detach_seconds
     if detach_seconds is not None and detach_seconds > max_detach_seconds:
         raise InvalidRequest(
             f"detach_seconds: expected at most {max_detach_seconds:g}; got {detach_seconds:g}.", param="detach_seconds"
         )
-    name = headers.get(NAME_HEADER)
     if name is None:
         return None if detach_seconds is None else Retention(owner_key_hash, detach_seconds)
     if not _NAME.fullmatch(name):

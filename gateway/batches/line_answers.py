@@ -123,7 +123,7 @@ class LineAnswers:
             for_batch=True,
         )
 
-        body = await context.work(len(line.body), partial(self._kind.decode, line.body))
+        body = await context.read(len(line.body), partial(self._kind.decode, line.body))
         if body.given.get("stream") is True:
             raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
         if self._kind is RESPONSE:

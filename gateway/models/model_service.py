@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -119,6 +120,13 @@ class ModelService:
     def name(self) -> str:
         return self.options.name
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.options.names
+
+    def to_read(self) -> "ReadModel":
+        return ReadModel(self.names, self.model, self.limits(self.model) if self.model is not None else None)
+
     async def load(self) -> None:
         """Waits for the directory: it may still be downloaded and converted. Raises ModelFilesError."""
         options, directory = self.options, self.options.directory
@@ -194,6 +202,21 @@ class ModelService:
         return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model as it is needed to read a request, also in another process."""
+
+    names: tuple[str, ...]
+    model: ServedModel | None  # None: not yet
+    limits: ModelLimits | None
+
+    def require(self) -> tuple[ServedModel, ModelLimits]:
+        """Raises Unavailable."""
+        if self.model is None or self.limits is None:
+            raise unavailable("starting", "The model is being loaded; GET /ready tells how far it is.")
+        return self.model, self.limits
+
+
 class ModelTable:
     def __init__(self, services: Sequence[ModelService]) -> None:
         self._services = tuple(services)
@@ -207,14 +230,29 @@ class ModelTable:
 
     def find(self, name: str | None, account: Account) -> ModelService:
         """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
-        services = self.of(account)
-        names = ", ".join(repr(known) for service in services for known in service.options.names) or "none for this key"
-        if name is None:
-            if len(services) == 1:
-                return services[0]
-            raise MissingParameter(f"Missing required parameter: model. This server has {names}.", param="model")
-        for service in services:
-            if name in service.options.names:
-                return service
-        shown = name[:100]
-        raise ModelNotFound(f"The model {shown!r} does not exist; this server has {names}.", param="model")
+        return find_model(self.of(account), name)
+
+    def to_read(self, account: Account) -> list[ReadModel]:
+        """For find_model(), where the name is not yet read."""
+        return [service.to_read() for service in self.of(account)]
+
+
+class _Named(Protocol):
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+_Model = TypeVar("_Model", bound=_Named)
+
+
+def find_model(models: Sequence[_Model], name: str | None) -> _Model:
+    """Raises ModelNotFound, and MissingParameter where there are several to choose from."""
+    names = ", ".join(repr(known) for model in models for known in model.names) or "none for this key"
+    if name is None:
+        if len(models) == 1:
+            return models[0]
+        raise MissingParameter(f"Missing required parameter: model. This server has {names}.", param="model")
+    for model in models:
+        if name in model.names:
+            return model
+    raise ModelNotFound(f"The model {name[:100]!r} does not exist; this server has {names}.", param="model")

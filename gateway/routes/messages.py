@@ -3,12 +3,16 @@
 A message's way in, behind the middlewares. It knows no block of content.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 from aiohttp import web
 
 from gateway.answer_shapes import AnthropicMessageBody, TokenCountBody
 from gateway.answers.answer_kinds import MESSAGE
 from gateway.answers.answering import answer
 from gateway.auth.access import ACCOUNT
+from gateway.models.model_service import ReadModel, find_model
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation
 from gateway.requests.anthropic_schema import MessagesBody, PromptFields, parse_count
 from gateway.requests.planning import encode_prompts
@@ -23,15 +27,15 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     state, account = request.app[STATE], request[ACCOUNT]
     body = await read_body(request, state.settings.body_timeout_seconds)
+    count = partial(_counted, body, state.models.to_read(account))
+    return web.json_response({"input_tokens": await state.read(account, None, count)})
 
-    def count() -> int:
-        counted = parse_count(decode_body(body))
-        service = state.service(counted.model, account)
-        model = service.require_model()
-        (token_ids,) = encode_prompts(model, service.limits(model), counted)
-        return len(token_ids)
 
-    return web.json_response({"input_tokens": await state.work(account, None, count)})
+def _counted(body: bytes, models: Sequence[ReadModel]) -> int:
+    counted = parse_count(decode_body(body))
+    model, limits = find_model(models, counted.model).require()
+    (token_ids,) = encode_prompts(model, limits, counted)
+    return len(token_ids)
 
 
 def routes() -> list[web.RouteDef]:

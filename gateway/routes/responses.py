@@ -11,6 +11,7 @@ POST    /v1/responses/compact            a conversation -> fewer items to go on 
 A response's way in, behind the middlewares. It knows no item.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -27,8 +28,10 @@ from gateway.answers.responses_output import InputItemsBody, input_items
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.query_fields import query_choice, query_flag, query_number
+from gateway.models.model_service import ReadModel, find_model
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
 from gateway.requests.planning import encode_prompts
+from gateway.requests.request_body import JsonBody
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_schema import CompactionBody, parse_response
 from gateway.state import STATE, context_of, read_body
@@ -87,17 +90,17 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     """As many as the same body's usage would tell."""
     state, context = http.app[STATE], context_of(http)
     body = await read_body(http, state.settings.body_timeout_seconds)
-    decoded = await context.work(len(body), partial(RESPONSE.decode, body))
+    decoded = await context.read(len(body), partial(RESPONSE.decode, body))
     decoded = await with_history(context, decoded, CountedBody)
+    count = partial(_counted, decoded, state.models.to_read(context.account))
+    return web.json_response({"object": "response.input_tokens", "input_tokens": await context.read(None, count)})
 
-    def count() -> int:
-        counted = parse_response(decoded)
-        service = state.service(counted.model, context.account)
-        model = service.require_model()
-        (token_ids,) = encode_prompts(model, service.limits(model), counted)
-        return len(token_ids)
 
-    return web.json_response({"object": "response.input_tokens", "input_tokens": await context.work(None, count)})
+def _counted(body: JsonBody, models: Sequence[ReadModel]) -> int:
+    counted = parse_response(body)
+    model, limits = find_model(models, counted.model).require()
+    (token_ids,) = encode_prompts(model, limits, counted)
+    return len(token_ids)
 
 
 async def compact_conversation(http: web.Request) -> web.StreamResponse:

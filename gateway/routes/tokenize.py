@@ -6,7 +6,8 @@ model's files, no path and no setting of this server.
 The prompt's part of a chat's way in, and nothing behind it. It knows no worker and no queue.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -14,13 +15,13 @@ from aiohttp import web
 
 from gateway.answer_shapes import DetokenizedBody, TokenizedBody, TokenizerInfoBody
 from gateway.auth.access import ACCOUNT
-from gateway.auth.rate_limits import Account
 from gateway.errors import InvalidRequest, MissingParameter, ModelNotFound, Unavailable
+from gateway.models.model_service import ReadModel, find_model
 from gateway.openapi import Operation, Parameter
 from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
 from gateway.requests.planning import encode_prompt
 from gateway.requests.request_body import decode_body
-from gateway.state import STATE, GatewayState, read_body
+from gateway.state import STATE, read_body
 from gateway.text.chat_template import TemplateOptions
 
 
@@ -49,38 +50,37 @@ async def detokenize(request: web.Request) -> web.Response:
     return await _worked(request, _detokenized)
 
 
-async def _worked(request: web.Request, work: Callable[[bytes, GatewayState, Account], object]) -> web.Response:
-    """The JSON of what `work` makes of a body."""
+async def _worked(request: web.Request, work: Callable[[bytes, Sequence[ReadModel]], bytes]) -> web.Response:
+    """The JSON that `work` makes of a body."""
     state, account = request.app[STATE], request[ACCOUNT]
     body = await read_body(request, state.settings.body_timeout_seconds)
-    answer = await state.work(account, None, lambda: msgspec.json.encode(work(body, state, account)))
+    # Ten times the bytes: the text of a token id is as long as what it is read from, and longer to make.
+    answer = await state.read(account, 10 * len(body), partial(work, body, state.models.to_read(account)))
     return web.Response(body=answer, content_type="application/json")
 
 
-def _tokenized(body: bytes, state: GatewayState, account: Account) -> object:
+def _tokenized(body: bytes, models: Sequence[ReadModel]) -> bytes:
     fields = decode_body(body).typed(TokenizeBody)
-    service = state.service(fields.model, account)
-    model = service.require_model()
-    limits = service.limits(model)
+    model, limits = find_model(models, fields.model).require()
     prompt, param, add_by_default, template = _prompt(fields)
     add_special_tokens = add_by_default if fields.add_special_tokens is None else fields.add_special_tokens
     tokens = encode_prompt(model, limits, prompt, param, add_special_tokens, template)
-    return {
+    return msgspec.json.encode({
         "count": len(tokens),
         "max_model_len": limits.max_model_len,
         "tokens": tokens,
         "token_strs": model.encoder.token_strings(tokens) if fields.return_token_strs else None,
-    }
+    })  # fmt: skip
 
 
-def _detokenized(body: bytes, state: GatewayState, account: Account) -> object:
+def _detokenized(body: bytes, models: Sequence[ReadModel]) -> bytes:
     fields = decode_body(body, ids="tokens").typed(DetokenizeBody)
-    model = state.service(fields.model, account).require_model()
+    model, _ = find_model(models, fields.model).require()
     if fields.tokens and max(fields.tokens) >= model.vocab_size:
         raise InvalidRequest(
             f"tokens: {max(fields.tokens)} is no token id; this model's are 0..{model.vocab_size - 1}.", param="tokens"
         )
-    return {"prompt": model.encoder.decode(fields.tokens, skip_special_tokens=False)}
+    return msgspec.json.encode({"prompt": model.encoder.decode(fields.tokens, skip_special_tokens=False)})
 
 
 def _prompt(body: TokenizeBody) -> tuple[Prompt, str, bool, TemplateOptions | None]:

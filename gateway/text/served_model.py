@@ -12,7 +12,8 @@ It runs once, before any walk: models/model_service.py loads with it what a chat
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ class ServedModel:
     defaults: dict[str, Any]  # of what a request does not say
     tells_reasoning: bool = False  # by the option of a reasoning parser
     tool_call_parser: str = "auto"  # the option
+    loaded_from: tuple[Path, int, str] | None = None  # directory, context and generation_config
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other processes it is only named, and loaded once by each; the fields with a default are its options."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is not MISSING}
+        return _sent_model, (self.loaded_from, options)
+
+
+def _sent_model(loaded_from: tuple[Path, int, str], options: dict[str, Any]) -> ServedModel:
+    return replace(_loaded_here(*loaded_from), **options)
+
+
+@lru_cache
+def _loaded_here(directory: Path, max_model_len: int, generation_config: str) -> ServedModel:
+    return load_served_model(directory, max_model_len=max_model_len, generation_config=generation_config)
 
 
 def is_complete(directory: Path) -> bool:
@@ -111,14 +127,16 @@ def load_served_model(
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file.is_file() else {}
     source = _template_source(directory, tokenizer_config)
     encoder = _encoder(directory, tokenizer_config, source)
+    max_model_len = max_model_len or own_max_model_len
     return ServedModel(
         encoder=encoder,
         eos_token_ids=frozenset(files.eos_token_ids),
-        max_model_len=max_model_len or own_max_model_len,
+        max_model_len=max_model_len,
         vocab_size=vocab_size,
         fingerprint=_fingerprint(directory),
         tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
         defaults=generation_defaults(generation_config, files.generation),
+        loaded_from=(directory, max_model_len, generation_config),
     )
 
 

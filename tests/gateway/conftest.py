@@ -17,6 +17,7 @@ from gateway.models.model_service import ModelService, model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE
 from gateway.text.served_model import ServedModel, load_served_model
+from gateway.work_process import WorkProcesses
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 
@@ -62,7 +63,9 @@ class Gateway:
 async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def start(*engines: FakeInferenceClient, wait: bool = True, **changes: Any) -> Gateway:
+        async def start(
+            *engines: FakeInferenceClient, wait: bool = True, processes: WorkProcesses | None = None, **changes: Any
+        ) -> Gateway:
             """One engine a model; of the tiny one, unless `models_file` names others."""
             model = None if "models_file" in changes else tiny_model_dir
             settings = GatewaySettings(**{"model": model, "port": 0, **changes})
@@ -70,7 +73,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             engine, *others = engines or (FakeInferenceClient(),)
             clients = dict(zip(options, (engine, *others), strict=True))
             metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
-            app = create_app(settings, clients, metrics)  # type: ignore[arg-type]
+            app = create_app(settings, clients, metrics, processes=processes)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -158,7 +158,7 @@ async def test_checks_of_one_key_hold_up_no_other(
             return reply.status
 
     hard = [asyncio.create_task(status(KEY, "hard")) for _ in range(20)]
-    while not gateway.state.pool.num_waiting:
+    while not gateway.state.readers.num_waiting:
         await asyncio.sleep(0.01)
     assert [await status(OTHER, "easy") for _ in range(3)] == [200] * 3
     assert not any(task.done() for task in hard)

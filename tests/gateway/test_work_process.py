@@ -1,0 +1,190 @@
+"""Work in another process: what it gives and raises, what is sent, what it spares this one, and what becomes of it."""
+
+import gc
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.answers.answer_kinds import COMPLETION
+from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
+from gateway.requests.planning import ModelLimits, encode_prompts
+from gateway.text.served_model import ServedModel
+from gateway.work_process import NICENESS, WorkProcesses
+from tests.gateway.fake_inference import says
+
+pytestmark = pytest.mark.e2e  # it starts processes
+
+
+@pytest.fixture
+def processes() -> Iterator[WorkProcesses]:
+    made = WorkProcesses()
+    yield made
+    made.close()
+
+
+def test_it_gives_what_the_work_gives_and_raises_what_it_raises(processes: WorkProcesses) -> None:
+    body = processes.run(partial(COMPLETION.decode, b'{"prompt":[1,2]}'))
+    assert processes.run(partial(COMPLETION.parse, body)) == COMPLETION.parse(body)
+    with pytest.raises(InvalidJson) as caught:
+        processes.run(partial(COMPLETION.decode, b"{"))
+    assert caught.value.body()["error"]["code"] == "invalid_json"
+    with pytest.raises(ZeroDivisionError) as unexpected:
+        processes.run(partial(divmod, 1, 0))
+    assert "work_process" in unexpected.value.__notes__[0], "the log tells where it was"
+
+
+def test_one_process_serves_works_that_follow_each_other_and_yields_to_others(processes: WorkProcesses) -> None:
+    process_id = processes.run(os.getpid)
+    assert process_id != os.getpid()
+    assert processes.run(os.getpid) == process_id
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert processes.run(partial(os.getpriority, os.PRIO_PROCESS, 0)) == min(19, own + NICENESS)
+
+
+def test_who_needs_one_at_the_same_time_has_another(processes: WorkProcesses, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    first = processes.run(os.getpid)
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(processes.run, partial(Path.read_bytes, tmp_path / "fifo"))
+        with (tmp_path / "fifo").open("wb"):  # which waits for a reader: one of them is at work from here on
+            assert processes.run(os.getpid) != first
+            assert not reading.done()
+        assert reading.result() == b""
+
+
+def test_one_that_dies_costs_its_work_alone(processes: WorkProcesses) -> None:
+    with pytest.raises(InternalError):
+        processes.run(partial(os._exit, 3))
+    assert processes.run(partial(int, "7")) == 7
+
+
+def test_what_cannot_be_sent_is_an_error_and_no_end(processes: WorkProcesses) -> None:
+    with pytest.raises(RuntimeError, match="pickle"):
+        processes.run(threading.Lock)
+    assert processes.run(partial(int, "7")) == 7
+
+
+def test_none_is_left_when_they_are_closed(processes: WorkProcesses) -> None:
+    process_id = processes.run(os.getpid)
+    processes.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+    with pytest.raises(InternalError):
+        processes.run(os.getpid)
+
+
+def test_a_model_is_sent_by_its_name(tiny_model: ServedModel, processes: WorkProcesses) -> None:
+    model = replace(tiny_model, tool_call_parser="mistral")
+    assert len(pickle.dumps(model)) < 1000
+    request = COMPLETION.parse(COMPLETION.decode(b'{"prompt":"a b","seed":1}'))
+    asked = partial(encode_prompts, model, ModelLimits(model.max_model_len, model.vocab_size), request)
+    assert processes.run(asked) == asked()
+    for name in {field.name for field in fields(model)} - {"encoder"}:
+        assert processes.run(partial(getattr, model, name)) == getattr(model, name)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RateLimited("m", code="c", retry_after_seconds=3),
+        Unavailable("m", code="c", retry_after_seconds=3),
+        MethodNotAllowed("m", allowed="GET"),
+        InternalError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_the_same_behind_a_pipe(error: GatewayError) -> None:
+    sent = pickle.loads(pickle.dumps(error))
+    assert type(sent) is type(error)
+    assert (sent.body(), sent.headers(), sent.args) == (error.body(), error.headers(), error.args)
+
+
+def test_a_refused_body_costs_this_interpreter_little(processes: WorkProcesses) -> None:
+    """Processor time, of which a busy machine takes none: 40 ms and more where it is decoded."""
+    data = msgspec.json.encode({"prompt": "x", "unknown": [""] * 600_000})
+    processes.run(os.getpid)
+
+    def seconds_of(run: object) -> float:
+        began_at = time.thread_time()
+        with pytest.raises(InvalidJson):
+            run(partial(COMPLETION.decode, data))  # type: ignore[operator]
+        return time.thread_time() - began_at
+
+    here = min(seconds_of(lambda work: work()) for _ in range(3))
+    there = min(seconds_of(processes.run) for _ in range(3))
+    assert there < here / 3
+
+
+def test_an_error_holds_nothing_of_its_work(processes: WorkProcesses) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        work = partial(COMPLETION.decode, b"{" * 100)
+        is_there = weakref.ref(work)
+        try:
+            processes.run(work)
+        except InvalidJson as error:
+            is_error_there = weakref.ref(error)
+        del work
+        assert is_there() is None and is_error_there() is None
+    finally:
+        gc.enable()
+
+
+LONG = "a b " * 4_000
+MESSAGES = [{"role": "user", "content": LONG}]
+ROUTES = {
+    "/v1/chat/completions": {"messages": MESSAGES, "truncate_prompt_tokens": 5},
+    "/v1/completions": {"prompt": LONG, "truncate_prompt_tokens": 5, "max_tokens": 1, "guided_regex": "a+"},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": MESSAGES},
+    "/v1/responses": {"input": LONG, "store": False},
+    "/v1/responses/input_tokens": {"input": LONG},
+    "/tokenize": {"prompt": LONG},
+    "/detokenize": {"tokens": [5, 6] * 4_000},
+}
+
+
+class _Counted(WorkProcesses):
+    num_works = 0
+
+    def run(self, work: Any) -> Any:
+        self.num_works += 1
+        return super().run(work)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_each_route_reads_long_bodies_in_processes(start_gateway: Callable[..., Any], route: str) -> None:
+    processes = _Counted()
+    apart, here = await start_gateway(processes=processes), await start_gateway()
+    replies = []
+    for gateway in (apart, here):
+        gateway.engine.script = says([5])
+        async with gateway.session.post(route, json=ROUTES[route], headers={"Idempotency-Key": "a"}) as reply:
+            replies.append((reply.status, _without_its_own(await reply.json())))
+    assert replies[0] == replies[1]
+    assert processes.num_works > 0
+
+
+def _without_its_own(body: dict[str, Any]) -> dict[str, Any]:
+    own = ("id", "request_id", "created", "created_at", "completed_at")
+    return {name: value for name, value in body.items() if name not in own}
+
+
+async def test_short_bodies_are_sent_nowhere(start_gateway: Callable[..., Any]) -> None:
+    processes = _Counted()
+    gateway = await start_gateway(processes=processes)
+    gateway.engine.script = says([5])
+    async with gateway.session.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as reply:
+        assert reply.status == 200
+    assert processes.num_works == 0
