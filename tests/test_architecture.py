@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -53,6 +54,11 @@ WORKER_OPTIONS = """
     served_model_name redis_url worker_id drain_seconds step_timeout_seconds dead_after_seconds exit_with_parent
     metrics_host metrics_port log_format otlp_traces_endpoint vllm_metric_names
 """
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def source_files() -> Iterator[Path]:
@@ -205,7 +211,7 @@ def test_files_are_of_a_size_to_be_read() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    silent = [path for path in source_files() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [path for path in source_files() if not ast.get_docstring(tree_of(path))]
     assert silent == []
 
 
@@ -226,7 +232,7 @@ def test_functions_outside_kernels_are_of_a_size_to_be_read() -> None:
     long = {
         f"{path.relative_to(ROOT)}::{function.name}": lines_of(function)
         for path in paths
-        for function in ast.walk(ast.parse(path.read_text()))
+        for function in ast.walk(tree_of(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
@@ -237,7 +243,7 @@ def test_a_class_of_many_members_says_why() -> None:
     silent = [
         f"{path.relative_to(ROOT)}::{node.name}"
         for path in source_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and len(public_members(node)) > MAX_PUBLIC_MEMBERS
         if "because" not in (ast.get_docstring(node) or "")
     ]
