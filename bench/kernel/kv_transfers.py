@@ -168,7 +168,7 @@ class Bench:
         num_bytes = (len(batch.swap_out) + len(batch.swap_in)) * self._block_bytes
 
         def transfer() -> None:
-            self._kv_cache.apply_transfers(batch)
+            self._kv_cache.apply_transfers(batch.transfers)
 
         seconds = num_bytes / 1e9 / self._best_seconds(transfer)
         self._kv_cache.finished_transfers()
@@ -182,7 +182,7 @@ class Bench:
         for name, batch in batches.items():
             self._synchronize()
             started = time.perf_counter()
-            self._kv_cache.apply_transfers(batch)
+            self._kv_cache.apply_transfers(batch.transfers)
             figures[name] = 1e6 * (time.perf_counter() - started) / len(copies)
             self._synchronize()
         self._kv_cache.finished_transfers()

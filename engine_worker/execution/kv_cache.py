@@ -13,7 +13,7 @@ from torch import Tensor
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
 from engine_worker.model.spec import ModelShape, kv_block_bytes, kv_block_shape
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
+from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
@@ -42,12 +42,12 @@ class KVCache:
         self.block_size = block_size
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
 
-    def apply_transfers(self, batch: ScheduledBatch) -> None:
-        """Begin all block moves of `batch`; whatever is computed after this call sees what it should."""
+    def apply_transfers(self, transfers: Transfers) -> None:
+        """Begin all block moves of a batch; whatever is computed after this call sees what it should."""
         if self.host is not None:
-            self.host.transfer(batch)
-        assert self.host is not None or not (batch.swap_out or batch.swap_in), "swaps without a host pool"
-        self.copy_blocks(batch.block_copies)
+            self.host.transfer(transfers)
+        assert self.host is not None or not (transfers.swap_out or transfers.swap_in), "swaps without a host pool"
+        self.copy_blocks(transfers.block_copies)
 
     def finished_transfers(self) -> list[TransferTime]:
         return self.host.finished_transfers() if self.host is not None else []

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
 from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraphs
+from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.prompt_scores import PromptScores
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.sequence import Sequence
 from shared.messages import Grammar
 
 
@@ -90,6 +91,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = model.attach(kv_cache.pool)
         self._sampler = sampler
+        self._describer = StepDescriber(kv_cache.block_size, decodes_first=self.device_type == "cpu")
         self._inputs = inputs
         self._graphs: StepGraphs | None = None
 
@@ -105,14 +107,16 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> SubmittedStep | FinishedStep:
         started = time.perf_counter()
-        self._kv_cache.apply_transfers(batch)
+        self._kv_cache.apply_transfers(batch.transfers)
         if not batch.sequences:  # all that could run waits for blocks from the host
             return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
         scores = self._prompt_scores(batch)
-        graph = self._graphs.key_for(batch) if self._graphs is not None and scores is None else None
-        model_input = self._inputs.fill(batch, graph.size if graph else None)
+        description = self._describer.describe(batch)
+        graph = self._graphs.key_for(description) if self._graphs is not None and scores is None else None
+        model_input = self._inputs.unpack(description, graph.size if graph else None)
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
-        sequences, indices = [s.sequence for s in sampling], [s.output_index for s in sampling]
+        sequences: list[SampledSequence] = [s.sequence for s in sampling]
+        indices = [s.output_index for s in sampling]
         if sequences:
             self._sampler.begin(sequences, indices)
         prepared = time.perf_counter()
@@ -134,18 +138,19 @@ class ModelRunner:
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         if not any(scheduled.scored_tokens for scheduled in batch.sequences):
             return None
-        return PromptScores(self._inputs.rows_of(batch), self._sampler.device)
+        return PromptScores(self._describer.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(self, logits: Tensor, sequences: list[Sequence], indices: list[int]) -> SampledTokens:
+    def _launch_sampling(self, logits: Tensor, sequences: list[SampledSequence], indices: list[int]) -> SampledTokens:
         inputs = self._sampler.prepare(sequences, indices)
         tokens = self._sampler.launch(logits, inputs)
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
-        self._inputs.keep_samples(sequences, tokens.token_ids)
+        self._describer.keep_samples(sequences)
+        self._inputs.keep_samples(tokens.token_ids)
         return tokens
 
 
 def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | None:
-    sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+    sampling: list[SampledSequence] = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
     if not any(sequence.sampling.use_beam_search for sequence in sampling):
         return None
     return launch_beam_candidates(logits, sampling)

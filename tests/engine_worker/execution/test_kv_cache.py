@@ -15,7 +15,7 @@ from engine_worker.execution.kv_cache import (
 )
 from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
 from engine_worker.model.architectures import spec_from_json
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers
 
 MIB = 2**20
 CONFIG = spec_from_json(
@@ -106,9 +106,9 @@ def test_unknown_memory_asks_for_the_flag(tmp_path: Path) -> None:
 def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
     cache = KVCache(CONFIG, 4, 8, torch.float32, torch.device("cpu"), num_host_blocks=3)
     cache.pool[1], cache.pool[2] = 1.0, 2.0
-    cache.apply_transfers(ScheduledBatch([], swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], number=7))
+    cache.apply_transfers(Transfers(swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], batch_number=7))
     cache.pool[1:3] = 0.0
-    cache.apply_transfers(ScheduledBatch([], swap_in=[BlockCopy(2, 3)], number=8))
+    cache.apply_transfers(Transfers(swap_in=[BlockCopy(2, 3)], batch_number=8))
     assert [float(block.unique()) for block in cache.pool] == [0.0, 0.0, 0.0, 1.0]
     out, back = cache.finished_transfers()
     assert (out.batch_number, back.batch_number) == (7, 8)
@@ -122,7 +122,7 @@ def test_in_one_batch_blocks_go_out_before_others_come_in_and_copies_follow() ->
     cache.pool[1], cache.pool[2] = 1.0, 2.0
     cache.host.blocks[1] = 9.0
     batch = ScheduledBatch([], [BlockCopy(2, 3)], swap_out=[BlockCopy(1, 2)], swap_in=[BlockCopy(1, 1)])
-    cache.apply_transfers(batch)
+    cache.apply_transfers(batch.transfers)
     assert float(cache.host.blocks[2].unique()) == 1.0
     assert [float(block.unique()) for block in cache.pool] == [0.0, 9.0, 2.0, 2.0]
 

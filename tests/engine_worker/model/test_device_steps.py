@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.input_builder import build_model_input
 from engine_worker.model import cuda_step
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.cpu_step import CpuDevice, CpuStep
@@ -20,6 +19,7 @@ from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.execution.reference_inputs import reference_model_input
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def logits_and_pool(
         [ScheduledSequence(long, 6, 7, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
         [ScheduledSequence(long, 13, 17, samples=True), ScheduledSequence(short, 9, 1, samples=True)],
     ]
-    inputs = [build_model_input(ScheduledBatch(step), BLOCK_SIZE, CPU) for step in steps]
+    inputs = [reference_model_input(ScheduledBatch(step), BLOCK_SIZE) for step in steps]
     return [model.forward(model_input, device, look) for model_input in inputs], pool
 
 
