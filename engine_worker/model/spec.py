@@ -161,6 +161,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    quantisation: str = "dense"  # how the weights are stored: one of quantisation.MODULES
     names: NamesSpec = field(default_factory=NamesSpec)
 
     # All layers store keys and values of one shape.
