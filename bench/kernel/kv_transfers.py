@@ -354,7 +354,7 @@ def main(argv: list[str]) -> int:
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: print(phase, f"{progress:.0%}", detail))
     bench = Bench(runner)
-    report: Figures = {**provenance(["kv-transfers", *argv]), "block_bytes": runner.kv_cache_bytes // runner.num_blocks}
+    report: Figures = {**provenance(["kv-transfers", *argv]), "block_bytes": runner.block_bytes}
     assert runner.speeds is not None, "there is no host pool"
     report["measured_at_start"] = asdict(runner.speeds)
     options.out.mkdir(parents=True, exist_ok=True)

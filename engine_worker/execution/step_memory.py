@@ -14,6 +14,7 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import StepBounds
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
+from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.batch import made_up_batch
 
 
@@ -23,7 +24,8 @@ def measure_step_bytes(
 ) -> int:
     """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
     block_size = 16
-    kv_cache = KVCache(model.spec, 1, block_size, model.dtype, device)
+    layout = kv_layout(model.spec, block_size, str(model.dtype).removeprefix("torch."))
+    kv_cache = KVCache(layout, 1, device)
     attached = model.attach(kv_cache.pool)
     model_input = _model_input(device, bounds, max_model_len, block_size)
     sampling = made_up_batch(len(model_input.logits_indices), 0, 1, block_size, temperature=1.0, top_p=0.9)
