@@ -22,7 +22,7 @@ class StepInputs(Protocol):
         """`size`: pad to as many rows and tokens."""
 
     def keep_samples(self, token_ids: Tensor) -> None:
-        """What the step sampled that was unpacked last (int64, on the device): the next one's feedback points there."""
+        """Keep what the step sampled that was unpacked last (int64, on the device): the next feedback points there."""
 
 
 class HostInputs:

@@ -1,5 +1,5 @@
-"""What sampling reads of a sequence: how it wants to be sampled, and the tokens that it has. A sequence is itself, by
-identity, as long as it runs. Knows nothing of blocks or of schedules."""
+"""A sequence as the sampler sees it: how it wants to be sampled, and the tokens that it has. It is itself, by identity,
+as long as it runs. Knows nothing of blocks or of schedules."""
 
 from typing import Protocol
 

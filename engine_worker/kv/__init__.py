@@ -1,1 +1,1 @@
-"""What KV is, as values: the ground floor of the worker. Nothing here knows a sequence, a tensor or a device."""
+"""KV as values: the ground floor of the worker. Nothing here knows a sequence, a tensor or a device."""

@@ -45,7 +45,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """What one token more takes in all groups."""
+        """The bytes that one token more takes in all groups."""
         return sum(group.block_bytes(1) for group in self.groups)
 
     def blocks_of(self, num_tokens: int) -> int:

@@ -31,7 +31,7 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """What the norms of a network have in common."""
+    """The size and the epsilon that all norms of a network share."""
 
     size: int
     eps: float

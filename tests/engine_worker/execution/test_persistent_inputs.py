@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 
 class Inputs:
-    """Those of CUDA and those of a CPU, side by side, each with its own descriptions, which crossed a process."""
+    """The inputs of CUDA and of a CPU, side by side, each with its own descriptions, which crossed a process."""
 
     def __init__(self, max_num_seqs: int = 8, max_num_tokens: int = 64) -> None:
         self.persistent = PersistentInputs(

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Network:
 
 @pytest.fixture(scope="module")
 def cuda_model(tmp_path_factory: pytest.TempPathFactory) -> Network:
-    """The same weights, multiplied as on CUDA."""
+    """A network of the same weights that multiplies as on CUDA."""
     directory = write_model(tmp_path_factory.mktemp("tiny_cuda"))
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
     method = linear_method("dense", "cuda")
