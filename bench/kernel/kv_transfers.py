@@ -92,7 +92,7 @@ def request(name: str, tokens: list[int], num_output_tokens: int) -> GenerationR
 class Bench:
     def __init__(self, runner: ModelRunner, seed: int = 1) -> None:
         self._runner = runner
-        self._kv_cache = runner._kv_cache
+        self._kv_cache = runner.replica.kv_cache
         assert self._kv_cache.host is not None
         self._random = random.Random(seed)
         self._block_bytes = self._kv_cache.pool[0].nbytes

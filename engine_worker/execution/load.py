@@ -25,6 +25,7 @@ from engine_worker.execution.kv_cache import (
 )
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.replica import Replica
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.speeds import measure_speeds
@@ -108,14 +109,15 @@ def _runner(
     device = kv_cache.pool.device
     if device.type != "cuda":
         inputs = HostInputs(settings.block_size)
-        return ModelRunner(model, kv_cache, sampler, inputs, max_model_len, weights_bytes), iter(())
+        return ModelRunner(Replica(model, kv_cache, inputs, max_model_len), sampler, weights_bytes), iter(())
     from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
     graphs, bounds = _graph_keys(settings), settings.bounds
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
     persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
-    runner = ModelRunner(model, kv_cache, sampler, persistent, max_model_len, weights_bytes)
-    return runner, runner.capture_graphs(persistent, graphs) if graphs else iter(())
+    replica = Replica(model, kv_cache, persistent, max_model_len)
+    captures = replica.capture_graphs(persistent, graphs) if graphs else iter(())
+    return ModelRunner(replica, sampler, weights_bytes), captures
 
 
 def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
