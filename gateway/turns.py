@@ -33,6 +33,7 @@ class LoopTurns:
         self.num_rounds = 0
         self._keys: dict[Hashable, KeyTurns] = {}  # as many as there are keys in the key file
         self._ring = deque[KeyTurns]()  # those that wait, the next one first
+        self._is_called = False  # the next round, by the loop
 
     def of(self, key: Hashable) -> "KeyTurns":
         if key not in self._keys:
@@ -42,12 +43,18 @@ class LoopTurns:
     def wait(self, turns: "KeyTurns") -> None:
         """For one that is not in the ring."""
         self._ring.append(turns)
-        if len(self._ring) == 1:
+        self.call_next_round()
+
+    def call_next_round(self) -> None:
+        """Somebody's slice is over, and whoever comes in this iteration of the loop has had theirs."""
+        if not self._is_called:
+            self._is_called = True
             asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
+        self._is_called = False
         # Where everybody owes slices, those rounds are over at once: nobody else is there to have them.
-        self.num_rounds += 1 + min(turns.num_slices_owed for turns in self._ring)
+        self.num_rounds += 1 + min((turns.num_slices_owed for turns in self._ring), default=0)
         until = self.clock() + ROUND_SECONDS
         for _ in range(len(self._ring)):
             if self._ring[0].go_on():
@@ -57,7 +64,7 @@ class LoopTurns:
             if self.clock() >= until:
                 break
         if self._ring:
-            asyncio.get_running_loop().call_soon(self._next_round)
+            self.call_next_round()
 
 
 class KeyTurns:
@@ -65,17 +72,17 @@ class KeyTurns:
 
     def __init__(self, loop_turns: LoopTurns) -> None:
         self._loop_turns = loop_turns
-        self._clock = loop_turns.clock
+        self.clock = loop_turns.clock
         self._waiting = deque[Work]()
         self._is_in_ring = False
         self._seconds_left = SLICE_SECONDS  # of the slice; negative: owed
         self._num_rounds = loop_turns.num_rounds  # when that was so
-        self._ends_at = 0.0
+        self.ends_at = 0.0  # of the slice, by the clock, while something is done in it
 
     @property
     def is_over(self) -> bool:
         """The slice: what is being done is to be left for the next one."""
-        return self._clock() >= self._ends_at
+        return self.clock() >= self.ends_at
 
     @property
     def num_slices_owed(self) -> int:
@@ -84,7 +91,9 @@ class KeyTurns:
 
     def begin(self, work: Work) -> None:
         """Not what waits already."""
-        if self._is_in_ring or not self._has_time() or self._do(work):
+        if self._num_rounds != self._loop_turns.num_rounds:
+            self._begin_slice()
+        if self._is_in_ring or self._seconds_left <= 0 or self._do(work):
             self._waiting.append(work)
             if not self._is_in_ring:
                 self._is_in_ring = True
@@ -92,8 +101,9 @@ class KeyTurns:
 
     def go_on(self) -> bool:
         """With what waits, in this key's turn; whether there is more."""
+        self._begin_slice()
         for _ in range(len(self._waiting)):
-            if not self._has_time():
+            if self._seconds_left <= 0:
                 break
             work = self._waiting.popleft()
             if self._do(work):
@@ -101,15 +111,16 @@ class KeyTurns:
         self._is_in_ring = bool(self._waiting)
         return self._is_in_ring
 
-    def _has_time(self) -> bool:
-        if (num_new := self._loop_turns.num_rounds - self._num_rounds) > 0:
-            self._num_rounds += num_new
-            self._seconds_left = min(SLICE_SECONDS, self._seconds_left + num_new * SLICE_SECONDS)
-        return self._seconds_left > 0
+    def _begin_slice(self) -> None:
+        num_rounds = self._loop_turns.num_rounds
+        new_seconds = (num_rounds - self._num_rounds) * SLICE_SECONDS
+        self._num_rounds, self._seconds_left = num_rounds, min(SLICE_SECONDS, self._seconds_left + new_seconds)
 
     def _do(self, work: Work) -> bool:
-        began_at = self._clock()
-        self._ends_at = began_at + self._seconds_left
+        began_at = self.clock()
+        self.ends_at = began_at + self._seconds_left
         has_more = work()
-        self._seconds_left -= self._clock() - began_at
+        self._seconds_left -= self.clock() - began_at
+        if self._seconds_left <= 0:
+            self._loop_turns.call_next_round()
         return has_more

@@ -54,6 +54,11 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     stop_string: str | None = None  # that ended it; only in the last update
 
     @property
+    def is_text(self) -> bool:
+        """A token whose text is content, as nearly all are: no end, no reasoning, no call."""
+        return self.reason is None and not self.reasoning and not self.tool_calls
+
+    @property
     def finish_name(self) -> str:
         """The API's word for the end: that of a call is none of the engine's."""
         assert self.reason is not None
@@ -98,13 +103,14 @@ class ChoiceProgress:
         same."""
         if token_ids:
             self._record_tokens(time.monotonic())
+        output = self._output
         updates: list[ChoiceUpdate] = []
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
-            num_tokens = self._output.num_tokens
-            text = self._output.push(token_id)
-            is_consumed = self._output.num_tokens > num_tokens  # unless the one held before completed a stop string
+            num_tokens = output.num_tokens
+            text = output.push(token_id)
+            is_consumed = output.num_tokens > num_tokens  # unless the one held before completed a stop string
             told_ids, entries = self._told(token_id, token_logprobs) if is_consumed else self._held
-            if self._output.stopped:
+            if output.stopped:
                 self.stopped_early = reason is None
                 return [*updates, self._end(text, FinishReason.STOP, entries, told_ids)]
             if told_ids:
@@ -123,6 +129,8 @@ class ChoiceProgress:
 
     def _told(self, token_id: int, logprobs: TokenLogprobs | None) -> _Tokens:
         """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
+        if logprobs is None and self._held is _NOTHING and not self._output.holds_terminal:
+            return (token_id,), ()
         entries: tuple[LogprobEntry, ...] = ()
         if logprobs is not None:
             self.cumulative_logprob += logprobs.logprob

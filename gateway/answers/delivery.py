@@ -56,14 +56,16 @@ class _Chunks:
         self._reply = reply
         self._format = reply.response_format
         self._numbers = reply.numbers
-        self._extras = reply.extras or None  # nearly always: nothing to ask it once a token
+        self._extras = reply.extras or None
         self._counts = continuous_usage(reply.completion, reply.generation)
+        self._is_plain = self._numbers is None and self._extras is None and self._counts is None  # nearly always
         self._begun: set[int] = set()
 
-    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
+    @property
+    def among(self) -> Callable[[Iterator[Sequence[ChoiceUpdate]]], Iterator[Sequence[ChoiceUpdate]]] | None:
         if self._counts is None or self._numbers is not None:  # what is numbered may not depend on what came together
-            return ready
-        return self._counts.with_ends(ready)
+            return None
+        return self._counts.with_ends
 
     def begin(self) -> bytes:
         event = self._format.begin()
@@ -73,6 +75,9 @@ class _Chunks:
         chunks = []
         for update in updates:
             is_first = update.index not in self._begun
+            if self._is_plain and update.is_text and not is_first:
+                chunks.append(self._format.text(update.index, update.text, None, update.logprobs))
+                continue
             events = self._first(update.index) if is_first else b""
             usage = None if self._counts is None else self._counts.with_tokens_of(update)
             if update.reasoning or update.tool_calls:
@@ -83,7 +88,7 @@ class _Chunks:
             else:
                 events += self._ended(update, usage, extra)
             chunks.append(events if self._numbers is None else self._numbers.of_choice(update.index, events))
-        return b"".join(chunks)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _first(self, index: int) -> bytes:
         self._begun.add(index)
@@ -128,10 +133,8 @@ class _LiveEvents(Sink):
     def __init__(self, stream: EventStream, chunks: _Chunks) -> None:
         self._stream = stream
         self._chunks = chunks
+        self.among = chunks.among
         self._data = b""
-
-    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
-        return self._chunks.among(ready)
 
     def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
         self._data += self._chunks.of(updates)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.admission import unavailable
-from gateway.answers.answer_extras import Scores, prompt_echo
+from gateway.answers.answer_extras import PromptEcho, Scores, prompt_echo
 from gateway.answers.choice_progress import (
     BestOf,
     ChoiceProgress,
@@ -138,13 +138,13 @@ class Generation:
     def ready(self) -> Iterator[list[ChoiceUpdate]]:
         """The updates that there are now; who stops reading goes on with the next ready(). Raises GatewayError when a
         choice fails."""
-        if self._echo is None:
-            yield from self._read()
-            return
-        yield from self._echo.ready()
+        return self._read() if self._echo is None else self._behind(self._echo)
+
+    def _behind(self, echo: PromptEcho) -> Iterator[list[ChoiceUpdate]]:
+        yield from echo.ready()
         for updates in self._read():
-            self._echo.take(updates, self.prompt_scores)
-            yield from self._echo.ready()
+            echo.take(updates, self.prompt_scores)
+            yield from echo.ready()
 
     def _read(self) -> Iterator[list[ChoiceUpdate]]:
         for request in self._requests:

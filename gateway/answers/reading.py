@@ -34,9 +34,8 @@ class Readable(Protocol):
 class Sink:
     """Takes everything, and does nothing with it."""
 
-    def among(self, ready: Iterator[Sequence[ChoiceUpdate]]) -> Iterator[Sequence[ChoiceUpdate]]:
-        """The updates to be taken among those there are. Raises GatewayError when a choice fails."""
-        return ready
+    # The updates to be taken among those there are; None: all. Raises GatewayError when a choice fails.
+    among: Callable[[Iterator[Sequence[ChoiceUpdate]]], Iterator[Sequence[ChoiceUpdate]]] | None = None
 
     def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
         """Whether it keeps up; else nothing more comes before caught_up() returned."""
@@ -57,7 +56,7 @@ class Reading:
         self._turns = generation.turns
         self._failure: Exception | None = None
         self._is_told = False  # to its end
-        self._waits = False  # for a turn
+        self._hears = False  # else it waits for a turn, or for to_end() to go on
         self._stands = asyncio.get_running_loop().create_future()  # nothing is read until to_end() went on
 
     async def to_end(self) -> None:
@@ -65,7 +64,7 @@ class Reading:
         self._generation.listen(self._hear)
         try:
             while True:
-                self._stands = asyncio.get_running_loop().create_future()
+                self._stands, self._hears = asyncio.get_running_loop().create_future(), True
                 self._hear()
                 await self._stands
                 if self._failure is not None:
@@ -77,39 +76,37 @@ class Reading:
             self._stop()
 
     def _stop(self) -> None:
+        self._hears = False
         if not self._stands.done():
             self._stands.set_result(None)
 
     def _hear(self) -> None:
-        if not self._waits and not self._stands.done():
-            self._waits = True
+        if self._hears:
+            self._hears = False
             self._turns.begin(self._read)
 
     def _read(self) -> bool:
         """Until there is nothing more now, the sink does not keep up, or the slice is over: what is not read stays
         where it is. Whether there is more to do."""
-        has_more = False
-        if not self._stands.done():
-            try:
-                has_more = self._read_ready()
-            except Exception as error:
-                self._failure = error
-                self._stop()
-        self._waits = has_more
-        return has_more
-
-    def _read_ready(self) -> bool:
-        has_more, keeps_up = False, True
+        if self._stands.done():
+            return False  # it was left while it waited for its turn
+        is_over, keeps_up, sink, clock, ends_at = False, True, self._sink, self._turns.clock, self._turns.ends_at
         try:
-            for updates in self._sink.among(self._generation.ready()):
-                keeps_up = self._sink.take(updates)
-                has_more = keeps_up and self._turns.is_over
-                if has_more or not keeps_up:
-                    break
-            else:
-                self._is_told = self._generation.is_over
-        finally:
-            keeps_up = self._sink.end_turn() and keeps_up
+            ready = self._generation.ready()
+            try:
+                for updates in ready if sink.among is None else sink.among(ready):
+                    keeps_up = sink.take(updates)
+                    is_over = clock() >= ends_at
+                    if is_over or not keeps_up:
+                        break
+                else:
+                    self._is_told = self._generation.is_over
+            finally:
+                keeps_up = sink.end_turn() and keeps_up
+        except Exception as error:
+            self._failure, keeps_up = error, False
         if self._is_told or not keeps_up:
             self._stop()
-        return has_more and keeps_up
+            return False
+        self._hears = not is_over
+        return is_over

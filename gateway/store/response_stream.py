@@ -66,11 +66,13 @@ class _ChoiceTokens:
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
         self.is_queued = end < len(self.tokens)
-        token_ids, logprobs = self.tokens[start:end].tolist(), self._logprobs_of(start, end)
-        if self.logprobs and not self._keeps_logprobs:
+        token_ids, finish_reason = self.tokens[start:end].tolist(), None if self.is_queued else self.finish_reason
+        if not self.logprobs:  # nearly always
+            return TokenEvent(request_id, start, token_ids, self.index, finish_reason)
+        logprobs = self._logprobs_of(start, end)
+        if not self._keeps_logprobs:
             for index in range(start, end):
                 self.logprobs.pop(index, None)
-        finish_reason = None if self.is_queued else self.finish_reason
         return TokenEvent(request_id, start, token_ids, self.index, finish_reason, logprobs)
 
     def frame(self) -> JournalFrame:

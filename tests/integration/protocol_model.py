@@ -149,13 +149,13 @@ class LossyClient(InferenceClient):
         self._hear = self._listening.understand
         self._listening.understand = self._understand  # type: ignore[method-assign]
 
-    def _understand(self, message: Message) -> None:
+    async def _understand(self, message: Message) -> None:
         if message.data.startswith(CUT_OFF):
             return  # the auditor's
         if self._world.random.random() < LOST_MESSAGE_RATIO:
             self._world.tally.lost_messages += 1
         else:
-            self._hear(message)
+            await self._hear(message)
 
 
 class GapBlindStream(ResponseStream):

@@ -21,6 +21,7 @@ from shared.messages import (
 )
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
+from shared.subscription import Message
 from tests.engine_worker.transport.rig import FlakyScripts, Held
 from tests.gateway.store.conftest import HandPlayedWorker, make_request, rest, rest_until, start
 
@@ -95,14 +96,18 @@ async def test_a_token_of_the_attempt_before_that_comes_during_the_acceptance(cl
 async def test_one_that_is_in_the_socket_when_the_reply_comes(client, flaky, worker, wire, connections, keys):
     stream, held = await restoring(client, flaky, wire, worker)
     understand, socket = client._listening.understand, []
-    client._listening.understand = socket.append
+
+    async def keep(message: Message) -> None:
+        socket.append(message)
+
+    client._listening.understand = keep
     await connections.commands.publish(keys.gateway_channel("g"), late("a", 1, 6))
     held.goes_on.set()
     while not client.counts.num_restored_requests or len(socket) < 2:  # the mark is behind it
         await asyncio.sleep(0)
     client._listening.understand = understand
     for message in socket:
-        understand(message)
+        await understand(message)
     await goes_on_as_the_journal(worker, stream)
 
 

@@ -71,6 +71,33 @@ class TestStream:
         counting.cancel()
         assert len(set(heard_at)) == 20, "each in a turn of its own"
 
+    @pytest.mark.parametrize(("turn_seconds", "num_turns"), [(0.0, 3), (3600.0, 1)])
+    async def test_a_message_of_many_requests_is_heard_in_turns(
+        self, client, worker, connections, keys, monkeypatch, turn_seconds, num_turns
+    ):
+        """A step of 1,000 sequences is one message; nobody waits until all of them are answered."""
+        monkeypatch.setattr("gateway.store.listening.TURN_SECONDS", turn_seconds)
+        streams = [await start(client, worker, f"request-{number}") for number in range(3)]
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        heard_at: list[int] = []
+        for stream in streams:
+            stream.on_news = lambda: heard_at.append(turns)
+        counting = asyncio.create_task(count())
+        batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, [TokenEvent(stream.request_id, 0, [5]) for stream in streams])
+        await connections.commands.publish(keys.gateway_channel("g"), encode(batch))
+        async with asyncio.timeout(20):
+            while len(heard_at) < 3:
+                await asyncio.sleep(0)
+        counting.cancel()
+        assert len(set(heard_at)) == num_turns
+
     async def test_lost_tokens_in_the_middle_come_from_the_journal(self, client, worker):
         stream = await start(client, worker)
         await worker.emit("a", 0, 5)
