@@ -6,8 +6,10 @@ loop for as long as one call of C takes: 36 ms for a body of 10^6 token ids.
 
 There are as many as were ever needed at one time. Work and result go through pipes by pickle: a work is a function of a
 module with its arguments. A served model among them is only named (served_model.py), and loaded there once. The
-processes yield to whatever else wants to run, and end with this one. Run as a module it is the other end. It knows
-nothing of keys, queues or the event loop.
+processes yield to whatever else wants to run, and end with this one. Run as a module it is the other end.
+
+A chat's way in, where its body is long: it is decoded, validated and planned here. It knows nothing of keys, queues or
+the event loop.
 """
 
 import fcntl
