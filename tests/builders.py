@@ -222,7 +222,7 @@ def _prompt_logprobs(batch: ScheduledBatch) -> Iterator[tuple[Sequence, PromptLo
 
 def fake_logprobs(token_id: int) -> TokenLogprobs:
     """Recognizable by the token, and exact in any float."""
-    return TokenLogprobs(-token_id / 1024, [token_id], [-token_id / 1024])
+    return TokenLogprobs(-token_id / 1024, (token_id,), (-token_id / 1024,))
 
 
 @dataclass

@@ -35,7 +35,7 @@ TIME_BASE, TIME_MODULUS = 1_000, 48_000
 
 
 _RANKED = [
-    TokenLogprobs(-0.5, list(range(100, 100 + count)), [-0.5 - rank for rank in range(count)])
+    TokenLogprobs(-0.5, tuple(range(100, 100 + count)), tuple(-0.5 - rank for rank in range(count)))
     for count in range(MAX_LOGPROBS + 1)
 ]
 

@@ -37,7 +37,7 @@ class DeviceLogprobs:
         values = zip(self.asked.num_top, self.asked.named, *(column.tolist() for column in columns), strict=True)
         for num_top, names, row, token_id, chosen, top, top_token_ids, named in values:
             if names:
-                answers[row] = TokenLogprobs(chosen, list(names), named[: len(names)])
+                answers[row] = TokenLogprobs(chosen, tuple(names), tuple(named[: len(names)]))
             else:
                 answers[row] = _ranked(token_id, chosen, top_token_ids, top, num_top)
         return answers
@@ -45,7 +45,8 @@ class DeviceLogprobs:
 
 def _ranked(token_id: int, chosen: float, top_token_ids: list[int], top: list[float], num_top: int) -> TokenLogprobs:
     ranked = sorted(zip(top_token_ids, top, strict=True), key=lambda pair: (-pair[1], pair[0] != token_id, pair[0]))
-    return TokenLogprobs(chosen, [other for other, _ in ranked[:num_top]], [value for _, value in ranked[:num_top]])
+    likeliest = ranked[:num_top]
+    return TokenLogprobs(chosen, tuple(other for other, _ in likeliest), tuple(value for _, value in likeliest))
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:

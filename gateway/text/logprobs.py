@@ -80,7 +80,7 @@ def _object(entry: LogprobEntry, heads: SpellingTable) -> bytes:
 def _by_text(entry: LogprobEntry, scores: TokenLogprobs) -> bytes:
     token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
     if entry.token_id not in token_ids:
-        token_ids, logprobs = [*token_ids, entry.token_id], [*logprobs, scores.logprob]
+        token_ids, logprobs = (*token_ids, entry.token_id), (*logprobs, scores.logprob)
     keys, numbers = entry.spellings.keys.all_of(token_ids), _numbers(logprobs)
     if len(set(keys)) < len(keys):
         first = {key: number for key, number in zip(reversed(keys), reversed(numbers), strict=True)}
@@ -93,13 +93,14 @@ def _ranked(spellings: TokenSpellings, token_id: int, scores: TokenLogprobs) -> 
     token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
     ranks = [b',"rank":%d}' % rank for rank in range(1, len(token_ids) + 1)]
     if token_id not in token_ids:
-        token_ids, logprobs, ranks = [*token_ids, token_id], [*logprobs, scores.logprob], [*ranks, b',"rank":null}']
+        token_ids, logprobs = (*token_ids, token_id), (*logprobs, scores.logprob)
+        ranks.append(b',"rank":null}')
     return (
         b"{" + b"".join(_interleaved(spellings.decoded_by_id.all_of(token_ids), _numbers(logprobs), ranks))[1:] + b"}"
     )
 
 
-def _numbers(logprobs: list[float]) -> list[bytes]:
+def _numbers(logprobs: Sequence[float]) -> list[bytes]:
     """At least one."""
     if min(logprobs) < _LEAST_LOGPROB:
         logprobs = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]

@@ -166,7 +166,7 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
     num_tokens = 2 * most + 1
     tokens = list(range(num_tokens))
-    scores = {index: TokenLogprobs(-float(index), [], []) for index in tokens} if has_scores else {}
+    scores = {index: TokenLogprobs(-float(index), (), ()) for index in tokens} if has_scores else {}
     choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
     usage = Usage(prompt_tokens=1, completion_tokens=2 * num_tokens)
     stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))

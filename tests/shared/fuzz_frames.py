@@ -33,7 +33,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
 
 def valid_samples() -> list[bytes]:
     usage = messages.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
-    scored = messages.TokenLogprobs(-0.5, [3, 9], [-0.5, -1.25])
+    scored = messages.TokenLogprobs(-0.5, (3, 9), (-0.5, -1.25))
     tokens = messages.TokenEvent("a" * 32, 7, [1, 300, 70_000], 1, messages.FinishReason.STOP, [scored] * 3)
     end = messages.FinishEvent("a", messages.FinishReason.LENGTH, usage)
     error = messages.ErrorEvent("a", messages.ErrorCode.REQUEST_FAILED, "it broke \u00e9")

@@ -74,7 +74,7 @@ def test_they_are_those_of_transformers(
         # fp32 on both sides, in another order of sums: logits of +-10 differ by 1e-4.
         assert [score.logprob for score in told] == pytest.approx(chosen.tolist(), abs=1e-3)
         top = exact.topk(num_top)
-        assert [score.top_token_ids for score in told] == top.indices.tolist()
+        assert [list(score.top_token_ids) for score in told] == top.indices.tolist()
         flat = [logprob for score in told for logprob in score.top_logprobs]
         assert flat == pytest.approx(top.values.flatten().tolist(), abs=1e-3)
 

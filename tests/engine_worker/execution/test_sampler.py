@@ -339,8 +339,8 @@ def test_log_probabilities_are_the_models_own_before_anything_changes_them() -> 
         assert token_id is not None and logprobs is not None
         assert logprobs.logprob == pytest.approx(exact[row, token_id].item(), abs=1e-5)  # fp32 sums of 300 terms
         top = exact[row].topk(num_top)
-        assert logprobs.top_token_ids == top.indices.tolist()
-        assert logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
+        assert list(logprobs.top_token_ids) == top.indices.tolist()
+        assert list(logprobs.top_logprobs) == pytest.approx(top.values.tolist(), abs=1e-5)
     assert sampler().sample(logits[2:3], sequences[2:3]).logprobs == []
 
 
@@ -359,9 +359,9 @@ def test_of_equal_log_probabilities_the_chosen_tokens_is_first_then_the_lowest_i
     (found,) = launch_logprobs(logits, torch.tensor([chosen]), asked).to_host().per_row(1)
     assert found is not None
     others = [token_id for token_id in (7, 40, 256) if token_id != chosen]
-    assert found.top_token_ids == ([100, chosen, *others] if chosen != 299 else [100, 7, 40, 256])
-    assert found.top_logprobs == sorted(found.top_logprobs, reverse=True)
-    assert found.top_logprobs[1:] == [found.top_logprobs[1]] * 3
+    assert list(found.top_token_ids) == ([100, chosen, *others] if chosen != 299 else [100, 7, 40, 256])
+    assert list(found.top_logprobs) == sorted(found.top_logprobs, reverse=True)
+    assert found.top_logprobs[1:] == (found.top_logprobs[1],) * 3
     assert found.logprob == pytest.approx(logits.double().log_softmax(-1)[0, chosen].item(), abs=1e-6)
 
 

@@ -107,9 +107,9 @@ def test_named_tokens_take_the_place_of_the_likeliest() -> None:
     for (logprobs, token_id), names in zip(
         zip(samples.logprobs, (0, 0, 4, 0), strict=True), ([50, 2, 9], [0, 1], [1], []), strict=True
     ):
-        assert logprobs is not None and logprobs.top_token_ids == names
+        assert logprobs is not None and list(logprobs.top_token_ids) == names
         assert logprobs.logprob == pytest.approx(exact[token_id].item(), abs=1e-5)
-        assert logprobs.top_logprobs == pytest.approx(exact[names].tolist(), abs=1e-5)
+        assert list(logprobs.top_logprobs) == pytest.approx(exact[names].tolist(), abs=1e-5)
     assert math.isfinite(samples.logprobs[0].top_logprobs[0])  # type: ignore[union-attr]
 
 

@@ -17,7 +17,7 @@ def best_of_script(texts: list[list[int]], logprobs: list[float]) -> Script:
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         assert (request.sampling.n, request.sampling.logprobs) == (len(texts), 0)
         for choice in reversed(range(len(texts))):
-            tokens = [TokenLogprobs(logprobs[choice], [], [])] * len(texts[choice])
+            tokens = [TokenLogprobs(logprobs[choice], (), ())] * len(texts[choice])
             yield TokenEvent(request.request_id, 0, texts[choice], choice, FinishReason.STOP, tokens)
         yield finish(request, sum(map(len, texts)))
 

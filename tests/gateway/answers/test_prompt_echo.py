@@ -178,7 +178,7 @@ async def test_an_unknown_class_is_refused(gateway: Gateway) -> None:
 
 def test_entries_of_a_prompt_stand_where_their_text_does(tiny_model: ServedModel) -> None:
     token_ids = ids(tiny_model, "a é b")
-    score = TokenLogprobs(-1.0, [], [])
+    score = TokenLogprobs(-1.0, (), ())
     spellings = tiny_model.encoder.spellings(by_id=False)
     scores = {index: score for index in range(1, len(token_ids))}
     entries = list(prompt_entries(tiny_model.encoder, spellings, token_ids, scores))

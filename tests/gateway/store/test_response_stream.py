@@ -62,7 +62,7 @@ async def test_joins_what_came_since_the_last_read():
 
 
 def scored(index: int, *token_ids: int) -> TokenEvent:
-    logprobs = [TokenLogprobs(-token_id, [], []) for token_id in token_ids]
+    logprobs = [TokenLogprobs(-token_id, (), ()) for token_id in token_ids]
     return TokenEvent("a", index, list(token_ids), logprobs=logprobs)
 
 
@@ -120,7 +120,7 @@ async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
     assert stream.frames == [JournalFrame(0, [5, 6])]
 
 
-PROMPT_SCORES = [TokenLogprobs(-1.0, [], []), TokenLogprobs(-2.0, [], []), TokenLogprobs(-3.0, [], [])]
+PROMPT_SCORES = [TokenLogprobs(-1.0, (), ()), TokenLogprobs(-2.0, (), ()), TokenLogprobs(-3.0, (), ())]
 
 
 def prompt_scores(start: int, stop: int) -> PromptLogprobs:

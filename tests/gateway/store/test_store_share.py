@@ -22,7 +22,7 @@ def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
     """Frame by frame, as a step writes it, with token ids and places of the longest kind that models have."""
     sampling = SamplingParams(max_tokens=1000, seed=0, n=2, logprobs=num_logprobs)
     request = GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)
-    scores = None if num_logprobs is None else TokenLogprobs(-1.25, [60_000] * num_logprobs, [-1.25] * num_logprobs)
+    scores = None if num_logprobs is None else TokenLogprobs(-1.25, (60_000,) * num_logprobs, (-1.25,) * num_logprobs)
     frame = JournalFrame(999, [60_000], JournalExtras([scores]) if scores else None, 1)
     assert 2000 * len(encode(frame)) <= reserved_bytes(request) < 3000 * len(encode(frame))
 

@@ -20,7 +20,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 def scored(token_id: int) -> TokenLogprobs:
     """Top: the token itself and the next id."""
-    return TokenLogprobs(-token_id / 1024, [token_id, token_id + 1], [-token_id / 1024, -5.5])
+    return TokenLogprobs(-token_id / 1024, (token_id, token_id + 1), (-token_id / 1024, -5.5))
 
 
 def says_scored(token_ids: list[int], group: int = 1, reason: FinishReason = FinishReason.LENGTH) -> Script:
@@ -171,7 +171,7 @@ async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.Asyn
 
 def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
     spellings = tiny_model.encoder.spellings(by_id=False)
-    entry = LogprobEntry(70, TokenLogprobs(-math.inf, [71], [-math.inf]), 0, spellings)
+    entry = LogprobEntry(70, TokenLogprobs(-math.inf, (71,), (-math.inf,)), 0, spellings)
     (told,) = json.loads(bytes(chat_logprobs([entry])["content"]))
     assert told["logprob"] == told["top_logprobs"][0]["logprob"] == -9999.0
     assert completion_logprobs([entry])["token_logprobs"] == [-9999.0]
@@ -182,8 +182,8 @@ def test_of_tokens_with_one_text_the_likelier_is_told(tiny_model: ServedModel) -
     (x,), halves = encoder.encode_text("x"), encoder.encode_text("é")
     assert [encoder.token_bytes.of(half) for half in halves] == [b"\xc3", b"\xa9"]
     for chosen, scores in (
-        (x, TokenLogprobs(-3.0, halves, [-0.5, -0.7])),
-        (halves[1], TokenLogprobs(-0.7, [halves[0], x], [-0.5, -3.0])),
+        (x, TokenLogprobs(-3.0, tuple(halves), (-0.5, -0.7))),
+        (halves[1], TokenLogprobs(-0.7, (halves[0], x), (-0.5, -3.0))),
     ):
         shape = completion_logprobs([LogprobEntry(chosen, scores, 0, encoder.spellings(by_id=False))])
         assert list(json.loads(bytes(shape["top_logprobs"]))[0].items()) == [("\ufffd", -0.5), ("x", -3.0)]
@@ -200,7 +200,7 @@ def test_a_token_is_spelled_once(tiny_model: ServedModel, monkeypatch: pytest.Mo
             return super().of(token_id)
 
     spellings = TokenSpellings(Watched(tiny_model.encoder.tokenizer), by_id=by_id)
-    entry = LogprobEntry(70, TokenLogprobs(-1.0, [71, 72], [-2.0, -3.0]), 0, spellings)
+    entry = LogprobEntry(70, TokenLogprobs(-1.0, (71, 72), (-2.0, -3.0)), 0, spellings)
     first = bytes(chat_logprobs([entry])["content"])
     num_asked = len(asked)
     assert bytes(chat_logprobs([entry] * 3)["content"]) == b"[" + b",".join([first[1:-1]] * 3) + b"]"
