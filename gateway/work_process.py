@@ -1,4 +1,4 @@
-"""A process for work that keeps the interpreter's lock: decoding, templates, checks. A thread would hold up the event
+"""Processes for work that keeps the interpreter's lock: decoding, templates, checks. A thread would hold up the event
 loop for as long as one call of C takes: 36 ms for a body of 10^6 token ids.
 
     processes = WorkProcesses()
