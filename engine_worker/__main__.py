@@ -96,18 +96,17 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         clock=time.perf_counter,
         async_scheduling=bool(settings.scheduling.async_scheduling),
     )
-    block_bytes = runner.kv_cache_bytes // runner.num_blocks
     info = EngineInfo(
         device="gpu" if device == "cuda" else "cpu",
         dtype=runner.dtype_name,
-        block_size_bytes=block_bytes,
+        block_size_bytes=runner.block_bytes,
         max_model_len=runner.max_model_len,
         memory_bytes=partial(
             memory_by_use,
             torch.device(device),
             weights_bytes=runner.weights_bytes,
             kv_bytes=runner.kv_cache_bytes,
-            host_kv_bytes=runner.num_host_blocks * block_bytes,
+            host_kv_bytes=runner.num_host_blocks * runner.block_bytes,
         ),
     )
     on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
@@ -123,23 +122,22 @@ def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
         max_model_len=runner.max_model_len,
         max_prefill_tokens_with_decodes=scheduling.max_prefill_tokens_with_decodes,
     )
-    block_bytes = runner.kv_cache_bytes // runner.num_blocks
     kv_cache = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
         enable_prefix_caching=scheduling.enable_prefix_caching,
-        host_tier=host_tier_config(runner, block_bytes, scheduling),
-        events=KVEventLog(block_bytes, time.time, KVDurations(time.monotonic)),
+        host_tier=host_tier_config(runner, scheduling),
+        events=KVEventLog(runner.block_bytes, time.time, KVDurations(time.monotonic)),
     )
     return Scheduler(config, kv_cache)
 
 
-def host_tier_config(runner: "ModelRunner", block_bytes: int, settings: SchedulingSettings) -> HostTierConfig | None:
+def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:
     """With the costs that the runner measured; None if it has no host pool."""
     if runner.speeds is None:
         return None
     costs = TransferCosts(
-        block_bytes=block_bytes,
+        block_bytes=runner.block_bytes,
         device_to_host_bytes_per_second=runner.speeds.device_to_host_bytes_per_second,
         host_to_device_bytes_per_second=runner.speeds.host_to_device_bytes_per_second,
         prefill_tokens_per_second=runner.speeds.prefill_tokens_per_second,

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine_worker.execution.settings import MODEL_IMPLS
+from engine_worker.kv.layout import ITEMSIZES
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
-from engine_worker.model.spec import ModelShape, kv_block_bytes
+from engine_worker.model.spec import ModelShape, kv_layout
 from shared.settings import SettingsError, parse_bytes, parse_count
 
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORTER_TOKENS = (1024, 4096, 16384)
 
 
@@ -50,24 +50,24 @@ def estimate(
     config: ModelShape, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
 ) -> Estimate:
     """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit."""
-    itemsize = BYTES_OF_DTYPE[dtype]
+    itemsize = ITEMSIZES[dtype]
     parameters = config.num_parameters()
-    per_token = kv_block_bytes(config, 1, itemsize)
+    layout = kv_layout(config, block_size, dtype)
     kv_bytes = int(memory_bytes * memory_ratio) - parameters * itemsize
-    blocks = max(0, kv_bytes // (per_token * block_size) - 1)  # one is padding
-    fitting = {tokens: blocks // -(-tokens // block_size) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
+    fitting = {tokens: blocks // layout.blocks_of(tokens) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     if not fitting[max_model_len]:
         raise DoesNotFit(
             f"{parameters * itemsize / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
-            f"sequence of {max_model_len} tokens takes {per_token * max_model_len / 2**30:.1f} GiB. "
+            f"sequence of {max_model_len} tokens takes {layout.token_bytes * max_model_len / 2**30:.1f} GiB. "
             + (f"This would fit: --max-model-len {blocks * block_size}" if blocks else "Use more or larger devices.")
         )
     return Estimate(
         parameters=parameters,
         dtype=dtype,
         weights_bytes=parameters * itemsize,
-        kv_bytes_per_token=per_token,
-        kv_block_bytes=per_token * block_size,
+        kv_bytes_per_token=layout.token_bytes,
+        kv_block_bytes=layout.block_bytes,
         kv_cache_bytes=kv_bytes,
         kv_blocks=blocks,
         max_model_len=max_model_len,
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
-    parser.add_argument("--dtype", choices=sorted(BYTES_OF_DTYPE), help="default: as saved")
+    parser.add_argument("--dtype", choices=sorted(ITEMSIZES), help="default: as saved")
     parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32, 64))
     parser.add_argument("--json", action="store_true")
     return parser

@@ -225,7 +225,9 @@ class ModelBody(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None  # null: not loaded yet
-    generation_defaults: dict[str, float]  # of generation_config.json: what holds where a request says nothing
+    generation_defaults: dict[
+        str, float
+    ] = {}  # only where generation_config.json has some: for what requests leave out
 
 
 class ModelListBody(msgspec.Struct, kw_only=True):

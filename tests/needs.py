@@ -22,8 +22,14 @@ import pytest
 
 NEEDS = ("redis", "model", "e2e", "gpu")
 STORE_FIXTURE, WEIGHTS_FIXTURE = "valkey_server", "demo_model_dir"
-# What `quick` does not even import: importing torch takes longer than all the tests that do without.
-WITH_TORCH = (
+# What `quick` does not even import: folders where each test starts processes, and those with torch, whose import takes
+# longer than all the tests that do without.
+NEVER_QUICK = (
+    "tests/browser/",
+    "tests/faults/",
+    "tests/packaging/",
+    "tests/monitoring/test_with_prometheus.py",
+    "tests/integration/test_protocol_model.py",
     "tests/kernels/",
     "tests/engine_worker/execution/",
     "tests/engine_worker/gguf/",
@@ -60,7 +66,7 @@ def _asks_for_time(item: pytest.Item) -> bool:
 def is_read(path: Path, selected: str, config: pytest.Config) -> bool:
     """Whether tests that `selected`, the expression of -m, wants may be in this file or folder."""
     inside = f"{path.relative_to(config.rootpath).as_posix()}/"
-    return selected != "quick" or not inside.startswith(WITH_TORCH)
+    return selected != "quick" or not inside.startswith(NEVER_QUICK)
 
 
 def _functions(item: pytest.Function) -> Iterator[Callable[..., Any]]:

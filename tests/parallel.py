@@ -11,8 +11,24 @@ from pathlib import PurePosixPath
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Real models and clients, kills and restarts first; tests of a single process fill what is left.
-LONGEST_FIRST = ("e2e", "faults", "clients", "kernels", "monitoring", "bench", "browser", "integration", "pagestream")
+# Real models and clients, kills and restarts first; tests of a single process fill what is left. A file of minutes
+# begins before its folder's turn.
+LONGEST_FIRST = (
+    "tests/kernels/test_compile_sm90.py",
+    "tests/clients",
+    "tests/e2e",
+    "tests/faults",
+    "tests/engine_worker/execution",
+    "tests/kernels",
+    "tests/packaging",
+    "tests/monitoring",
+    "tests/bench",
+    "tests/browser",
+    "tests/integration",
+    "tests/engine_worker/model",
+    "tests/pagestream",
+    "tests/deploy",
+)
 ONE_SERVER = ("tests/browser", "tests/clients")
 ONE_PROCESS_A_TEST = ("tests/kernels/test_interpreter.py",)
 
@@ -37,8 +53,9 @@ def together(nodeid: str) -> str:
 
 def turn(nodeid: str) -> int:
     """Smaller ones begin earlier."""
-    folder = PurePosixPath(nodeid.partition("::")[0]).parts[1]
-    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+    file = PurePosixPath(nodeid.partition("::")[0])
+    named = (place for place, first in enumerate(LONGEST_FIRST) if file.is_relative_to(first))
+    return next(named, len(LONGEST_FIRST))
 
 
 class WholeFiles(LoadScopeScheduling):  # type: ignore[misc]

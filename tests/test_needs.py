@@ -49,12 +49,12 @@ def test_with_the_store(valkey_server: Valkey, request: pytest.FixtureRequest) -
 
 
 def test_torch_is_not_imported_for_the_quick_ones(request: pytest.FixtureRequest) -> None:
-    """It is? Then a file of tests that imports it is missing in needs.WITH_TORCH."""
+    """It is? Then a file of tests that imports it is missing in needs.NEVER_QUICK."""
     assert request.config.option.markexpr != "quick" or "torch" not in sys.modules
 
 
 def test_what_is_named_is_there() -> None:
-    assert all((ROOT / path).exists() for path in needs.WITH_TORCH)
+    assert all((ROOT / path).exists() for path in needs.NEVER_QUICK)
 
 
 def test_a_hidden_process_is_stopped() -> None:

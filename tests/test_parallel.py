@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_what_is_named_is_there() -> None:
-    assert all((ROOT / "tests" / folder).is_dir() for folder in LONGEST_FIRST)
+    assert all((ROOT / first).exists() for first in LONGEST_FIRST)
     assert all((ROOT / folder / "conftest.py").exists() for folder in ONE_SERVER)
     assert all((ROOT / file).exists() for file in ONE_PROCESS_A_TEST)
 
@@ -23,6 +23,7 @@ def test_a_file_stays_whole_and_so_does_a_folder_with_one_server() -> None:
 def test_what_takes_long_begins_first() -> None:
     nodeids = ["tests/test_security.py::test_a", "tests/gateway/http/test_b.py::test_b", "tests/e2e/test_c.py::test_c"]
     assert min(nodeids, key=turn) == nodeids[2] and turn(nodeids[0]) == turn(nodeids[1])
+    assert turn("tests/engine_worker/execution/test_d.py::test_d") < turn("tests/engine_worker/test_e.py::test_e")
 
 
 def test_one_of_several_processes_takes_its_share_of_the_cores() -> None:

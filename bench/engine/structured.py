@@ -30,6 +30,7 @@ from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.grammar_masks import GrammarMasks
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -123,7 +124,7 @@ def mask_cost(model: Path, schemas: dict[str, Any], batch: int, steps: int, devi
         compiler.compile(grammar)
     compile_seconds = (time.perf_counter() - started) / (len(grammars) - 1)
     logits = torch.randn(batch, config.vocab_size, device=device).bfloat16()
-    sequences = [_sequence(grammars[row % len(grammars)]) for row in range(batch)]
+    sequences: list[SampledSequence] = [_sequence(grammars[row % len(grammars)]) for row in range(batch)]
     host, host_cpu, applied = [], [], []
     for step in range(steps):
         started, cpu_started = time.perf_counter(), time.process_time()

@@ -92,7 +92,7 @@ def request(name: str, tokens: list[int], num_output_tokens: int) -> GenerationR
 class Bench:
     def __init__(self, runner: ModelRunner, seed: int = 1) -> None:
         self._runner = runner
-        self._kv_cache = runner._kv_cache
+        self._kv_cache = runner.replica.kv_cache
         assert self._kv_cache.host is not None
         self._random = random.Random(seed)
         self._block_bytes = self._kv_cache.pool[0].nbytes
@@ -168,7 +168,7 @@ class Bench:
         num_bytes = (len(batch.swap_out) + len(batch.swap_in)) * self._block_bytes
 
         def transfer() -> None:
-            self._kv_cache.apply_transfers(batch)
+            self._kv_cache.apply_transfers(batch.transfers)
 
         seconds = num_bytes / 1e9 / self._best_seconds(transfer)
         self._kv_cache.finished_transfers()
@@ -182,7 +182,7 @@ class Bench:
         for name, batch in batches.items():
             self._synchronize()
             started = time.perf_counter()
-            self._kv_cache.apply_transfers(batch)
+            self._kv_cache.apply_transfers(batch.transfers)
             figures[name] = 1e6 * (time.perf_counter() - started) / len(copies)
             self._synchronize()
         self._kv_cache.finished_transfers()
@@ -354,7 +354,7 @@ def main(argv: list[str]) -> int:
     )
     runner = load_model_runner(settings, lambda phase, progress, detail: print(phase, f"{progress:.0%}", detail))
     bench = Bench(runner)
-    report: Figures = {**provenance(["kv-transfers", *argv]), "block_bytes": runner.kv_cache_bytes // runner.num_blocks}
+    report: Figures = {**provenance(["kv-transfers", *argv]), "block_bytes": runner.block_bytes}
     assert runner.speeds is not None, "there is no host pool"
     report["measured_at_start"] = asdict(runner.speeds)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence
+from engine_worker.execution.sampled_sequence import SampledSequence
+from engine_worker.scheduling.batch import BeamCandidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class DeviceCandidates:
         return candidates
 
 
-def launch_beam_candidates(logits: Tensor, sequences: list[Sequence]) -> DeviceCandidates:
+def launch_beam_candidates(logits: Tensor, sequences: list[SampledSequence]) -> DeviceCandidates:
     """`logits` [N, V] in the order of `sequences`; not modified. No wait for the device."""
     by_shape: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     beam_rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.use_beam_search]
@@ -57,7 +58,7 @@ def launch_beam_candidates(logits: Tensor, sequences: list[Sequence]) -> DeviceC
     )
 
 
-def _launch(logits: Tensor, rows: list[list[int]], num_candidates: int, sequences: list[Sequence]) -> _Searches:
+def _launch(logits: Tensor, rows: list[list[int]], num_candidates: int, sequences: list[SampledSequence]) -> _Searches:
     """`rows` [R][B]: the rows of the B beams of R searches."""
     num_searches, num_beams, vocab_size = len(rows), len(rows[0]), logits.shape[1]
     index = torch.tensor(rows).flatten()

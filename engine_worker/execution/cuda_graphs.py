@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.settings import StepBounds
+from engine_worker.execution.step_description import StepDescription
 from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
-from engine_worker.scheduling.batch import ScheduledBatch
 
 # Larger steps run for longer than their launches take: 350 of them are up to 10 ms of the host.
 MAX_GRAPH_TOKENS = 512
@@ -85,16 +85,15 @@ class StepGraphs:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None  # [most logits, V]
 
-    def key_for(self, batch: ScheduledBatch) -> GraphKey | None:
-        """The graph that serves `batch`; None if there is none."""
-        num_tokens = batch.num_tokens
-        mixed = any(scheduled.num_new_tokens > 1 for scheduled in batch.sequences)
+    def key_for(self, description: StepDescription) -> GraphKey | None:
+        """The graph that serves a step; None if there is none."""
+        num_tokens = description.num_tokens
+        mixed = description.max_query_len > 1
         sizes = self._sizes[mixed]
         if not sizes or num_tokens > sizes[-1]:
             return None
         key = GraphKey(sizes[bisect_left(sizes, num_tokens)], mixed)
-        num_wanted = sum(scheduled.samples for scheduled in batch.sequences)
-        return key if num_wanted <= key.num_logits else None
+        return key if description.num_logits <= key.num_logits else None
 
     @torch.inference_mode()
     def capture(self) -> Iterator[tuple[float, str]]:

@@ -27,9 +27,9 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from engine_worker.execution.grammar_compiler import GrammarCompiler
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_inputs import TokenMasks
 from engine_worker.execution.token_rules import TokensInFlight
-from engine_worker.scheduling.sequence import Sequence
 from shared.grammars import GrammarError, shortened
 from shared.messages import Grammar
 
@@ -50,7 +50,7 @@ class _Filled:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    sequences: list[Sequence]
+    sequences: list[SampledSequence]
     indices: list[int]
     filling: "Future[tuple[_Filled | None, dict[str, str]]]"
 
@@ -58,7 +58,7 @@ class _Begun:
 class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler, vocab_size: int, device: torch.device) -> None:
         self._compiler = compiler
-        self._progress: dict[Sequence, _Progress] = {}
+        self._progress: dict[SampledSequence, _Progress] = {}
         self._executor: LLExecutor | None = None
         self._num_words = -(-vocab_size // 32)
         self._device = device
@@ -71,20 +71,20 @@ class GrammarMasks:
         """So that a step that needs it finds it. Safe in any thread. Raises GrammarError."""
         self._compiler.compile(grammar)
 
-    def keep_only(self, sequences: list[Sequence]) -> None:
+    def keep_only(self, sequences: list[SampledSequence]) -> None:
         self._end_of_begun()
         kept = set(sequences)
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
-    def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
+    def begin(self, sequences: list[SampledSequence], indices: list[int]) -> None:
         """Begin the masks that are asked for next, only where all tokens are known, so that nothing is waited for."""
         known = (sequence.num_output_tokens for sequence in sequences)
         if self._device.type == "cpu" and all(map(ge, known, indices)):
-            filling = self._thread.submit(self._filled, sequences, indices, dict[Sequence, int])
+            filling = self._thread.submit(self._filled, sequences, indices, dict[SampledSequence, int])
             self._begun = _Begun(sequences, indices, filling)
 
     def of(
-        self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight
+        self, sequences: list[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple[TokenMasks | None, dict[str, str]]:
         """The masks, if there is any grammar; and request id -> why it cannot be sampled.
 
@@ -106,7 +106,7 @@ class GrammarMasks:
         return begun
 
     def _filled(
-        self, sequences: list[Sequence], indices: list[int], tokens_in_flight: TokensInFlight
+        self, sequences: list[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple["_Filled | None", dict[str, str]]:
         rows: list[int] = []
         matchers: list[LLMatcher] = []
@@ -128,7 +128,7 @@ class GrammarMasks:
                 problems[sequences[row].request_id] = f"grammar: {shortened(matcher.get_error())}"
         return filled, problems
 
-    def _advanced(self, sequence: Sequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
+    def _advanced(self, sequence: SampledSequence, index: int, tokens_in_flight: TokensInFlight) -> LLMatcher | None:
         """The matcher of `sequence` after `index` tokens of its output; None if the one in flight ends the sequence."""
         progress = self._progress.get(sequence)
         if progress is None:

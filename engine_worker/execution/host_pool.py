@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
+from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 
 # What one step stores beyond this, waits for the link, and the step with it: 1 GiB is 18 ms of a PCIe 5 link.
 _STAGING_BYTES = 2**30
@@ -30,8 +30,8 @@ _CHUNK_BLOCKS = 16  # of the staging buffer; each is free again when its copy to
 class HostPool(Protocol):
     blocks: Tensor
 
-    def transfer(self, batch: ScheduledBatch) -> None:
-        """Begin the swaps of `batch`. Blocks of earlier fetches can be read by what the compute stream gets next."""
+    def transfer(self, transfers: Transfers) -> None:
+        """Begin the swaps of a batch. Blocks of earlier fetches can be read by what the compute stream gets next."""
 
     def finished_transfers(self) -> list[TransferTime]:
         """Times of transfers that have ended since the last call."""
@@ -55,17 +55,17 @@ class CpuHostPool:
         self._device_pool = device_pool
         self._finished: list[TransferTime] = []
 
-    def transfer(self, batch: ScheduledBatch) -> None:
+    def transfer(self, transfers: Transfers) -> None:
         started = time.perf_counter()
-        for copy in batch.swap_out:
+        for copy in transfers.swap_out:
             self.blocks[copy.target_block_id].copy_(self._device_pool[copy.source_block_id])
         stored = time.perf_counter()
-        for copy in batch.swap_in:
+        for copy in transfers.swap_in:
             self._device_pool[copy.target_block_id].copy_(self.blocks[copy.source_block_id])
-        if batch.swap_out or batch.swap_in:
+        if transfers.swap_out or transfers.swap_in:
             ended = time.perf_counter()
-            seconds = (stored - started) * bool(batch.swap_out), (ended - stored) * bool(batch.swap_in)
-            self._finished.append(TransferTime(batch.number, *seconds))
+            seconds = (stored - started) * bool(transfers.swap_out), (ended - stored) * bool(transfers.swap_in)
+            self._finished.append(TransferTime(transfers.batch_number, *seconds))
 
     def finished_transfers(self) -> list[TransferTime]:
         finished, self._finished = self._finished, []
@@ -92,21 +92,21 @@ class CudaHostPool:
         self._stored, self._fetched = _event(), _event()
         self._timed: list[_TimedTransfer] = []
 
-    def transfer(self, batch: ScheduledBatch) -> None:
+    def transfer(self, transfers: Transfers) -> None:
         compute = torch.cuda.current_stream(self._device_pool.device)
         compute.wait_event(self._fetched)  # of the batch before: from here on its blocks can be read
-        if not (batch.swap_out or batch.swap_in):
+        if not (transfers.swap_out or transfers.swap_in):
             return
-        timed = _TimedTransfer(batch.number)
-        if batch.swap_in:
+        timed = _TimedTransfer(transfers.batch_number)
+        if transfers.swap_in:
             self._fetch_stream.wait_event(self._stored)  # of the batches before
-        if batch.swap_out:
-            self._store(batch.swap_out, compute, timed.store(self._store_stream))
-        if batch.swap_in:
+        if transfers.swap_out:
+            self._store(transfers.swap_out, compute, timed.store(self._store_stream))
+        if transfers.swap_in:
             self._fetch_stream.wait_stream(compute)
-            if _stores_what_it_fetches(batch):
+            if _stores_what_it_fetches(transfers):
                 self._fetch_stream.wait_event(self._stored)
-            self._fetch(batch.swap_in, timed.fetch(self._fetch_stream))
+            self._fetch(transfers.swap_in, timed.fetch(self._fetch_stream))
         self._timed.append(timed)
 
     def finished_transfers(self) -> list[TransferTime]:
@@ -204,10 +204,10 @@ class _TimedTransfer:
         return TransferTime(self._number, *seconds)
 
 
-def _stores_what_it_fetches(batch: ScheduledBatch) -> bool:
+def _stores_what_it_fetches(transfers: Transfers) -> bool:
     """Whether a block goes out and comes back in one batch: evicted, and found again."""
-    stored = {copy.target_block_id for copy in batch.swap_out}
-    return any(copy.source_block_id in stored for copy in batch.swap_in)
+    stored = {copy.target_block_id for copy in transfers.swap_out}
+    return any(copy.source_block_id in stored for copy in transfers.swap_in)
 
 
 def _event(timed: bool = False) -> torch.cuda.Event:

@@ -1,37 +1,28 @@
-"""A ScheduledBatch as the tensors of one forward pass, on a CPU; persistent_inputs.py makes those of CUDA.
+"""A StepDescription as the tensors of one forward pass, on a CPU; persistent_inputs.py makes those of CUDA.
 
-Rows are ordered for the CPU's attention: sequences that decode first, by ascending length, then those that prefill.
-Nobody outside notices: logits_indices leads back to the order of the batch.
-
-In the middle of a step on a CPU: the model runner asks for them between the scheduler's batch and the forward pass. It
-knows nothing of why a sequence is in the step, of weights or of sampling.
+In the middle of a step on a CPU: the model runner asks for them between the description and the forward pass. It knows
+nothing of sequences, of weights or of sampling.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from engine_worker.execution.step_description import StepDescription
 from engine_worker.model.model_input import ModelInput
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
-from engine_worker.scheduling.sequence import Sequence
-
-_NONE: Mapping[Sequence, int] = MappingProxyType({})
 
 
 class StepInputs(Protocol):
-    """A maker of the network's inputs of a batch; PersistentInputs on CUDA."""
+    """A maker of the network's inputs of a step; PersistentInputs on CUDA."""
 
-    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+    def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
         """`size`: pad to as many rows and tokens."""
 
-    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        """The scheduled sequences with tokens, in the order in which their tokens stand in the network's input."""
-
-    def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
-        """`token_ids[i]` is the token in flight of `sequences[i]` when the next step begins."""
+    def keep_samples(self, token_ids: Tensor) -> None:
+        """Keep what the step sampled that was unpacked last (int64, on the device): the next feedback points there."""
 
 
 class HostInputs:
@@ -39,73 +30,33 @@ class HostInputs:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._inflight_token_ids: dict[Sequence, int] = {}
+        self._sampled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
-    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+    def unpack(self, description: StepDescription, size: int | None = None) -> ModelInput:
         assert size is None, "nothing is padded here"
-        return build_model_input(batch, self._block_size, torch.device("cpu"), self._inflight_token_ids)
+        return build_model_input(description, self._block_size, self._sampled)
 
-    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
-        return _in_row_order(batch)
-
-    def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
-        self._inflight_token_ids = dict(zip(sequences, token_ids.tolist(), strict=True))
+    def keep_samples(self, token_ids: Tensor) -> None:
+        self._sampled = token_ids.numpy().copy()
 
 
-def build_model_input(
-    batch: ScheduledBatch, block_size: int, device: torch.device, inflight_token_ids: Mapping[Sequence, int] = _NONE
-) -> ModelInput:
-    """`inflight_token_ids`: what the step before sampled, for sequences that do not know it yet."""
-    ordered = _in_row_order(batch)
-    query_lens = np.array([scheduled.num_new_tokens for scheduled in ordered], dtype=np.int64)
-    ends = np.array([scheduled.end for scheduled in ordered], dtype=np.int64)
-    query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
-    block_tables = _block_tables(ordered, ends, block_size)
-    token_ids: list[int] = []
-    for scheduled in ordered:
-        sequence = scheduled.sequence
-        if scheduled.end > sequence.num_known_tokens:
-            token_ids.append(inflight_token_ids[sequence])
-        else:
-            token_ids += sequence.token_ids(scheduled.start, scheduled.end)
-    row_of_token = np.repeat(np.arange(len(ordered)), query_lens)
-    positions = np.arange(len(token_ids)) + (ends - query_start_loc[1:])[row_of_token]
-    slots = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    last_row = {id(scheduled): int(end) - 1 for scheduled, end in zip(ordered, query_start_loc[1:], strict=True)}
-    wanted, row = [], -1
-    for scheduled in batch.sequences:
-        row = last_row.get(id(scheduled), row)  # a fork without tokens samples of the row before it
-        if scheduled.samples:
-            wanted.append(row)
-
-    def to_device(values: np.ndarray, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(values.astype(dtype, copy=False)).to(device, non_blocking=True)
-
+def build_model_input(description: StepDescription, block_size: int, sampled: NDArray[np.int64]) -> ModelInput:
+    """`sampled` [N]: what the step before sampled."""
+    starts, ends = description.query_start_loc.astype(np.int64), description.seq_lens.astype(np.int64)
+    row_of_token = np.repeat(np.arange(description.num_sequences), np.diff(starts))
+    token_ids = description.token_ids.astype(np.int64)
+    in_flight = description.feedback >= 0
+    token_ids[starts[:-1][in_flight]] = sampled[description.feedback[in_flight]]
+    positions = np.arange(len(token_ids)) + (ends - starts[1:])[row_of_token]
+    block_ids = description.block_tables[row_of_token, positions // block_size].astype(np.int64)
     return ModelInput(
-        token_ids=to_device(np.array(token_ids), np.int64),
-        positions=to_device(positions, np.int64),
-        slot_mapping=to_device(slots, np.int64),
-        query_start_loc=to_device(query_start_loc, np.int32),
-        seq_lens=to_device(ends, np.int32),
-        block_tables=to_device(block_tables, np.int32),
-        logits_indices=to_device(np.array(wanted, dtype=np.int64), np.int64),
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(ends.max()),
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
+        query_start_loc=torch.from_numpy(description.query_start_loc),
+        seq_lens=torch.from_numpy(description.seq_lens),
+        block_tables=torch.from_numpy(description.block_tables),
+        logits_indices=torch.from_numpy(description.logits_indices.astype(np.int64)),
+        max_query_len=description.max_query_len,
+        max_seq_len=description.max_seq_len,
     )
-
-
-def _in_row_order(batch: ScheduledBatch) -> list[ScheduledSequence]:
-    return sorted((scheduled for scheduled in batch.sequences if scheduled.num_new_tokens), key=_row_order)
-
-
-def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
-    return scheduled.num_new_tokens > 1, scheduled.end
-
-
-def _block_tables(ordered: list[ScheduledSequence], ends: np.ndarray, block_size: int) -> np.ndarray:
-    """[S, B] of the blocks that hold tokens after this step; a table may already have more, for the next one."""
-    used_blocks = -(-ends // block_size)
-    tables = np.zeros((len(ordered), int(used_blocks.max())), dtype=np.int32)
-    for row, (scheduled, used) in enumerate(zip(ordered, used_blocks, strict=True)):
-        tables[row, :used] = scheduled.sequence.block_table[:used]
-    return tables

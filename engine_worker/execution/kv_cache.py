@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
-from engine_worker.model.spec import ModelShape, kv_block_bytes, kv_block_shape
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, TransferTime
+from engine_worker.kv.layout import KVLayout
+from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
@@ -28,26 +28,26 @@ class KVCacheTooSmall(ValueError):
 class KVCache:
     def __init__(
         self,
-        config: ModelShape,
+        layout: KVLayout,
         num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
     ):
         """`num_host_blocks`: of the host pool, its unused block 0 included; 0 = there is none."""
-        self.pool = _zeros((num_blocks, *kv_block_shape(config, block_size)), dtype, device)
+        (group,) = layout.groups
+        self.layout = layout
+        self.pool = _zeros(layout.pool_shape(group, num_blocks), getattr(torch, group.dtype), device)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        self.block_size = block_size
+        self.block_size = layout.block_size
         self.host = _host_pool(self.pool, num_host_blocks) if num_host_blocks else None
 
-    def apply_transfers(self, batch: ScheduledBatch) -> None:
-        """Begin all block moves of `batch`; whatever is computed after this call sees what it should."""
+    def apply_transfers(self, transfers: Transfers) -> None:
+        """Begin all block moves of a batch; whatever is computed after this call sees what it should."""
         if self.host is not None:
-            self.host.transfer(batch)
-        assert self.host is not None or not (batch.swap_out or batch.swap_in), "swaps without a host pool"
-        self.copy_blocks(batch.block_copies)
+            self.host.transfer(transfers)
+        assert self.host is not None or not (transfers.swap_out or transfers.swap_in), "swaps without a host pool"
+        self.copy_blocks(transfers.block_copies)
 
     def finished_transfers(self) -> list[TransferTime]:
         return self.host.finished_transfers() if self.host is not None else []
@@ -62,10 +62,6 @@ class KVCache:
         else:
             sources, targets = zip(*((copy.source_block_id, copy.target_block_id) for copy in copies), strict=True)
             self.pool[list(targets)] = self.pool[list(sources)]
-
-
-def block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    return kv_block_bytes(config, block_size, dtype.itemsize)
 
 
 def num_blocks_that_fit(
@@ -104,11 +100,10 @@ def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int
     return num_blocks
 
 
-def check_capacity(
-    num_blocks: int, block_size: int, bytes_per_block: int, max_model_len: int, memory: DeviceMemory
-) -> None:
+def check_capacity(num_blocks: int, layout: KVLayout, max_model_len: int, memory: DeviceMemory) -> None:
     """Never shortens max_model_len by itself: a server that takes shorter prompts than it was told to is a trap."""
-    needed_blocks = -(-max_model_len // block_size) + 1
+    block_size, bytes_per_block = layout.block_size, layout.block_bytes
+    needed_blocks = layout.blocks_of(max_model_len) + 1
     if num_blocks >= needed_blocks:
         return
     needed_bytes = needed_blocks * bytes_per_block

@@ -19,22 +19,23 @@ from engine_worker.execution.host_pool import staging_bytes
 from engine_worker.execution.input_builder import HostInputs
 from engine_worker.execution.kv_cache import (
     KVCache,
-    block_bytes,
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
 )
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.replica import Replica
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.execution.warmup import warm_up
+from engine_worker.kv.layout import KVLayout
 from engine_worker.model.devices import check_shape, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import ServedModel, check_options
-from engine_worker.model.spec import ModelShape
+from engine_worker.model.spec import ModelShape, kv_layout
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 if TYPE_CHECKING:
@@ -69,9 +70,10 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     report("load", 1.0, f"{loaded}, {blueprint.implementation} implementation")
     grammars = _grammar_masks(settings, config, device)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, device, grammars)
+    layout = kv_layout(model.spec, settings.block_size, _name(model.dtype))
     step_bytes = _step_bytes(settings, model, sampler, max_model_len) if device.type == "cuda" else 0
-    memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, model, device))
-    kv_cache = _allocate_kv_cache(settings, model, memory, max_model_len)
+    memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, layout, device))
+    kv_cache = _allocate_kv_cache(settings, layout, memory, max_model_len)
     report("allocate_kv", 1.0, _description(kv_cache))
     runner, graphs = _runner(settings, model, kv_cache, sampler, max_model_len, weights.loaded_bytes)
     for progress, detail in graphs:
@@ -107,14 +109,15 @@ def _runner(
     device = kv_cache.pool.device
     if device.type != "cuda":
         inputs = HostInputs(settings.block_size)
-        return ModelRunner(model, kv_cache, sampler, inputs, max_model_len, weights_bytes), iter(())
+        return ModelRunner(Replica(model, kv_cache, inputs, max_model_len), sampler, weights_bytes), iter(())
     from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
 
     graphs, bounds = _graph_keys(settings), settings.bounds
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
     persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
-    runner = ModelRunner(model, kv_cache, sampler, persistent, max_model_len, weights_bytes)
-    return runner, runner.capture_graphs(persistent, graphs) if graphs else iter(())
+    replica = Replica(model, kv_cache, persistent, max_model_len)
+    captures = replica.capture_graphs(persistent, graphs) if graphs else iter(())
+    return ModelRunner(replica, sampler, weights_bytes), captures
 
 
 def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
@@ -155,28 +158,25 @@ def _weights(
     return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
 
 
-def _staging_bytes(settings: ExecutionSettings, model: ServedModel, device: torch.device) -> int:
+def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.device) -> int:
     if device.type != "cuda" or not settings.swap_space_bytes:
         return 0
-    bytes_per_block = block_bytes(model.spec, settings.block_size, model.dtype)
-    return staging_bytes(settings.swap_space_bytes // bytes_per_block, bytes_per_block)
+    return staging_bytes(settings.swap_space_bytes // layout.block_bytes, layout.block_bytes)
 
 
 def _allocate_kv_cache(
-    settings: ExecutionSettings, model: ServedModel, memory: DeviceMemory, max_model_len: int
+    settings: ExecutionSettings, layout: KVLayout, memory: DeviceMemory, max_model_len: int
 ) -> KVCache:
-    block_size = settings.block_size
-    bytes_per_block = block_bytes(model.spec, block_size, model.dtype)
     num_blocks = num_blocks_that_fit(
         memory,
-        bytes_per_block,
+        layout.block_bytes,
         settings.kv_cache_memory_bytes,
         settings.kv_cache_memory_ratio,
-        max_blocks=settings.bounds.max_num_seqs * -(-max_model_len // block_size) + 1,
+        max_blocks=settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1,
     )
-    check_capacity(num_blocks, block_size, bytes_per_block, max_model_len, memory)
-    num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes or 0, bytes_per_block)
-    return KVCache(model.spec, num_blocks, block_size, model.dtype, memory.device, num_host_blocks)
+    check_capacity(num_blocks, layout, max_model_len, memory)
+    num_host_blocks = num_host_blocks_that_fit(settings.swap_space_bytes or 0, layout.block_bytes)
+    return KVCache(layout, num_blocks, memory.device, num_host_blocks)
 
 
 def _description(kv_cache: KVCache) -> str:

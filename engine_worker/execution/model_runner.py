@@ -1,4 +1,4 @@
-"""Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives the device.
+"""Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives a replica.
 
 submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A small
 batch runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing
@@ -6,22 +6,20 @@ of the queue, of finishing, or of which sequence comes next.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
-from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraphs
-from engine_worker.execution.input_builder import StepInputs
-from engine_worker.execution.kv_cache import KVCache
+from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.prompt_scores import PromptScores
+from engine_worker.execution.replica import Replica
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
-from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.sequence import Sequence
 from shared.messages import Grammar
 
 
@@ -34,7 +32,7 @@ class SubmittedStep:
     beams: DeviceCandidates | None
     scores: PromptScores | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
-    kv_cache: KVCache
+    replica: Replica
     phase_seconds: dict[str, float]
 
     def collect(self) -> StepResult:
@@ -54,7 +52,7 @@ class SubmittedStep:
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
-            transfer_times=self.kv_cache.finished_transfers(),
+            transfer_times=self.replica.finished_transfers(),
         )
 
 
@@ -66,38 +64,23 @@ class MeasuredSpeeds:
 
 
 class ModelRunner:
-    def __init__(
-        self,
-        model: ServedModel,
-        kv_cache: KVCache,
-        sampler: Sampler,
-        inputs: StepInputs,
-        max_model_len: int,
-        weights_bytes: int = 0,
-    ) -> None:
-        self.model_spec: ModelShape = model.spec
-        self.device_type: str = kv_cache.pool.device.type
-        self.dtype_name = str(model.dtype).removeprefix("torch.")
+    def __init__(self, replica: Replica, sampler: Sampler, weights_bytes: int = 0) -> None:
+        kv_cache = replica.kv_cache
+        self.model_spec: ModelShape = replica.model_spec
+        self.device_type = replica.device_type
+        self.dtype_name = replica.dtype_name
         self.weights_bytes = weights_bytes
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
+        self.block_bytes = kv_cache.layout.block_bytes
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
         self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
         self.compile_grammar: Callable[[Grammar], object] | None = None  # set by the loader if it can; any thread
         self.block_size = kv_cache.block_size
-        self.max_model_len = max_model_len
-        self._model = model
-        self._kv_cache = kv_cache
-        self._device = model.attach(kv_cache.pool)
+        self.max_model_len = replica.max_model_len
+        self.replica = replica
         self._sampler = sampler
-        self._inputs = inputs
-        self._graphs: StepGraphs | None = None
-
-    def capture_graphs(self, inputs: GraphInputs, keys: list[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Batches that fit one of `keys` are graphs from then on. Yields progress 0..1 and what was captured."""
-        graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len)
-        yield from graphs.capture()
-        self._graphs = graphs
+        self._describer = StepDescriber(kv_cache.block_size, decodes_first=self.device_type == "cpu")
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         return self.submit(batch).collect()
@@ -105,21 +88,19 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> SubmittedStep | FinishedStep:
         started = time.perf_counter()
-        self._kv_cache.apply_transfers(batch)
+        self.replica.move_blocks(batch.transfers)
         if not batch.sequences:  # all that could run waits for blocks from the host
-            return FinishedStep(StepResult([], transfer_times=self._kv_cache.finished_transfers()))
+            return FinishedStep(StepResult([], transfer_times=self.replica.finished_transfers()))
         scores = self._prompt_scores(batch)
-        graph = self._graphs.key_for(batch) if self._graphs is not None and scores is None else None
-        model_input = self._inputs.fill(batch, graph.size if graph else None)
+        description = self._describer.describe(batch)
+        step = self.replica.prepare(description, allow_graph=scores is None)
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
-        sequences, indices = [s.sequence for s in sampling], [s.output_index for s in sampling]
+        sequences: list[SampledSequence] = [s.sequence for s in sampling]
+        indices = [s.output_index for s in sampling]
         if sequences:
             self._sampler.begin(sequences, indices)
         prepared = time.perf_counter()
-        if self._graphs is not None and graph is not None:
-            logits = self._graphs.replay(graph)[: len(model_input.logits_indices)]
-        else:
-            logits = self._model.forward(model_input, self._device, scores.launch if scores is not None else None)
+        logits = self.replica.run(step, scores.launch if scores is not None else None)
         forwarded = time.perf_counter()
         beams = _launch_beams(batch, logits)  # before the tokens, whose arrival on the host says that these are there
         tokens = self._launch_sampling(logits, sequences, indices) if sequences else None
@@ -129,23 +110,24 @@ class ModelRunner:
             "sample": time.perf_counter() - forwarded,
         }
         ended = _recorded_event() if tokens is None and logits.is_cuda else None
-        return SubmittedStep(batch, tokens, beams, scores, ended, self._kv_cache, phase_seconds)
+        return SubmittedStep(batch, tokens, beams, scores, ended, self.replica, phase_seconds)
 
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         if not any(scheduled.scored_tokens for scheduled in batch.sequences):
             return None
-        return PromptScores(self._inputs.rows_of(batch), self._sampler.device)
+        return PromptScores(self._describer.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(self, logits: Tensor, sequences: list[Sequence], indices: list[int]) -> SampledTokens:
+    def _launch_sampling(self, logits: Tensor, sequences: list[SampledSequence], indices: list[int]) -> SampledTokens:
         inputs = self._sampler.prepare(sequences, indices)
         tokens = self._sampler.launch(logits, inputs)
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
-        self._inputs.keep_samples(sequences, tokens.token_ids)
+        self._describer.keep_samples(sequences)
+        self.replica.keep_samples(tokens.token_ids)
         return tokens
 
 
 def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | None:
-    sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+    sampling: list[SampledSequence] = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
     if not any(sequence.sampling.use_beam_search for sequence in sampling):
         return None
     return launch_beam_candidates(logits, sampling)

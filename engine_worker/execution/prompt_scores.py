@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_inputs import LogprobRows, to_device
 from engine_worker.model.served_model import LogitsOf
-from engine_worker.scheduling.batch import ScheduledSequence
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.batch import PromptScore, ScheduledSequence
 from shared.messages import PromptLogprobs, TokenLogprobs
 
 ROWS_AT_ONCE = 64  # fewer than a step samples at most, whose logits are part of the measured peak
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 64  # fewer than a step samples at most, whose logits are part of
 class _Part:
     """The scores of one sequence in one step: prompt tokens `tokens`, computed in rows from `first_row` on."""
 
-    sequence: Sequence
+    scheduled: ScheduledSequence
     tokens: range
     first_row: int
 
@@ -42,21 +42,22 @@ class PromptScores:
     def launch(self, logits_of: LogitsOf) -> None:
         """Enqueues all of it, copies to the host included."""
         for part in self._parts:
-            num_top = part.sequence.sampling.prompt_logprobs or 0
+            sequence = part.scheduled.sequence
+            num_top = sequence.sampling.prompt_logprobs or 0
             for start in range(0, len(part.tokens), ROWS_AT_ONCE):
                 tokens = part.tokens[start : start + ROWS_AT_ONCE]
-                self._launched.append(self._launch(logits_of, part.sequence, tokens, part.first_row + start, num_top))
+                self._launched.append(self._launch(logits_of, sequence, tokens, part.first_row + start, num_top))
 
-    def collect(self) -> list[tuple[Sequence, PromptLogprobs]]:
+    def collect(self) -> list[PromptScore]:
         """To be called when the device has done the step."""
         scores = iter(chain.from_iterable(_tokens(launched) for launched in self._launched))
         return [
-            (part.sequence, PromptLogprobs(part.tokens.start, [next(scores) for _ in part.tokens]))
+            (part.scheduled.sequence, PromptLogprobs(part.tokens.start, [next(scores) for _ in part.tokens]))
             for part in self._parts
         ]
 
     def _launch(
-        self, logits_of: LogitsOf, sequence: Sequence, tokens: range, first_row: int, num_top: int
+        self, logits_of: LogitsOf, sequence: SampledSequence, tokens: range, first_row: int, num_top: int
     ) -> DeviceLogprobs:
         logits = logits_of(torch.arange(first_row, first_row + len(tokens), device=self._device))
         targets = to_device(np.array(sequence.prompt_token_ids[tokens.start : tokens.stop]), self._device)
@@ -69,7 +70,7 @@ def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:
     row = 0
     for scheduled in rows:
         if tokens := scheduled.scored_tokens:
-            yield _Part(scheduled.sequence, tokens, row + tokens.start - 1 - scheduled.start)
+            yield _Part(scheduled, tokens, row + tokens.start - 1 - scheduled.start)
         row += scheduled.num_new_tokens
 
 

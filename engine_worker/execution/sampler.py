@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.logprobs import DeviceLogprobs, launch_logprobs
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_inputs import (
     SamplingInputs,
     ScoreEdits,
@@ -38,7 +39,6 @@ from engine_worker.execution.sampling_inputs import (
 )
 from engine_worker.execution.token_counts import PenaltyCounts
 from engine_worker.execution.token_rules import TokenRules, TokensInFlight
-from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling.sample_tokens import sample_tokens
 from kernels.token_bitmask import apply_token_bitmask
 from shared.messages import TokenLogprobs
@@ -69,7 +69,7 @@ class SampledTokens:
         self._host_logprobs = logprobs.to_host() if logprobs else None
         self._copied = _recorded_event() if token_ids.is_cuda else None
 
-    def by_sequence(self) -> dict[Sequence, int]:
+    def by_sequence(self) -> dict[SampledSequence, int]:
         """Waits for the device, as collect() does, and may be called before it."""
         self._wait()
         return dict(zip(self._inputs.sequences, self._host_token_ids.tolist(), strict=True))
@@ -110,24 +110,26 @@ class Sampler:
         self._grammars = grammars
         self._last_tokens: SampledTokens | None = None
 
-    def sample(self, logits: Tensor, sequences: list[Sequence], indices: list[int] | None = None) -> Samples:
+    def sample(self, logits: Tensor, sequences: list[SampledSequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
         return self.launch(logits, self.prepare(sequences, indices)).collect()
 
-    def begin(self, sequences: list[Sequence], indices: list[int]) -> None:
+    def begin(self, sequences: list[SampledSequence], indices: list[int]) -> None:
         """Do beside the forward pass what prepare() of the same sequences would do after it. May be left out."""
         self._follow(sequences)
         if self._grammars is not None and self._batch.has_grammars:
             self._grammars.begin(self._batch.sequences, indices)
 
-    def prepare(self, sequences: list[Sequence], indices: list[int] | None = None) -> SamplingInputs:
+    def prepare(self, sequences: list[SampledSequence], indices: list[int] | None = None) -> SamplingInputs:
         """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
         self._follow(sequences)
         edits: ScoreEdits | None = None
         refusals: dict[str, str] = {}
-        in_flight = cache(self._last_tokens.by_sequence if self._last_tokens is not None else dict[Sequence, int])
+        in_flight = cache(
+            self._last_tokens.by_sequence if self._last_tokens is not None else dict[SampledSequence, int]
+        )
         if self._batch.may_edit:
             masked = [
                 [*premature_ends(sequence, index, self._eos_token_ids, self._vocab_size),
@@ -145,7 +147,7 @@ class Sampler:
             masks=tuple(masks for masks in (masks, self._rules.allowed) if masks is not None),
         )
 
-    def _follow(self, sequences: list[Sequence]) -> None:
+    def _follow(self, sequences: list[SampledSequence]) -> None:
         if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
             self._batch = batch_parameters(sequences, self.device)
             self._penalty_counts.keep_only(sequences)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.token_counts import PenaltyCounts, TokenCounts
-from engine_worker.scheduling.sequence import Sequence
 from kernels.sampling.sample_tokens import SamplingRows
 from shared.messages import SamplingParams
 
@@ -69,7 +69,7 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    sequences: list[Sequence]
+    sequences: list[SampledSequence]
     rows: SamplingRows | None  # None: every row is an argmax
     edits: ScoreEdits | None
     logprobs: LogprobRows | None
@@ -81,7 +81,7 @@ class SamplingInputs:
 class BatchParameters:
     """The parameters that stay while the same sequences decode, step after step; on the device already."""
 
-    sequences: list[Sequence]
+    sequences: list[SampledSequence]
     rows: SamplingRows | None  # its indices are those of another step
     logprobs: LogprobRows | None
     may_edit: bool
@@ -93,7 +93,7 @@ class BatchParameters:
         return replace(self.rows, indices=to_device(np.array(output_indices, dtype=np.int64), device))
 
 
-def batch_parameters(sequences: list[Sequence], device: torch.device) -> BatchParameters:
+def batch_parameters(sequences: list[SampledSequence], device: torch.device) -> BatchParameters:
     samplings = [sequence.sampling for sequence in sequences]
     return BatchParameters(
         sequences=list(sequences),
@@ -138,7 +138,7 @@ def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> Sam
 
 
 def score_edits(
-    sequences: list[Sequence],
+    sequences: list[SampledSequence],
     masked: list[list[int]],
     penalty_counts: PenaltyCounts,
     vocab_size: int,
@@ -196,7 +196,9 @@ def _signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def premature_ends(sequence: Sequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+def premature_ends(
+    sequence: SampledSequence, output_index: int, eos_token_ids: Iterable[int], vocab_size: int
+) -> list[int]:
     """The tokens that would end `sequence` before its min_tokens."""
     sampling = sequence.sampling
     if output_index >= sampling.min_tokens:
@@ -205,7 +207,7 @@ def premature_ends(sequence: Sequence, output_index: int, eos_token_ids: Iterabl
     return [token_id for token_id in ending if 0 <= token_id < vocab_size]
 
 
-def _penalties(sequences: list[Sequence], counts: list[TokenCounts | None]) -> "np.ndarray[Any, Any]":
+def _penalties(sequences: list[SampledSequence], counts: list[TokenCounts | None]) -> "np.ndarray[Any, Any]":
     columns = [np.empty((3, 0), dtype=np.float32)]
     for sequence, counted in zip(sequences, counts, strict=True):
         if counted is not None:

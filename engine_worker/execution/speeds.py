@@ -13,8 +13,7 @@ import torch
 
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.model_runner import MeasuredSpeeds, ModelRunner
-from engine_worker.execution.warmup import made_up_batch
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers, made_up_batch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
 _PREFILL_TOKENS = 512
@@ -35,7 +34,7 @@ def measure_speeds(runner: ModelRunner, kv_cache: KVCache) -> MeasuredSpeeds:
 
 def decode_tokens_per_second(runner: ModelRunner) -> float:
     """Measure the decoding of one sequence alone, with hardly any KV to read: the best of three steps."""
-    batch = made_up_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner)
+    batch = made_up_batch(1, min(_DECODE_TOKENS, runner.max_model_len) - 1, 1, runner.block_size)
     return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 
 
@@ -44,8 +43,8 @@ def _transfer_bytes_per_second(kv_cache: KVCache) -> tuple[float, float]:
     num_blocks = min(_NUM_BLOCKS, kv_cache.num_host_blocks - 1, kv_cache.num_blocks - 1)
     copies = [BlockCopy(block_id, block_id) for block_id in range(1, num_blocks + 1)]
     seconds = []
-    for batch in (ScheduledBatch([], swap_out=copies), ScheduledBatch([], swap_in=copies)):
-        kv_cache.apply_transfers(batch)
+    for transfers in (Transfers(swap_out=copies), Transfers(swap_in=copies)):
+        kv_cache.apply_transfers(transfers)
         if kv_cache.pool.is_cuda:
             torch.cuda.synchronize(kv_cache.pool.device)
         (transfer,) = kv_cache.finished_transfers()
@@ -56,7 +55,7 @@ def _transfer_bytes_per_second(kv_cache: KVCache) -> tuple[float, float]:
 
 def _prefill_tokens_per_second(runner: ModelRunner) -> float:
     num_tokens = min(_PREFILL_TOKENS, runner.max_model_len, (runner.num_blocks - 1) * runner.block_size)
-    return num_tokens / _step_seconds(runner, made_up_batch(1, 0, num_tokens, runner))
+    return num_tokens / _step_seconds(runner, made_up_batch(1, 0, num_tokens, runner.block_size))
 
 
 def _step_seconds(runner: ModelRunner, batch: ScheduledBatch) -> float:

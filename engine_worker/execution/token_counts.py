@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from engine_worker.scheduling.sequence import Sequence
+from engine_worker.execution.sampled_sequence import SampledSequence
 
 
 class TokenCounts:
     """Repetition penalties touch prompt and output (as in `transformers`), the others the output (as OpenAI's). The
     sequence only ever appends to its output."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: SampledSequence) -> None:
         self._sequence = sequence
         self._places: dict[int, int] = {}
         self._num_counted = 0
@@ -55,13 +55,13 @@ class PenaltyCounts:
     """The token counts of a batch's penalised sequences."""
 
     def __init__(self) -> None:
-        self._of: dict[Sequence, TokenCounts] = {}
+        self._of: dict[SampledSequence, TokenCounts] = {}
 
-    def keep_only(self, sequences: list[Sequence]) -> None:
+    def keep_only(self, sequences: list[SampledSequence]) -> None:
         penalised = [sequence for sequence in sequences if sequence.sampling.has_penalties]
         self._of = {sequence: self._of.get(sequence) or TokenCounts(sequence) for sequence in penalised}
 
-    def of(self, sequence: Sequence) -> TokenCounts | None:
+    def of(self, sequence: SampledSequence) -> TokenCounts | None:
         """With all tokens that are known by now; None if no penalty touches the sequence."""
         counts = self._of.get(sequence)
         if counts is not None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_inputs import TokenMasks, to_device
-from engine_worker.scheduling.sequence import Sequence
 
-TokensInFlight = Callable[[], Mapping[Sequence, int]]
+TokensInFlight = Callable[[], Mapping[SampledSequence, int]]
 
 
 class TokenRules:
@@ -26,10 +26,10 @@ class TokenRules:
         self._vocab_size = vocab_size
         self._device = device
         # Kept while a sequence is in the batch: reading a list of 50,000 ids takes 2 ms.
-        self._masks: dict[Sequence, NDArray[np.int32]] = {}
-        self._words: dict[Sequence, BadWordIndex] = {}
+        self._masks: dict[SampledSequence, NDArray[np.int32]] = {}
+        self._words: dict[SampledSequence, BadWordIndex] = {}
 
-    def keep_only(self, sequences: list[Sequence]) -> None:
+    def keep_only(self, sequences: list[SampledSequence]) -> None:
         """`sequences`: the rows of the steps that follow."""
         asking = [(row, s) for row, s in enumerate(sequences) if s.sampling.allowed_token_ids is not None]
         self._masks = {sequence: self._mask_of(sequence) for _, sequence in asking}
@@ -44,7 +44,7 @@ class TokenRules:
             masks = np.stack(list(self._masks.values()))
             self.allowed = TokenMasks(to_device(rows, self._device), to_device(masks, self._device))
 
-    def word_ends(self, sequence: Sequence, index: int, tokens_in_flight: TokensInFlight) -> list[int]:
+    def word_ends(self, sequence: SampledSequence, index: int, tokens_in_flight: TokensInFlight) -> list[int]:
         """`index`: of the token that is to be sampled, in the output of `sequence`."""
         words = self._words.get(sequence)
         if words is None:
@@ -54,7 +54,7 @@ class TokenRules:
             before.append(tokens_in_flight()[sequence])
         return words.after(before)
 
-    def _mask_of(self, sequence: Sequence) -> NDArray[np.int32]:
+    def _mask_of(self, sequence: SampledSequence) -> NDArray[np.int32]:
         """[ceil(V / 32)]; see kernels.token_bitmask."""
         mask = self._masks.get(sequence)
         if mask is None:

@@ -1,4 +1,4 @@
-"""The operators of one forward pass on a CPU: matrix products, norms, rotation, KV store, attention, gate.
+"""The operators of one forward pass on a CPU beside its matrix products: norms, rotation, KV store, attention.
 
 Made once a step; it gathers there what all layers share. Few operators, because at batch 1 each costs 2-10 us against
 120 us of products in a layer (SmolLM2, 2 cores). Same methods as CudaStep.
@@ -8,10 +8,9 @@ sampling.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
+from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
@@ -111,15 +110,3 @@ class CpuStep:
             return query[rows]
         attended = self._plan.attend(query, self._layers[layer], scale)
         return attended if rows is None else attended[rows]
-
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return linear(x)
-
-    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor:
-        computed = head.on_cpu(x)
-        return computed if logits is None else logits.copy_(computed)
-
-    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)

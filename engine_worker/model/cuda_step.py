@@ -1,6 +1,6 @@
-"""The operators of one forward pass on CUDA: Triton kernels, and the library's matrix products where these are faster.
+"""The operators of one forward pass on CUDA beside its matrix products: Triton kernels.
 
-Same methods as CpuStep. A product of few rows goes to skinny_linear where its table says so: by shape alone.
+Same methods as CpuStep. Products are the weights' own (quantisation/).
 
 It is used in every step of a worker on a GPU, captured or not; network.py calls it. It knows no family, no sequence
 and no sampling.
@@ -9,15 +9,12 @@ and no sampling.
 import torch
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
+from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
-from kernels.silu_and_mul import silu_and_mul
-from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import tiles_for
 
 # Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
 # tokens takes 30 us.
@@ -111,23 +108,3 @@ class CudaStep:
             scale,
             one_kernel=device.is_deterministic,
         )
-
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        tiles = tiles_for(linear.weight, len(x), is_gated=False)
-        if tiles is None:
-            return linear(x)
-        product = skinny_linear(x, linear.weight, tiles)
-        return product if linear.bias is None else product.add_(linear.bias)
-
-    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor:
-        if logits is None:
-            logits = x.new_empty(len(x), len(head.weight), dtype=torch.float32)
-        tiles = tiles_for(head.weight, len(x), is_gated=False)
-        return head.on_cuda(x, logits) if tiles is None else skinny_linear(x, head.weight, tiles, logits)
-
-    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """-> silu(gate) * up; gate is the first half of `gate_up`'s outputs, up the second."""
-        tiles = tiles_for(gate_up.weight, len(x), is_gated=True)
-        if tiles is None or gate_up.bias is not None:
-            return silu_and_mul(gate_up(x))
-        return gated_skinny_linear(x, gate_up.weight, tiles)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, Linear, NormWeight, OutputHead
+from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
 
@@ -20,14 +20,11 @@ class DeviceStep(Protocol):
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
-    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
-    def gated_linear(self, x: Tensor, gate_up: Linear) -> Tensor: ...
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
     def store(self, qkv: Tensor, layer: int) -> None:
         """Keys and values of `qkv` [T, (Hq + 2 Hkv) * D] as they are, for networks that rotate by themselves."""
 
     def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor: ...
-    def logits(self, x: Tensor, head: OutputHead, logits: Tensor | None) -> Tensor: ...
 
 
 class Device(Protocol):

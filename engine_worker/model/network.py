@@ -16,15 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.devices import Device, DeviceStep, attach_device
-from engine_worker.model.layers import (
-    Linear,
-    NormWeight,
-    OutputHead,
-    RotaryTable,
-    load_attention,
-    load_linear,
-)
+from engine_worker.model.layers import NormShape, NormWeight, RotaryTable, load_attention
+from engine_worker.model.linear import Linear, LinearMethod, LinearSpec, Role
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.quantisation import linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -32,7 +27,9 @@ from engine_worker.model.weights import WeightSource
 
 
 class DecoderLayer:
-    def __init__(self, model: ModelSpec, weights: WeightSource, index: int, table: RotaryTable) -> None:
+    def __init__(
+        self, model: ModelSpec, weights: WeightSource, method: LinearMethod, index: int, table: RotaryTable
+    ) -> None:
         spec, names, hidden = model.layers[index], model.names, model.hidden_size
         prefix = names.layer.format(index=index)
 
@@ -41,10 +38,12 @@ class DecoderLayer:
 
         self._index, self._residual_scale = index, spec.residual_scale
         self._before_attention = norm(names.before_attention, spec.norms_before)
-        self._attention = load_attention(weights, names, prefix, spec.attention, hidden, model.norm_eps, table)
+        self._attention = load_attention(
+            weights, method, names, prefix, spec.attention, NormShape(hidden, model.norm_eps), table
+        )
         self._after_attention = norm(names.after_attention, spec.norms_after)
         self._before_mlp = norm(names.before_mlp, spec.norms_before)
-        self._gate_up, self._down = _mlp(weights, model, spec, prefix)
+        self._gate_up, self._down = _mlp(weights, method, model, spec, prefix)
         self._after_mlp = norm(names.after_mlp, spec.norms_after)
 
     def __call__(
@@ -56,13 +55,13 @@ class DecoderLayer:
         """
         attention = self._attention
         entering, residual = _enter(step, hidden, residual, self._before_attention)
-        qkv = step.linear(entering, attention.qkv)
+        qkv = attention.qkv(entering)
         step.rotate_and_store(qkv, attention, self._index)
-        hidden = step.linear(step.attend(qkv, attention.spec.scale, self._index, rows), attention.out)
+        hidden = attention.out(step.attend(qkv, attention.spec.scale, self._index, rows))
         hidden = self._leave(step, hidden, self._after_attention)
         residual = residual if rows is None else residual[rows]
         entering, residual = _enter(step, hidden, residual, self._before_mlp)
-        hidden = step.linear(step.gated_linear(entering, self._gate_up), self._down)
+        hidden = self._down(self._gate_up.gated(entering))
         return self._leave(step, hidden, self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
@@ -80,19 +79,33 @@ def _enter(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight 
     return residual, residual
 
 
-def _mlp(weights: WeightSource, model: ModelSpec, layer: LayerSpec, prefix: str) -> tuple[Linear, Linear]:
-    names, hidden, inner = model.names, model.hidden_size, layer.mlp.intermediate_size
-    gate_up = [prefix + name for name in names.gate_up]
-    outputs = [2 * inner // len(gate_up)] * len(gate_up)
-    return (
-        load_linear(weights, gate_up, outputs, hidden, bias=layer.mlp.bias),
-        load_linear(weights, [prefix + names.down], [hidden], inner, bias=layer.mlp.bias),
+def _mlp(
+    weights: WeightSource, method: LinearMethod, model: ModelSpec, layer: LayerSpec, prefix: str
+) -> tuple[Linear, Linear]:
+    names, hidden, inner, bias = model.names, model.hidden_size, layer.mlp.intermediate_size, layer.mlp.bias
+    gate_up = LinearSpec(
+        role=Role.GATE_UP,
+        names=tuple(prefix + name for name in names.gate_up),
+        outputs=(inner, inner),
+        inputs=hidden,
+        bias=bias,
     )
+    down = LinearSpec(role=Role.DOWN, names=(prefix + names.down,), outputs=(hidden,), inputs=inner, bias=bias)
+    return method.load(gate_up, weights), method.load(down, weights)
 
 
 class Network:
-    def __init__(self, spec: ModelSpec, weights: WeightSource, max_len: int, is_deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: WeightSource,
+        max_len: int,
+        is_deterministic: bool = False,
+        method: LinearMethod | None = None,
+    ) -> None:
+        """`method`: that of the checkpoint on the device of `weights`, unless told otherwise."""
         self.spec, self._is_deterministic = spec, is_deterministic
+        method = method or linear_method(spec.quantisation, weights.device.type)
         names, shape = spec.names, (spec.vocab_size, spec.hidden_size)
         self._embedding = weights.get(names.embedding, shape)
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
@@ -102,10 +115,11 @@ class Network:
             for index, rope in enumerate(ropes)
         }
         self._layers = [
-            DecoderLayer(spec, weights, index, tables[layer.attention.rope]) for index, layer in enumerate(spec.layers)
+            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope])
+            for index, layer in enumerate(spec.layers)
         ]
         self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)
-        self._head = OutputHead(self._embedding if spec.tie_word_embeddings else weights.get(names.head, shape))
+        self._head = method.head(self._embedding if spec.tie_word_embeddings else weights.get(names.head, shape))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,5 +155,5 @@ class Network:
 
     def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
         normed, _ = step.add_rms_norm(hidden, residual, self._norm)
-        logits = step.logits(normed, self._head, logits)
+        logits = self._head(normed, logits)
         return logits if self.spec.logit_scale == 1.0 else logits.mul_(self.spec.logit_scale)

@@ -7,11 +7,12 @@ A feature that a network does not have is a neutral value (no norm, a factor of 
 nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+from engine_worker.kv.layout import KVGroup, KVLayout
 
 
 class QkNorm(StrEnum):
@@ -139,14 +140,10 @@ class ModelShape(Protocol):
     def num_parameters(self) -> int: ...
 
 
-def kv_block_shape(shape: ModelShape, block_size: int) -> tuple[int, ...]:
-    """[L, 2, Hkv, BS, D] of one block of the KV pool: keys and values of all layers."""
-    return shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim
-
-
-def kv_block_bytes(shape: ModelShape, block_size: int, itemsize: int) -> int:
-    """The one formula of a block's bytes; of a token's with a block of one token."""
-    return math.prod(kv_block_shape(shape, block_size)) * itemsize
+def kv_layout(shape: ModelShape, block_size: int, dtype: str) -> KVLayout:
+    """`dtype`: of keys and values, one of kv.layout.ITEMSIZES. All layers are one group."""
+    group = KVGroup(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype)
+    return KVLayout(groups=(group,), block_size=block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +158,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    quantisation: str = "dense"  # how the weights are stored: one of quantisation.MODULES
     names: NamesSpec = field(default_factory=NamesSpec)
 
     # All layers store keys and values of one shape.

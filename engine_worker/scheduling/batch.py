@@ -5,10 +5,12 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 """
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from engine_worker.scheduling.sequence import BeamCandidate, Sequence
+from engine_worker.scheduling.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - in a step's answer
+from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from shared.messages import FinishReason, PromptLogprobs, TokenLogprobs
+from shared.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: one is made for each token
@@ -88,6 +90,13 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(scheduled.num_new_tokens for scheduled in self.sequences)
 
+    @property
+    def transfers(self) -> Transfers:
+        return Transfers(self.block_copies, self.swap_out, self.swap_in, self.number)
+
+
+PromptScore: TypeAlias = tuple[Sequence, PromptLogprobs]  # whose, and from which of its prompt's tokens on
+
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
@@ -103,7 +112,7 @@ class StepResult:
     transfer_times: list[TransferTime] = field(default_factory=list)  # of this batch or earlier ones, when they end
     # By request id, best first: sequence.num_beam_candidates of them for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[PromptScore] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,3 +145,20 @@ class SequenceUpdate:
         if self.sequence.sampling.use_beam_search:
             return 0
         return self.sequence.num_output_tokens - len(self.new_token_ids)
+
+
+def made_up_batch(
+    num_sequences: int,
+    start: int,
+    num_new_tokens: int,
+    block_size: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> ScheduledBatch:
+    """A step that nobody asked for, of sequences that all share the first blocks of the pool. Greedy by default."""
+    num_tokens = start + num_new_tokens
+    block_table = list(range(1, -(-num_tokens // block_size) + 1))
+    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_p=top_p)
+    made_up = [Sequence("warmup", [0] * num_tokens, params, block_table=block_table) for _ in range(num_sequences)]
+    return ScheduledBatch([ScheduledSequence(one, start, num_new_tokens, samples=True) for one in made_up])

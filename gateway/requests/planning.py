@@ -43,6 +43,185 @@ from shared.redis_keys import PRIORITY_CLASSES
 # body hold is their product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is
 # made: 2**19 of them are a tenth of the longest journal that is read, and 150 MB here.
 MAX_VALUES = 2**19
+# Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
+_GREEDY_BELOW_TEMPERATURE = 1e-5
+# Fields that the engine is told as they came, but for those that are made of several.
+_AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
+_FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
+_FEW_MESSAGES = 64  # a template takes about 8 us a message, and is no code of ours
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    max_model_len: int
+    vocab_size: int
+
+
+def prepared(
+    model: ServedModel,
+    limits: ModelLimits,
+    request: CompletionRequest,
+    tenant: str,
+    priority_class: str,
+    traceparent: str,
+) -> tuple[CompletionRequest, list[GenerationRequest]]:
+    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
+    request = with_defaults(_bound(request, model), model.defaults)
+    token_ids = encode_prompts(model, limits, request)
+    request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
+    planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
+    if request.must_think and not model.tells_reasoning:
+        raise InvalidRequest(
+            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
+            param="thinking",
+        )
+    return request, planned
+
+
+def has_more_work(request: CompletionRequest) -> bool:
+    """Than the size of its body tells."""
+    num_parts = len(request.prompts[0]) + len(request.template.get("tools", ())) if request.is_chat else 0
+    return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS or num_parts > _FEW_MESSAGES
+
+
+def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
+    """The request with the model's defaults where it says nothing. A beam search does not sample: it is as it was."""
+    if request.choices.use_beam_search or not defaults:
+        return request
+    left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}
+    return replace(
+        request,
+        fields=structs.replace(request.fields, **left_open),
+        default_max_tokens=request.default_max_tokens or defaults.get("max_new_tokens"),
+    )
+
+
+def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
+    """The request with calls in its grammar, where they may stand in place of the answer. What was asked for is checked
+    before it is put together: errors name what a client wrote."""
+    for asked in request.grammars:
+        check_asked(asked)
+    if not request.may_answer_or_call:
+        return request
+    assert request.answer_grammar is not None and request.tools is not None
+    family = call_family(model.tool_call_parser, model.encoder.template_source)
+    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, model.encoder.special_id)
+    bound = replace(request, grammar=AskedGrammar(both, "tools"))
+    check_asked(bound.grammar)
+    return bound
+
+
+def check_asked(asked: AskedGrammar | None) -> None:
+    """Raises InvalidRequest, with what is wrong in llguidance's words."""
+    if asked is None:
+        return
+    try:
+        check_grammar(asked.grammar)
+    except GrammarError as error:
+        code = "invalid_json_schema" if asked.grammar.kind is GrammarKind.JSON_SCHEMA else "invalid_grammar"
+        raise InvalidRequest(f"{asked.param}: {error}.", param=asked.param, code=code) from error
+
+
+def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionRequest) -> list[list[int]]:
+    """Raises InvalidRequest."""
+    truncate = request.fields.truncate_prompt_tokens
+    room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
+    prompts, template = [], _template_options(request, model)
+    for prompt in request.prompts:
+        checked = limits if truncate is None else None
+        token_ids = encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens, template)
+        prompts.append(truncated(token_ids, truncate, request.fields.truncation_side, room_tokens))
+    return prompts
+
+
+def encode_prompt(
+    model: ServedModel,
+    limits: ModelLimits | None,
+    prompt: Prompt,
+    param: str,
+    add_special_tokens: bool,
+    template: TemplateOptions | None = None,
+) -> list[int]:
+    """With `limits`, a text that is sure to be too long is refused before it is encoded. `template`: of a chat."""
+    if isinstance(prompt, list):
+        return prompt
+    encoder, check = model.encoder, partial(_check_text, model.encoder, limits, param)
+    if isinstance(prompt, str):
+        check(prompt)
+        return encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
+    try:
+        return encoder.encode_chat(prompt, add_special_tokens=add_special_tokens, check=check, **(template or {}))
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"{param}: {error}.", param=param) from error
+
+
+def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
+    least = encoder.least_tokens(text)
+    if limits is not None and least >= limits.max_model_len:
+        raise context_exceeded(f"at least {least}", param, limits)
+
+
+def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
+    if model.tells_reasoning or not request.reasons_only_if_told_apart:
+        return request.template
+    kwargs = {**request.template["template_kwargs"], "enable_thinking": False}
+    return TemplateOptions(**{**request.template, "template_kwargs": kwargs})
+
+
+def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
+    """The token ids of `bad_words`. Raises InvalidRequest."""
+    return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
+
+
+def plan_requests(
+    request: CompletionRequest,
+    prompts_token_ids: Sequence[list[int]],
+    limits: ModelLimits,
+    tenant: str = "",
+    priority_class: str = PRIORITY_CLASSES[0],
+    traceparent: str = "",
+) -> list[GenerationRequest]:
+    """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
+    planned, most = [], most_tokens(request, prompts_token_ids)
+    for token_ids in prompts_token_ids:
+        check_prompt(token_ids, request.prompt_param, limits)
+        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see answer_extras.py
+        generation = GenerationRequest(
+            request_id=secrets.token_hex(16),
+            prompt_token_ids=token_ids,
+            sampling=_sampling_params(request, max_tokens, limits),
+            priority_class=priority_class,
+            tenant=tenant,
+            cache_salt=request.fields.cache_salt or "",
+            traceparent=traceparent,
+        )
+        planned.append(generation)
+    return planned
+
+
+def with_deadlines(
+    planned: Sequence[GenerationRequest], timeouts: Timeouts, now_seconds: float
+) -> list[GenerationRequest]:
+    deadline, queue_deadline = (
+        now_seconds + seconds if seconds else None for seconds in (timeouts.total_seconds, timeouts.queue_seconds)
+    )
+    return [structs.replace(request, deadline=deadline, queue_deadline=queue_deadline) for request in planned]
+
+
+def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
+    if not token_ids:
+        raise InvalidRequest(f"{param}: gives no token at all; expected at least one.", param=param)
+    _check_token_ids(token_ids, param, limits)
+    if len(token_ids) >= limits.max_model_len:
+        raise context_exceeded(str(len(token_ids)), param, limits)
+
+
+def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
+        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
+        param=param,
+    )
 
 
 def most_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int]]) -> int:
@@ -58,6 +237,21 @@ def most_tokens(request: CompletionRequest, prompts_token_ids: Sequence[list[int
             param=param,
         )
     return most
+
+
+def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits, most: int) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    if request.max_tokens is None:
+        return min(room, request.default_max_tokens or room, most)
+    if request.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
+            f"{request.max_tokens} in the completion). Please reduce the length of either.",
+            param=request.max_tokens_param,
+        )
+    check_size(request, request.max_tokens, most)
+    return request.max_tokens
 
 
 def check_size(request: CompletionRequest, max_tokens: int, most: int) -> None:
@@ -91,75 +285,6 @@ def _told_of_prompts(request: CompletionRequest, num_tokens: int) -> int:
         return 0
     times = 1 if request.is_chat else request.n
     return num_tokens * times * (1 if scores is None else 2 + scores)
-
-
-# Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
-_GREEDY_BELOW_TEMPERATURE = 1e-5
-# Fields that the engine is told as they came, but for those that are made of several.
-_AS_GIVEN = frozenset(SamplingParams.__struct_fields__) & frozenset(GenerationFields.__struct_fields__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    max_model_len: int
-    vocab_size: int
-
-
-def plan_requests(
-    request: CompletionRequest,
-    prompts_token_ids: Sequence[list[int]],
-    limits: ModelLimits,
-    tenant: str = "",
-    priority_class: str = PRIORITY_CLASSES[0],
-    traceparent: str = "",
-) -> list[GenerationRequest]:
-    """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
-    planned, most = [], most_tokens(request, prompts_token_ids)
-    for token_ids in prompts_token_ids:
-        check_prompt(token_ids, request.prompt_param, limits)
-        max_tokens = max(1, _max_tokens(request, len(token_ids), limits, most))  # 0: see answer_extras.py
-        generation = GenerationRequest(
-            request_id=secrets.token_hex(16),
-            prompt_token_ids=token_ids,
-            sampling=_sampling_params(request, max_tokens, limits),
-            priority_class=priority_class,
-            tenant=tenant,
-            cache_salt=request.fields.cache_salt or "",
-            traceparent=traceparent,
-        )
-        planned.append(generation)
-    return planned
-
-
-def check_prompt(token_ids: Sequence[int], param: str, limits: ModelLimits) -> None:
-    if not token_ids:
-        raise InvalidRequest(f"{param}: gives no token at all; expected at least one.", param=param)
-    _check_token_ids(token_ids, param, limits)
-    if len(token_ids) >= limits.max_model_len:
-        raise context_exceeded(str(len(token_ids)), param, limits)
-
-
-def context_exceeded(num_tokens: str, param: str, limits: ModelLimits) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is for the "
-        f"answer. However, your {param} resulted in {num_tokens} tokens. Please reduce its length.",
-        param=param,
-    )
-
-
-def _max_tokens(request: CompletionRequest, num_prompt_tokens: int, limits: ModelLimits, most: int) -> int:
-    room = limits.max_model_len - num_prompt_tokens
-    if request.max_tokens is None:
-        return min(room, request.default_max_tokens or room, most)
-    if request.max_tokens > room:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + request.max_tokens} tokens ({num_prompt_tokens} in the {request.prompt_param}, "
-            f"{request.max_tokens} in the completion). Please reduce the length of either.",
-            param=request.max_tokens_param,
-        )
-    check_size(request, request.max_tokens, most)
-    return request.max_tokens
 
 
 def _sampling_params(request: CompletionRequest, max_tokens: int, limits: ModelLimits) -> SamplingParams:
@@ -221,132 +346,3 @@ def _check_token_ids(token_ids: Sequence[int], param: str, limits: ModelLimits) 
         raise InvalidRequest(
             f"{param}: {max(token_ids)} is no token id; this model's are 0..{limits.vocab_size - 1}.", param=param
         )
-
-
-def with_deadlines(
-    planned: Sequence[GenerationRequest], timeouts: Timeouts, now_seconds: float
-) -> list[GenerationRequest]:
-    deadline, queue_deadline = (
-        now_seconds + seconds if seconds else None for seconds in (timeouts.total_seconds, timeouts.queue_seconds)
-    )
-    return [structs.replace(request, deadline=deadline, queue_deadline=queue_deadline) for request in planned]
-
-
-def check_asked(asked: AskedGrammar | None) -> None:
-    """Raises InvalidRequest, with what is wrong in llguidance's words."""
-    if asked is None:
-        return
-    try:
-        check_grammar(asked.grammar)
-    except GrammarError as error:
-        code = "invalid_json_schema" if asked.grammar.kind is GrammarKind.JSON_SCHEMA else "invalid_grammar"
-        raise InvalidRequest(f"{asked.param}: {error}.", param=asked.param, code=code) from error
-
-
-def encode_prompts(model: ServedModel, limits: ModelLimits, request: CompletionRequest) -> list[list[int]]:
-    """Raises InvalidRequest."""
-    truncate = request.fields.truncate_prompt_tokens
-    room_tokens = limits.max_model_len - max(1, request.max_tokens or 1)
-    prompts, template = [], _template_options(request, model)
-    for prompt in request.prompts:
-        checked = limits if truncate is None else None
-        token_ids = encode_prompt(model, checked, prompt, request.prompt_param, request.add_special_tokens, template)
-        prompts.append(truncated(token_ids, truncate, request.fields.truncation_side, room_tokens))
-    return prompts
-
-
-def encode_words(model: ServedModel, words: Sequence[str]) -> Words:
-    """The token ids of `bad_words`. Raises InvalidRequest."""
-    return words_token_ids(words, partial(model.encoder.encode_text, add_special_tokens=False)) if words else ()
-
-
-def encode_prompt(
-    model: ServedModel,
-    limits: ModelLimits | None,
-    prompt: Prompt,
-    param: str,
-    add_special_tokens: bool,
-    template: TemplateOptions | None = None,
-) -> list[int]:
-    """With `limits`, a text that is sure to be too long is refused before it is encoded. `template`: of a chat."""
-    if isinstance(prompt, list):
-        return prompt
-    encoder, check = model.encoder, partial(_check_text, model.encoder, limits, param)
-    if isinstance(prompt, str):
-        check(prompt)
-        return encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
-    try:
-        return encoder.encode_chat(prompt, add_special_tokens=add_special_tokens, check=check, **(template or {}))
-    except ChatTemplateError as error:
-        raise InvalidRequest(f"{param}: {error}.", param=param) from error
-
-
-def _check_text(encoder: PromptEncoder, limits: ModelLimits | None, param: str, text: str) -> None:
-    least = encoder.least_tokens(text)
-    if limits is not None and least >= limits.max_model_len:
-        raise context_exceeded(f"at least {least}", param, limits)
-
-
-def _template_options(request: CompletionRequest, model: ServedModel) -> TemplateOptions:
-    if model.tells_reasoning or not request.reasons_only_if_told_apart:
-        return request.template
-    kwargs = {**request.template["template_kwargs"], "enable_thinking": False}
-    return TemplateOptions(**{**request.template, "template_kwargs": kwargs})
-
-
-_FEW_WORDS = 16  # each is two calls of the tokenizer, 20 us
-_FEW_MESSAGES = 64  # a template takes about 8 us a message, and is no code of ours
-
-
-def has_more_work(request: CompletionRequest) -> bool:
-    """Than the size of its body tells."""
-    num_parts = len(request.prompts[0]) + len(request.template.get("tools", ())) if request.is_chat else 0
-    return bool(request.grammars) or len(request.fields.bad_words or ()) > _FEW_WORDS or num_parts > _FEW_MESSAGES
-
-
-def prepared(
-    model: ServedModel,
-    limits: ModelLimits,
-    request: CompletionRequest,
-    tenant: str,
-    priority_class: str,
-    traceparent: str,
-) -> tuple[CompletionRequest, list[GenerationRequest]]:
-    """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
-    request = with_defaults(_bound(request, model), model.defaults)
-    token_ids = encode_prompts(model, limits, request)
-    request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
-    planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
-    if request.must_think and not model.tells_reasoning:
-        raise InvalidRequest(
-            "thinking: this server does not tell this model's thoughts apart; leave it out, or disable it.",
-            param="thinking",
-        )
-    return request, planned
-
-
-def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> CompletionRequest:
-    """The request with the model's defaults where it says nothing. A beam search does not sample: it is as it was."""
-    if request.choices.use_beam_search or not defaults:
-        return request
-    left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}
-    return replace(
-        request,
-        fields=structs.replace(request.fields, **left_open),
-        default_max_tokens=request.default_max_tokens or defaults.get("max_new_tokens"),
-    )
-
-
-def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
-    """The request with calls in its grammar, where they may stand in place of the answer. What was asked for is checked
-    before it is put together: errors name what a client wrote."""
-    for asked in request.grammars:
-        check_asked(asked)
-    if not request.may_answer_or_call:
-        return request
-    assert request.answer_grammar is not None and request.tools is not None
-    family = call_family(model.tool_call_parser, model.encoder.template_source)
-    both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, model.encoder.special_id)
-    bound = replace(request, grammar=AskedGrammar(both, "tools"))
-    check_asked(bound.grammar)
-    return bound

@@ -38,6 +38,7 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
     max_model_len = service.limits(service.model).max_model_len if service.model else None  # not loaded yet
     if speaks_anthropic(request):
         return model_info(name, started_at, max_model_len)
+    defaults = service.model.defaults if service.model else {}
     return {
         "id": name,
         "object": "model",
@@ -46,7 +47,7 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
         "root": service.name,
         "parent": None,
         "max_model_len": max_model_len,
-        "generation_defaults": service.model.defaults if service.model else {},
+        **({"generation_defaults": defaults} if defaults else {}),
     }
 
 

@@ -17,10 +17,11 @@ A token's way back, from its id to its text. It knows nothing of events, JSON, t
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from gateway.text.token_spellings import BYTES_OF_ALPHABET
 from shared.messages import FinishReason
@@ -28,6 +29,9 @@ from shared.messages import FinishReason
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
+# Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
+_MAX_PENDING_TOKENS = 8
+_PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
 _BYTE_OF = {ord(character): chr(byte) for character, byte in BYTES_OF_ALPHABET.items()}
 # Latin-1 that is no letter of the alphabet must not pass for the byte of its number.
 _TO_BYTES = {code: "\uffff" for code in range(256)} | _BYTE_OF
@@ -74,6 +78,44 @@ def _bytes_of(spelling: str) -> bytes:
         return spelling.translate(_TO_BYTES).encode("latin-1")
     except UnicodeEncodeError:
         return spelling.encode()
+
+
+class IncrementalDetokenizer:
+    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
+
+    The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pending: list[int] = []
+        self._stream = self._primed(prompt_token_ids[-_PRIMING_TOKENS:])
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # tokenizers raises bare Exception("Invalid prefix ...") when a prefix decodes differently
+            return self.flush()
+        if text is not None:
+            self._pending.clear()
+            return text
+        # Unbounded, a stream of broken bytes costs quadratic time: each step decodes all that is pending.
+        return self.flush() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
+
+    def flush(self) -> str:
+        """The text that is held back, now, as far as it can be told."""
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
+        self._pending.clear()
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        return str(text)
+
+    def _primed(self, token_ids: Sequence[int]) -> DecodeStream:
+        ids = list(token_ids)
+        if self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
+            ids = []  # a prompt that ends within a character: its bytes must not come out as output
+        return DecodeStream(ids=ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class Detokenizer(Protocol):

@@ -1,4 +1,4 @@
-"""Text -> token ids (PromptEncoder) and token ids -> text as they come (IncrementalDetokenizer). Pure.
+"""Text -> token ids, by the model's own tokenizer and chat template. Pure.
 
 Special tokens in a chat come from the template alone. A message that spells one, such as `<|im_end|>`, could otherwise
 end its own turn and speak as the system. So every spelling of a special token in client text is replaced by a random
@@ -19,16 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, TemplateOptions, told_of_tools
-from gateway.text.output_text import ByteLevelVocabulary, Detokenizer
+from gateway.text.output_text import ByteLevelVocabulary, Detokenizer, IncrementalDetokenizer
 from gateway.text.token_spellings import TokenBytes, TokenSpellings
 
-# Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
-_MAX_PENDING_TOKENS = 8
 _Json: TypeAlias = Any
-_PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
 
 
 class PromptEncoder:
@@ -187,44 +183,6 @@ class StandIns:
     def _stand_in(self, match: re.Match[str]) -> str:
         self.used = True
         return f"\ue000{self._nonce}:{self._spellings.index(match[0])}\ue001"
-
-
-class IncrementalDetokenizer:
-    """Ids in, text out as soon as it is whole: the bytes of a character may come in several tokens. For any tokenizer.
-
-    The pieces joined are what decoding all ids at once gives, a byte sequence that is no UTF-8 included (U+FFFD).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._pending: list[int] = []
-        self._stream = self._primed(prompt_token_ids[-_PRIMING_TOKENS:])
-
-    def push(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        try:
-            text: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokenizers raises bare Exception("Invalid prefix ...") when a prefix decodes differently
-            return self.flush()
-        if text is not None:
-            self._pending.clear()
-            return text
-        # Unbounded, a stream of broken bytes costs quadratic time: each step decodes all that is pending.
-        return self.flush() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
-
-    def flush(self) -> str:
-        """The text that is held back, now, as far as it can be told."""
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
-        self._pending.clear()
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        return str(text)
-
-    def _primed(self, token_ids: Sequence[int]) -> DecodeStream:
-        ids = list(token_ids)
-        if self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens).endswith("\ufffd"):
-            ids = []  # a prompt that ends within a character: its bytes must not come out as output
-        return DecodeStream(ids=ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _any_of(spellings: Sequence[str] | dict[str, int]) -> re.Pattern[str]:

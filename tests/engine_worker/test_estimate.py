@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine_worker.estimate import DoesNotFit, Estimate, estimate, main
-from engine_worker.execution.kv_cache import block_bytes
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.network import Network
+from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import RandomWeights
 
 LLAMA_8B = {
@@ -51,7 +51,7 @@ def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
     Network(config, weights, max_len=64)
     assert config.num_parameters() * 4 == weights.loaded_bytes
     found = estimate(config, memory_bytes=2**20, memory_ratio=0.9, block_size=8, max_model_len=64, dtype="float32")
-    assert found.kv_block_bytes == block_bytes(config, 8, torch.float32)
+    assert found.kv_block_bytes == kv_layout(config, 8, "float32").block_bytes
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:

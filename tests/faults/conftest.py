@@ -21,7 +21,7 @@ from tests.e2e.reader import Reader
 from tests.faults.tcp_proxy import TcpProxy
 
 SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 
 
 @dataclass

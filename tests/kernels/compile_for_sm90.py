@@ -6,13 +6,11 @@ only the last step, the launch, is left out. Does not judge: test_compile_sm90.p
 """
 
 import contextlib
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -37,19 +35,25 @@ from kernels.skinny_linear_tiles import H200_TILES
 from kernels.token_bitmask import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 
+Compiled = tuple[CompiledKernel, str]  # and what ptxas said of it
+
 TARGET = GPUTarget("cuda", 90, 32)
 # name: hidden, query heads, kv heads, head dim, intermediate, layers
 SHAPES = {"smollm2-135m": (576, 9, 3, 64, 1536, 30), "llama-8b": (4096, 32, 8, 128, 14336, 32)}
 
 
 @contextlib.contextmanager
-def compile_only() -> Iterator[list[CompiledKernel]]:
+def compile_only() -> Iterator[list[Compiled]]:
     """Within it a launch compiles for TARGET and appends the kernel to the list instead of running it."""
-    compiled: list[CompiledKernel] = []
+    compiled: list[Compiled] = []
+    reports: dict[str, str] = {}  # by kernel: what is launched again is not compiled again
     run = JITFunction.run
+    knobs.nvidia.dump_ptxas_log = True  # to stdout
 
     def record(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((kernel, reports.setdefault(kernel.hash, log.getvalue())))
 
     driver.set_active(
         SimpleNamespace(
@@ -175,12 +179,12 @@ def unpacking() -> None:
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
 
 
-def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
+def describe(case: str, kernel: CompiledKernel, report: str) -> dict[str, object]:
     ptx = kernel.asm["ptx"]
     return {
         "case": case,
         "kernel": kernel.metadata.name,
-        "registers": int(_search(r"Used (\d+) registers", report := _ptxas(ptx))),
+        "registers": int(_search(r"Used (\d+) registers", report)),
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
         "shared_bytes": kernel.metadata.shared,
         "num_warps": kernel.metadata.num_warps,
@@ -191,15 +195,6 @@ def describe(case: str, kernel: CompiledKernel) -> dict[str, object]:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
     }
-
-
-@cache  # the same kernel is launched by several cases
-def _ptxas(ptx: str) -> str:
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", source.name, "-o", "/dev/null"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 def _search(pattern: str, text: str) -> str:
@@ -226,8 +221,8 @@ def main(part: int, num_parts: int) -> None:
     with compile_only() as compiled:
         for case, launch in list(cases.items())[part::num_parts]:
             launch()
-            for kernel in compiled:
-                json.dump(describe(case, kernel), sys.stdout)
+            for kernel, report in compiled:
+                json.dump(describe(case, kernel, report), sys.stdout)
                 print(flush=True)
             compiled.clear()
 

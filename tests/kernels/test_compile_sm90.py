@@ -12,6 +12,9 @@ import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS
 
+# A minute of compiling on two idle cores, which the first test waits for.
+pytestmark = pytest.mark.timeout(1200)
+
 ROOT = Path(__file__).parents[2]
 # An SM has 228 KiB, of which 1 KiB a block is the system's.
 MAX_SHARED_BYTES = 227 * 1024
@@ -23,14 +26,16 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    # Processes of their own without TRITON_INTERPRET; an empty cache, so that today's source is what is compiled.
+    # Processes of their own without TRITON_INTERPRET; each with an empty cache: it compiles today's source itself.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    caches = [str(tmp_path_factory.mktemp("triton")) for _ in range(NUM_PROCESSES)]
     command = [sys.executable, str(Path(__file__).parent / "compile_for_sm90.py")]
 
     def compile_part(part: int) -> list[Report]:
         argv = [*command, str(part), str(NUM_PROCESSES)]
-        finished = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        own = environment | {"TRITON_CACHE_DIR": caches[part]}
+        finished = subprocess.run(argv, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
         return [json.loads(line) for line in finished.stdout.splitlines()]
 

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine_worker.engine import Engine
-from engine_worker.execution.kv_cache import block_bytes
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -86,7 +86,7 @@ def make_runner(
 ) -> ModelRunner:
     """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
     config = blueprint_from_directory(directory, model_impl).shape
-    bytes_per_block = block_bytes(config, block_size, getattr(torch, dtype))
+    bytes_per_block = kv_layout(config, block_size, dtype).block_bytes
     settings = ExecutionSettings(
         model=directory,
         device="cpu",

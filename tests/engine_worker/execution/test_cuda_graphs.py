@@ -13,7 +13,9 @@ from engine_worker.execution.cuda_graphs import (
     graph_keys,
     mixed_sizes,
 )
+from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.settings import CUDAGRAPH_MODES, StepBounds
+from engine_worker.execution.step_description import StepDescription
 from engine_worker.model.network import Device, Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.settings import WorkerSettings
@@ -42,8 +44,14 @@ def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
     return StepGraphs(cast(Network, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
 
 
-def batch(*num_new_tokens: int, samples: bool = True) -> ScheduledBatch:
-    return ScheduledBatch([ScheduledSequence(make_sequence(600), 0, number, samples) for number in num_new_tokens])
+def batch(*num_new_tokens: int, samples: bool = True) -> StepDescription:
+    sequences = [make_sequence(600) for _ in num_new_tokens]
+    for sequence in sequences:
+        sequence.block_table = list(range(1, 40))
+    scheduled = [
+        ScheduledSequence(*row, samples) for row in zip(sequences, [0] * len(sequences), num_new_tokens, strict=True)
+    ]
+    return StepDescriber(16, decodes_first=False).describe(ScheduledBatch(scheduled))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""ScheduledBatch -> ModelInput: rows in the attention's order, logits in the batch's."""
+"""ScheduledBatch -> StepDescription -> ModelInput on a CPU: rows in the attention's order, logits in the batch's."""
 
 import torch
 
-from engine_worker.execution.input_builder import build_model_input
+from engine_worker.execution.describe import StepDescriber
+from engine_worker.execution.input_builder import HostInputs
+from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 
@@ -11,6 +13,10 @@ def scheduled(prompt: list[int], output: list[int], blocks: list[int], start: in
     sequence = make_sequence(prompt, output_token_ids=output)
     sequence.block_table, sequence.num_computed_tokens = blocks, start
     return ScheduledSequence(sequence, start, count, samples=start + count == sequence.num_tokens)
+
+
+def model_input_of(batch: ScheduledBatch) -> ModelInput:
+    return HostInputs(block_size=4).unpack(StepDescriber(4, decodes_first=True).describe(batch))
 
 
 def test_mixed_batch() -> None:
@@ -22,7 +28,7 @@ def test_mixed_batch() -> None:
             scheduled([40], [41], [2], start=1, count=1),  # decodes, and is shorter
         ]
     )
-    result = build_model_input(batch, block_size=4, device=torch.device("cpu"))
+    result = model_input_of(batch)
     # Order of rows: the decodes by length (4th, 2nd), then the others by length (3rd, 1st).
     assert result.token_ids.tolist() == [41, 25, 30, 31, 12, 13, 14, 15]
     assert result.positions.tolist() == [1, 5, 0, 1, 2, 3, 4, 5]
@@ -37,5 +43,5 @@ def test_mixed_batch() -> None:
 
 def test_a_step_that_samples_nothing() -> None:
     batch = ScheduledBatch([scheduled([1, 2, 3, 4], [], [1], start=0, count=2)])
-    result = build_model_input(batch, block_size=4, device=torch.device("cpu"))
+    result = model_input_of(batch)
     assert result.logits_indices.tolist() == [] and result.logits_indices.dtype == torch.int64

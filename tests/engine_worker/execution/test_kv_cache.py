@@ -14,8 +14,10 @@ from engine_worker.execution.kv_cache import (
     num_host_blocks_that_fit,
 )
 from engine_worker.execution.memory import DeviceMemory, MemoryUnknown, _host_memory
+from engine_worker.kv.layout import KVGroup, KVLayout
 from engine_worker.model.architectures import spec_from_json
-from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch
+from engine_worker.model.spec import kv_layout
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers
 
 MIB = 2**20
 CONFIG = spec_from_json(
@@ -24,6 +26,8 @@ CONFIG = spec_from_json(
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "dtype": "float32",
     }, {},
 )  # fmt: skip
+MIB_A_BLOCK = KVLayout(groups=(KVGroup(num_layers=32, num_kv_heads=8, head_dim=32, dtype="float32"),), block_size=16)
+LAYOUT = kv_layout(CONFIG, 8, "float32")
 
 
 def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
@@ -57,14 +61,14 @@ def test_size_of_the_pool(
 
 
 def test_one_sequence_and_the_padding_block_must_fit() -> None:
-    check_capacity(num_blocks=65, block_size=16, bytes_per_block=MIB, max_model_len=1024, memory=memory(4000))
+    check_capacity(num_blocks=65, layout=MIB_A_BLOCK, max_model_len=1024, memory=memory(4000))
     with pytest.raises(KVCacheTooSmall):
-        check_capacity(num_blocks=64, block_size=16, bytes_per_block=MIB, max_model_len=1024, memory=memory(4000))
+        check_capacity(num_blocks=64, layout=MIB_A_BLOCK, max_model_len=1024, memory=memory(4000))
 
 
 def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
-        check_capacity(num_blocks=101, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(4000))
+        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(4000))
     text = str(refusal.value)
     for part in ("8192 tokens", "16,000 MiB in all", "4,000 MiB free", "257 MiB of weights", "65,536 bytes a token"):
         assert part in text
@@ -73,14 +77,14 @@ def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
 
 def test_the_advice_never_names_memory_that_is_not_there() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
-        check_capacity(num_blocks=101, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(500))
+        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(500))
     assert "--kv-cache-memory-bytes" not in str(refusal.value) and "--max-model-len 1600" in str(refusal.value)
     with pytest.raises(KVCacheTooSmall, match="Nothing fits"):
-        check_capacity(num_blocks=0, block_size=16, bytes_per_block=MIB, max_model_len=8192, memory=memory(500))
+        check_capacity(num_blocks=0, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(500))
 
 
 def test_copies_move_all_layers_of_a_block() -> None:
-    cache = KVCache(CONFIG, num_blocks=4, block_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(LAYOUT, num_blocks=4, device=torch.device("cpu"))
     assert cache.pool.shape == (4, 2, 2, 1, 8, 4) and not cache.pool.any()
     cache.pool[1], cache.pool[2] = 1.0, 2.0
     cache.copy_blocks([BlockCopy(1, 3), BlockCopy(2, 1)])  # 1 is read before it is overwritten
@@ -104,11 +108,11 @@ def test_unknown_memory_asks_for_the_flag(tmp_path: Path) -> None:
 
 
 def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
-    cache = KVCache(CONFIG, 4, 8, torch.float32, torch.device("cpu"), num_host_blocks=3)
+    cache = KVCache(LAYOUT, 4, torch.device("cpu"), num_host_blocks=3)
     cache.pool[1], cache.pool[2] = 1.0, 2.0
-    cache.apply_transfers(ScheduledBatch([], swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], number=7))
+    cache.apply_transfers(Transfers(swap_out=[BlockCopy(1, 2), BlockCopy(2, 1)], batch_number=7))
     cache.pool[1:3] = 0.0
-    cache.apply_transfers(ScheduledBatch([], swap_in=[BlockCopy(2, 3)], number=8))
+    cache.apply_transfers(Transfers(swap_in=[BlockCopy(2, 3)], batch_number=8))
     assert [float(block.unique()) for block in cache.pool] == [0.0, 0.0, 0.0, 1.0]
     out, back = cache.finished_transfers()
     assert (out.batch_number, back.batch_number) == (7, 8)
@@ -117,12 +121,12 @@ def test_a_block_goes_to_the_host_and_back_with_all_its_layers() -> None:
 
 
 def test_in_one_batch_blocks_go_out_before_others_come_in_and_copies_follow() -> None:
-    cache = KVCache(CONFIG, 4, 8, torch.float32, torch.device("cpu"), num_host_blocks=3)
+    cache = KVCache(LAYOUT, 4, torch.device("cpu"), num_host_blocks=3)
     assert cache.host is not None
     cache.pool[1], cache.pool[2] = 1.0, 2.0
     cache.host.blocks[1] = 9.0
     batch = ScheduledBatch([], [BlockCopy(2, 3)], swap_out=[BlockCopy(1, 2)], swap_in=[BlockCopy(1, 1)])
-    cache.apply_transfers(batch)
+    cache.apply_transfers(batch.transfers)
     assert float(cache.host.blocks[2].unique()) == 1.0
     assert [float(block.unique()) for block in cache.pool] == [0.0, 9.0, 2.0, 2.0]
 

@@ -50,7 +50,7 @@ def test_a_failed_row_ends_alone(runner: ModelRunner) -> None:
     good, bad = make_sequence(5, "good"), make_sequence(5, "bad")
     good.block_table, bad.block_table = [1], [2]
     bad_start = 4  # its earlier keys are NaN in the cache
-    runner._kv_cache.pool[2] = torch.nan
+    runner.replica.kv_cache.pool[2] = torch.nan
     result = runner.execute(
         ScheduledBatch([ScheduledSequence(bad, bad_start, 1, True), ScheduledSequence(good, 0, 5, True)])
     )
@@ -63,7 +63,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_never_seen(model_dir: Path) ->
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     clean, _ = generate(make_runner(model_dir, num_blocks=32, block_size=8), requests, **config)
     poisoned = make_runner(model_dir, num_blocks=32, block_size=8)
-    poisoned._kv_cache.pool[1:] = torch.nan
+    poisoned.replica.kv_cache.pool[1:] = torch.nan
     assert generate(poisoned, requests, **config)[0] == clean
 
 

@@ -1,23 +1,53 @@
-"""PersistentInputs on a CPU: the inputs that build_model_input makes, also when block tables change between steps."""
+"""The inputs of both devices are those of the reference, also when block tables change between steps.
+
+PersistentInputs, those of CUDA, run on a CPU here: with what the kernel is compared with.
+"""
 
 import dataclasses
 import random
 
+import msgspec
+import numpy as np
+import pytest
 import torch
 
-from engine_worker.execution.input_builder import build_model_input
+from engine_worker.execution.describe import StepDescriber
+from engine_worker.execution.input_builder import HostInputs
 from engine_worker.execution.persistent_inputs import PersistentInputs
+from engine_worker.execution.step_description import EMPTY, StepDescription
 from engine_worker.model.model_input import ModelInput
-from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
+from tests.engine_worker.execution.reference_inputs import reference_model_input
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 
 
-def make_inputs(max_num_seqs: int = 8, max_num_tokens: int = 64) -> PersistentInputs:
-    return PersistentInputs(max_num_seqs, max_num_tokens, max_model_len=64, block_size=BLOCK_SIZE, device=CPU)
+class Inputs:
+    """The inputs of CUDA and of a CPU, side by side, each with its own descriptions, which crossed a process."""
+
+    def __init__(self, max_num_seqs: int = 8, max_num_tokens: int = 64) -> None:
+        self.persistent = PersistentInputs(
+            max_num_seqs, max_num_tokens, max_model_len=64, block_size=BLOCK_SIZE, device=CPU
+        )
+        self._describer = StepDescriber(BLOCK_SIZE, decodes_first=False)
+        self._host, self._host_describer = HostInputs(BLOCK_SIZE), StepDescriber(BLOCK_SIZE, decodes_first=True)
+
+    def fill(self, batch: ScheduledBatch, size: int | None = None) -> ModelInput:
+        sent = self._describer.describe(batch).to_bytes()
+        return self.persistent.unpack(StepDescription.from_bytes(sent), size)
+
+    def fill_on_cpu(self, batch: ScheduledBatch) -> ModelInput:
+        sent = self._host_describer.describe(batch).to_bytes()
+        return self._host.unpack(StepDescription.from_bytes(sent))
+
+    def keep_samples(self, sequences: list[Sequence], token_ids: torch.Tensor) -> None:
+        for describer in (self._describer, self._host_describer):
+            describer.keep_samples(sequences)
+        for inputs in (self.persistent, self._host):
+            inputs.keep_samples(token_ids)
 
 
 def sequence(num_tokens: int, *block_table: int) -> Sequence:
@@ -44,17 +74,17 @@ def assert_inputs(actual: ModelInput, expected: ModelInput) -> None:
             assert ours == theirs, field.name
 
 
-def assert_as_built(
-    inputs: PersistentInputs, scheduled: list[ScheduledSequence], **inflight: dict[Sequence, int]
-) -> None:
+def assert_as_built(inputs: Inputs, scheduled: list[ScheduledSequence], **inflight: dict[Sequence, int]) -> None:
     batch = ScheduledBatch(scheduled)
-    assert_inputs(inputs.fill(batch), build_model_input(batch, BLOCK_SIZE, CPU, **inflight))
+    expected = reference_model_input(batch, BLOCK_SIZE, **inflight)
+    assert_inputs(inputs.fill(batch), expected)
+    assert_inputs(inputs.fill_on_cpu(batch), expected)
 
 
 def test_random_batches_equal_those_of_the_cpu() -> None:
     """In the order of the CPU's rows: decodes by length, then chunks by length."""
     source = random.Random(0)
-    inputs = make_inputs(max_num_tokens=200)
+    inputs = Inputs(max_num_tokens=200)
     sequences = [sequence(source.randint(1, 30), *source.sample(range(1, 999), 16)) for _ in range(12)]
     for _ in range(50):
         chosen = source.sample(sequences, source.randint(1, 8))
@@ -68,7 +98,7 @@ def test_random_batches_equal_those_of_the_cpu() -> None:
 
 
 def test_a_token_in_flight_comes_from_the_samples_of_the_step_before() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     first, second, third = sequence(3, 1), sequence(5, 2, 3), sequence(2, 4)
     inputs.fill(ScheduledBatch([decode(first), decode(second)]))
     inputs.keep_samples([first, second], torch.tensor([111, 222]))
@@ -79,7 +109,7 @@ def test_a_token_in_flight_comes_from_the_samples_of_the_step_before() -> None:
 
 
 def test_tables_follow_growth_copies_and_returns() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     one, other = sequence(8, 1, 2), sequence(8, 3, 4)
     assert_as_built(inputs, [decode(one), decode(other)])
     one.output_token_ids.append(9)
@@ -98,7 +128,7 @@ def test_tables_follow_growth_copies_and_returns() -> None:
 
 
 def test_padding_up_to_a_graphs_rows() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     one = sequence(6, 1, 2)
     padded = inputs.fill(ScheduledBatch([decode(one)]), size=4)
     assert padded.token_ids.tolist() == [one.prompt_token_ids[5], 0, 0, 0]
@@ -106,13 +136,13 @@ def test_padding_up_to_a_graphs_rows() -> None:
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4]
     assert padded.seq_lens.tolist() == [6, 0, 0, 0]
     assert padded.logits_indices.tolist() == [0]
-    inputs.fill_with_padding(3)
-    views = inputs.views(num_rows=3, num_tokens=3, num_logits=3, max_query_len=1, max_seq_len=64)
+    inputs.persistent.fill_with_padding(3)
+    views = inputs.persistent.views(num_rows=3, num_tokens=3, num_logits=3, max_query_len=1, max_seq_len=64)
     assert (views.seq_lens.tolist(), views.query_start_loc.tolist()) == ([0, 0, 0], [0, 1, 2, 3])
 
 
 def test_a_chunk_is_padded_in_tokens_and_in_rows() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     padded = inputs.fill(ScheduledBatch([ScheduledSequence(sequence(6, 1, 2), 0, 6, samples=True)]), size=8)
     assert padded.query_start_loc.tolist() == [0, 6, 7, 8, 8, 8, 8, 8, 8]
     assert padded.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
@@ -120,13 +150,13 @@ def test_a_chunk_is_padded_in_tokens_and_in_rows() -> None:
 
 
 def test_tensors_keep_their_place() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     pointers = [inputs.fill(ScheduledBatch([decode(sequence(2, 1))])).token_ids.data_ptr() for _ in range(5)]
     assert len(set(pointers)) == 1
 
 
 def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_them() -> None:
-    inputs = make_inputs()
+    inputs = Inputs()
     first, forks, other = sequence(6, 1, 2), [sequence(6, 1, 2) for _ in range(2)], sequence(9, 3, 4, 5)
     scheduled = [
         decode(other),
@@ -143,3 +173,32 @@ def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_
     forks[1].block_table = [1, 7]  # the shared block was copied
     in_flight = dict(zip([other, first, *forks], [11, 12, 13, 14], strict=True))
     assert_as_built(inputs, [decode(one) for one in (first, *forks)], inflight_token_ids=in_flight)
+
+
+def test_a_step_crosses_processes_as_bytes_with_its_block_moves() -> None:
+    one, other = sequence(6, 1, 2), sequence(9, 3, 4, 5)
+    batch = ScheduledBatch(
+        [decode(other), ScheduledSequence(one, 0, 6, samples=True)],
+        block_copies=[BlockCopy(1, 2)],
+        swap_out=[BlockCopy(3, 4), BlockCopy(5, 6)],
+        swap_in=[BlockCopy(7, 8)],
+        number=9,
+    )
+    described = StepDescriber(BLOCK_SIZE, decodes_first=False).describe(batch)
+    received = StepDescription.from_bytes(described.to_bytes())
+    for field in dataclasses.fields(StepDescription):
+        ours, theirs = getattr(received, field.name), getattr(described, field.name)
+        if isinstance(theirs, np.ndarray):
+            assert ours.dtype == theirs.dtype == np.int32 and np.array_equal(ours, theirs), field.name
+        else:
+            assert ours == theirs, field.name
+    assert received.transfers.batch_number == 9 and received.block_tables.shape == (2, 3)
+    assert StepDescription.from_bytes(EMPTY.to_bytes()).block_tables.shape == (0, 0)
+
+
+def test_bytes_that_are_no_step_are_refused() -> None:
+    described = StepDescriber(BLOCK_SIZE, decodes_first=False).describe(ScheduledBatch([decode(sequence(9, 3, 4, 5))]))
+    data = described.to_bytes()
+    for wrong in (b"", data[:-1], data + b"\0", b"\x90", data.replace(bytes([9, 0, 0, 0]), b"")):
+        with pytest.raises((msgspec.DecodeError, ValueError)):
+            StepDescription.from_bytes(wrong)

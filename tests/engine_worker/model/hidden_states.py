@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from engine_worker.model.devices import DeviceStep
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import DecoderLayer, Network
-from engine_worker.model.spec import kv_block_shape
+from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.test_golden_logits import BLOCK_SIZE, step
 
@@ -38,7 +38,8 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
     assert isinstance(model, Network)
     states: list[Tensor] = []
     model._layers = [Watched(layer, states) for layer in model._layers]
-    device = model.attach(torch.zeros(NUM_BLOCKS, *kv_block_shape(found.shape, BLOCK_SIZE)))
+    layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
+    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, NUM_BLOCKS)))
     model.forward(step(0, token_ids), device)
     return states
 

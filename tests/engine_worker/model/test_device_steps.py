@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.execution.input_builder import build_model_input
 from engine_worker.model import cuda_step
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.cpu_step import CpuDevice, CpuStep
+from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import check_shape
-from engine_worker.model.layers import Linear
 from engine_worker.model.network import Device, LogitsOf, Network
+from engine_worker.model.quantisation import linear_method
+from engine_worker.model.quantisation.dense import CpuLinear
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.execution.reference_inputs import reference_model_input
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
@@ -30,6 +31,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Network:
     directory = write_model(tmp_path_factory.mktemp("tiny"))
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
     return Network(spec_from_directory(Path(directory)), weights, max_len=256)
+
+
+@pytest.fixture(scope="module")
+def cuda_model(tmp_path_factory: pytest.TempPathFactory) -> Network:
+    """A network of the same weights that multiplies as on CUDA."""
+    directory = write_model(tmp_path_factory.mktemp("tiny_cuda"))
+    weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
+    method = linear_method("dense", "cuda")
+    return Network(spec_from_directory(Path(directory)), weights, max_len=256, method=method)
 
 
 def logits_and_pool(
@@ -46,17 +56,17 @@ def logits_and_pool(
         [ScheduledSequence(long, 6, 7, samples=False), ScheduledSequence(short, 0, 9, samples=True)],
         [ScheduledSequence(long, 13, 17, samples=True), ScheduledSequence(short, 9, 1, samples=True)],
     ]
-    inputs = [build_model_input(ScheduledBatch(step), BLOCK_SIZE, CPU) for step in steps]
+    inputs = [reference_model_input(ScheduledBatch(step), BLOCK_SIZE) for step in steps]
     return [model.forward(model_input, device, look) for model_input in inputs], pool
 
 
 @pytest.mark.parametrize("max_wasted_query_rows", [cuda_step.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"])
 def test_both_devices_give_the_same_logits_and_the_same_cache(
-    model: Network, monkeypatch: pytest.MonkeyPatch, max_wasted_query_rows: int
+    model: Network, cuda_model: Network, monkeypatch: pytest.MonkeyPatch, max_wasted_query_rows: int
 ) -> None:
     monkeypatch.setattr(cuda_step, "MAX_WASTED_QUERY_ROWS", max_wasted_query_rows)
     cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
-    cuda_logits, cuda_pool = logits_and_pool(model, CudaDevice)
+    cuda_logits, cuda_pool = logits_and_pool(cuda_model, CudaDevice)
     assert [len(logits) for logits in cpu_logits] == [0, 1, 2]
     for on_cpu, on_cuda in zip(cpu_logits, cuda_logits, strict=True):
         assert not len(on_cpu) or on_cpu.std() > 0.5
@@ -81,13 +91,13 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
     model: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
-    gated_linear = CpuStep.gated_linear
+    gated = CpuLinear.gated
 
-    def count(step: CpuStep, x: torch.Tensor, gate_up: Linear) -> torch.Tensor:
+    def count(gate_up: CpuLinear, x: torch.Tensor) -> torch.Tensor:
         rows.append(len(x))
-        return gated_linear(step, x, gate_up)
+        return gated(gate_up, x)
 
-    monkeypatch.setattr(CpuStep, "gated_linear", count)
+    monkeypatch.setattr(CpuLinear, "gated", count)
     logits, pool = logits_and_pool(model, CpuDevice)
     all_but_the_last = model.spec.num_layers - 1
     assert rows == [6] * all_but_the_last + [0] + [16] * all_but_the_last + [1] + [18] * all_but_the_last + [2]

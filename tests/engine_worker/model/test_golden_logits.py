@@ -19,7 +19,7 @@ from torch import Tensor
 from engine_worker.model.architectures import MODULES
 from engine_worker.model.implementation import blueprint
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.spec import kv_block_shape
+from engine_worker.model.spec import kv_layout
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 BLOCK_SIZE, NUM_PROMPT_TOKENS = 8, 21
@@ -87,7 +87,8 @@ def answers(model_type: str) -> dict[str, list[float]]:
     """Of a prompt and one token after it: the likeliest token of each row, its logit, and a sum over the vocabulary."""
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     model = found.build(NamedWeights(), 64, is_deterministic=False)
-    device = model.attach(torch.zeros(5, *kv_block_shape(found.shape, BLOCK_SIZE)))
+    layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
+    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5)))
     prompt = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(NUM_PROMPT_TOKENS)]
     logits = torch.cat([model.forward(step(0, prompt), device), model.forward(step(len(prompt), [5]), device)])
     signs = torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], logits.shape[1]).astype(np.float32))

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_worker.model.layers import OutputHead
+from engine_worker.model.quantisation.dense import CpuHead
 
 ROOT = Path(__file__).parents[3]
 TWO_BFLOAT16_ROUNDINGS = 2.0**-16  # the product is split into two of 8 bits; float32 sums of 512 terms are closer
 
 
-def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
+def product(dtype: torch.dtype, num_rows: int) -> tuple[torch.Tensor, CpuHead, torch.Tensor]:
     """x, a head of 1,000 tokens, and the exact product."""
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, 512, generator=generator).to(dtype)
     weight = torch.randn(1000, 512, generator=generator).to(dtype)
-    return x, OutputHead(weight), x.double() @ weight.double().T
+    return x, CpuHead(weight), x.double() @ weight.double().T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 64])
 def test_logits_are_float32_sums(dtype: torch.dtype, num_rows: int) -> None:
     x, head, exact = product(dtype, num_rows)
-    logits = head.on_cpu(x)
+    logits = head(x)
     assert logits.dtype == torch.float32 and logits.shape == exact.shape
     scale = exact.abs().max() if num_rows else 1.0
     torch.testing.assert_close(logits.double(), exact, rtol=TWO_BFLOAT16_ROUNDINGS, atol=float(1e-6 * scale))
@@ -40,7 +40,7 @@ def test_tokens_that_are_one_value_in_bfloat16_are_two() -> None:
     weight[1, :2] = torch.tensor([25.25, 0.05])
     x = torch.ones(1, 512, dtype=torch.bfloat16)
     assert len(set((x @ weight.T).flatten().tolist())) == 2, "rounded, they are equal"
-    logits = OutputHead(weight).on_cpu(x)
+    logits = CpuHead(weight)(x)
     assert logits.argmax() == 1 and logits[0, 0] < logits[0, 1]
 
 

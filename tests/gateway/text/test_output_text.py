@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.text.output_text import ByteLevelDetokenizer, ByteLevelVocabulary, Detokenizer, OutputText, StopStrings
+from gateway.text.output_text import (
+    ByteLevelDetokenizer,
+    ByteLevelVocabulary,
+    Detokenizer,
+    IncrementalDetokenizer,
+    OutputText,
+    StopStrings,
+)
 from gateway.text.served_model import ServedModel
-from gateway.text.tokenization import IncrementalDetokenizer
 from shared.messages import FinishReason
 from tests.gateway.conftest import IM_END
 

@@ -1,6 +1,7 @@
 """Prompts: equal to a plain encoding of the rendered template, unless a message spells a special token."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,18 @@ CONTINUED = {
 _ENDS = ["<", ">", "n", "end", "|", "<|im_end|>", "<|im_end|>\n", "\n", " ", "</s>", "s", " </s>", "0", "\u2003", "a"]
 
 
+@cache
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {})
+
+
 @given(pieces=st.lists(st.sampled_from(_ENDS) | st.text(max_size=3), max_size=4))
 @pytest.mark.parametrize("family", CONTINUED)
 def test_a_continued_message_ends_where_it_ends(family: str, pieces: list[str]) -> None:
     source, head, trimmed = CONTINUED[family]
     content = "".join(pieces)
     messages = [ChatMessage(role="user", content="hi"), ChatMessage(role="assistant", content=content)]
-    template = ChatTemplate(source, {})
+    template = template_of(source)
     text = template.render(messages, continue_final_message=True, add_generation_prompt=False)
     assert text.endswith(head + trimmed(content))
     assert template.render(messages, add_generation_prompt=False).startswith(text)

@@ -1,0 +1,130 @@
+"""A ScheduledBatch -> StepDescription: the one place of execution that reads which tokens and blocks a sequence has.
+
+Block tables are kept as numpy rows between the steps: a decode adds a block every block_size steps. A token that is
+still in flight is named by its place among the samples of the step before.
+
+Between the scheduler and the devices, in every step. It knows nothing of why a sequence is in the step, of weights, of
+tensors or of sampling.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine_worker.execution.step_description import Int32Array, StepDescription
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+
+
+class StepDescriber:
+    def __init__(self, block_size: int, *, decodes_first: bool) -> None:
+        """`decodes_first`: rows are in the order of the CPU's attention, sequences that decode by ascending length,
+        then those that prefill; else in that of the batch. Logits are in the batch's order either way."""
+        self._decodes_first = decodes_first
+        self._tables = BlockTableRows(block_size)
+        self._sample_of: dict[object, int] = {}
+
+    def describe(self, batch: ScheduledBatch) -> StepDescription:
+        rows = self.rows_of(batch)
+        query_lens = np.array([scheduled.num_new_tokens for scheduled in rows], dtype=np.int32)
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(query_lens, dtype=np.int32, out=query_start_loc[1:])
+        seq_lens = np.array([scheduled.end for scheduled in rows], dtype=np.int32)
+        token_ids, feedback = self._token_ids(rows)
+        return StepDescription(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            feedback=np.array(feedback, dtype=np.int32),
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logits_indices=self._logits_indices(batch, rows, query_start_loc),
+            block_tables=self._tables.of(rows, seq_lens),
+            max_query_len=int(query_lens.max(initial=0)),
+            max_seq_len=int(seq_lens.max(initial=0)),
+            transfers=batch.transfers,
+        )
+
+    def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
+        """The scheduled sequences with tokens, in the order in which their tokens stand in the step."""
+        rows = [scheduled for scheduled in batch.sequences if scheduled.num_new_tokens]
+        return sorted(rows, key=_decodes_first) if self._decodes_first else rows
+
+    def keep_samples(self, sequences: Iterable[object]) -> None:
+        """The i-th sample of the step that was described last is the token in flight of `sequences[i]`."""
+        self._sample_of = {sequence: index for index, sequence in enumerate(sequences)}
+
+    def _logits_indices(
+        self, batch: ScheduledBatch, rows: list[ScheduledSequence], query_start_loc: Int32Array
+    ) -> Int32Array:
+        """A fork without tokens wants the logits of the sequence before it in the batch; it is no row."""
+        if not self._decodes_first:
+            ends = np.cumsum([scheduled.num_new_tokens for scheduled in batch.sequences], dtype=np.int32)
+            wanted = np.array([row for row, scheduled in enumerate(batch.sequences) if scheduled.samples], np.intp)
+            return ends[wanted] - 1
+        ends_by_row = zip(rows, query_start_loc[1:].tolist(), strict=True)
+        last_row, row = {id(scheduled): end - 1 for scheduled, end in ends_by_row}, -1
+        indices = []
+        for scheduled in batch.sequences:
+            row = last_row.get(id(scheduled), row)
+            if scheduled.samples:
+                indices.append(row)
+        return np.array(indices, dtype=np.int32)
+
+    def _token_ids(self, rows: list[ScheduledSequence]) -> tuple[list[int], list[int]]:
+        """All token ids, 0 for one in flight; and for each row where that is among the samples, or -1."""
+        token_ids: list[int] = []
+        feedback = []
+        for scheduled in rows:
+            sequence, end = scheduled.sequence, scheduled.end
+            if end > sequence.num_known_tokens:
+                assert scheduled.num_new_tokens == 1, "a token in flight is the only one of its row"
+                token_ids.append(0)
+                feedback.append(self._sample_of[sequence])
+            else:
+                token_ids += sequence.token_ids(scheduled.start, end)
+                feedback.append(-1)
+        return token_ids, feedback
+
+
+def _decodes_first(scheduled: ScheduledSequence) -> tuple[bool, int]:
+    return scheduled.num_new_tokens > 1, scheduled.end
+
+
+@dataclass(slots=True)
+class _TableRow:
+    source: list[int]  # the table this row was read from: a sequence that comes back has another one
+    num_preemptions: int
+    block_ids: Int32Array  # as long as the table's capacity; the first num_blocks are right
+    num_blocks: int = 0
+
+
+class BlockTableRows:
+    """The block tables of the last batch as arrays, so that only what has changed is converted."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._rows: dict[object, _TableRow] = {}
+
+    def of(self, rows: list[ScheduledSequence], seq_lens: Int32Array) -> Int32Array:
+        """[S, B] of the blocks that hold tokens after this step; a table may already have more, for the next one."""
+        used = (-(-seq_lens // self._block_size)).tolist()
+        tables = np.zeros((len(rows), max(used, default=0)), dtype=np.int32)
+        table_rows: dict[object, _TableRow] = {scheduled.sequence: self._row(scheduled) for scheduled in rows}
+        for index, (row, num_blocks) in enumerate(zip(table_rows.values(), used, strict=True)):
+            tables[index, :num_blocks] = row.block_ids[:num_blocks]
+        self._rows = table_rows
+        return tables
+
+    def _row(self, scheduled: ScheduledSequence) -> _TableRow:
+        sequence = scheduled.sequence
+        table = sequence.block_table
+        row = self._rows.get(sequence)
+        if row is None or row.source is not table or row.num_preemptions != sequence.num_preemptions:
+            row = _TableRow(table, sequence.num_preemptions, np.array(table, dtype=np.int32))
+        else:
+            # Blocks that are written to may have been replaced (copy-on-write); what is computed before them stays.
+            first = min(scheduled.start // self._block_size, row.num_blocks)
+            if len(table) > len(row.block_ids):
+                row.block_ids = np.concatenate((row.block_ids, np.zeros(len(table), dtype=np.int32)))
+            row.block_ids[first : len(table)] = table[first:]
+        row.num_blocks = len(table)
+        return row

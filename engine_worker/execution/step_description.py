@@ -1,0 +1,90 @@
+"""One step as a value: what crosses from the thread that schedules to the devices, of this process or of others.
+
+Arrays of int32 and block moves, no sequence, no tensor: every rank of a group makes the same input of it. S = sequences
+with tokens, T = their tokens, N = rows of T whose logits are wanted, B = blocks of the longest table. It is written by
+describe.py and read by the makers of a ModelInput; it knows neither.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_worker.scheduling.batch import Transfers
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDescription:
+    query_start_loc: Int32Array  # [S + 1], where each sequence's tokens begin in T
+    seq_lens: Int32Array  # [S], tokens in the cache after this step's are stored
+    feedback: Int32Array  # [S], -1, or which sample of the step before is the row's only token
+    token_ids: Int32Array  # [T], 0 for one that is in flight
+    logits_indices: Int32Array  # [N], rows of T
+    block_tables: Int32Array  # [S, B], padded with block 0
+    max_query_len: int
+    max_seq_len: int
+    transfers: Transfers
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.logits_indices)
+
+    def to_bytes(self) -> bytes:
+        """MessagePack: the arrays one behind another, how long they are, and the block moves."""
+        arrays = (self.query_start_loc, self.seq_lens, self.feedback, self.token_ids, self.logits_indices)
+        slab = np.concatenate((*arrays, self.block_tables.ravel())).astype(np.int32, copy=False)
+        packed = _Packed(
+            slab.tobytes(), self.num_sequences, self.num_tokens, self.num_logits,
+            self.max_query_len, self.max_seq_len, self.transfers,
+        )  # fmt: skip
+        return msgspec.msgpack.encode(packed)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "StepDescription":
+        """Raises msgspec.DecodeError or ValueError for what to_bytes() did not write."""
+        packed = msgspec.msgpack.decode(data, type=_Packed)
+        rows = packed.num_sequences
+        lengths = (rows + 1, rows, rows, packed.num_tokens, packed.num_logits)
+        slab = np.frombuffer(bytearray(packed.slab), dtype=np.int32)  # of its own: what reads it may want to write
+        num_table_entries = len(slab) - sum(lengths)
+        if num_table_entries < 0 or (num_table_entries % rows if rows else num_table_entries):
+            raise ValueError(f"{len(slab)} numbers are no step of {rows} sequences and {packed.num_tokens} tokens")
+        starts, lens, feedback, token_ids, logits_indices, tables = np.split(slab, np.cumsum(lengths))
+        return cls(
+            query_start_loc=starts,
+            seq_lens=lens,
+            feedback=feedback,
+            token_ids=token_ids,
+            logits_indices=logits_indices,
+            block_tables=tables.reshape(rows, num_table_entries // rows if rows else 0),
+            max_query_len=packed.max_query_len,
+            max_seq_len=packed.max_seq_len,
+            transfers=packed.transfers,
+        )
+
+
+class _Packed(msgspec.Struct, array_like=True, frozen=True):
+    slab: bytes
+    num_sequences: int
+    num_tokens: int
+    num_logits: int
+    max_query_len: int
+    max_seq_len: int
+    transfers: Transfers
+
+
+_NOTHING: Int32Array = np.zeros(0, dtype=np.int32)
+EMPTY = StepDescription(
+    np.zeros(1, dtype=np.int32), _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING.reshape(0, 0), 0, 0, Transfers()
+)

@@ -1,0 +1,73 @@
+"""Matrix products of a network, whatever their weights are stored as and multiplied by.
+
+    method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
+    Linear(x), Linear.gated(x)                       the product, and the product of a gated MLP's first half
+    method.head(weight) -> Head                      the product whose outputs are logits
+
+A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
+method knows alone (quantisation/): nobody else looks at a weight.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from engine_worker.model.weights import WeightSource
+
+
+class Role(StrEnum):
+    QKV = "qkv"
+    OUT = "out"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+class Split(StrEnum):
+    """Which dimension of a weight the ranks of a group would share out."""
+
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"  # the product is a sum over ranks
+
+
+SPLITS = {Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.OUTPUTS, Role.DOWN: Split.INPUTS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """One product of a layer: x [T, inputs] -> [T, sum(outputs)]."""
+
+    role: Role
+    names: tuple[
+        str, ...
+    ]  # of the checkpoint's tensors without `.weight`: one with all rows, or one for each of outputs
+    outputs: tuple[int, ...]
+    inputs: int
+    bias: bool
+    row_order: Tensor | None = None  # [sum(outputs)] int64: which row of the checkpoint's tensors each output is
+
+    @property
+    def split(self) -> Split:
+        return SPLITS[self.role]
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs] in the dtype of `x`."""
+
+    def gated(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> silu(gate) * up [T, outputs / 2]; gate is the first half of the outputs, up the second."""
+
+
+class Head(Protocol):
+    def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """x [N, H] -> [N, V] float32, written to `logits` if that is given."""
+
+
+class LinearMethod(Protocol):
+    def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
+        """Raises ValueError with the name of a tensor that is missing or of another shape."""
+
+    def head(self, weight: Tensor) -> Head:
+        """`weight` [V, H], perhaps the embedding's own."""

@@ -1,0 +1,47 @@
+"""Dense products on CUDA: skinny_linear where its table says so, by shape and rows alone, else the library's.
+
+Knows no layer and no network.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.silu_and_mul import silu_and_mul
+from kernels.skinny_linear import gated_skinny_linear, skinny_linear
+from kernels.skinny_linear_tiles import tiles_for
+
+
+class CudaLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tiles = tiles_for(self.weight, len(x), is_gated=False)
+        if tiles is None:
+            return F.linear(x, self.weight, self.bias)
+        product = skinny_linear(x, self.weight, tiles)
+        return product if self.bias is None else product.add_(self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        tiles = tiles_for(self.weight, len(x), is_gated=True)
+        if tiles is None or self.bias is not None:
+            return silu_and_mul(F.linear(x, self.weight, self.bias))
+        return gated_skinny_linear(x, self.weight, tiles)
+
+
+class CudaHead:
+    """Logits are float32, as on a CPU: see dense.py."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        if logits is None:
+            logits = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        tiles = tiles_for(self.weight, len(x), is_gated=False)
+        if tiles is not None:
+            return skinny_linear(x, self.weight, tiles, logits)
+        if x.dtype == torch.float32:
+            return torch.mm(x, self.weight.T, out=logits)
+        return torch.mm(x, self.weight.T, out_dtype=torch.float32, out=logits)

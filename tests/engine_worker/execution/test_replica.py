@@ -1,0 +1,48 @@
+"""A replica that gets bytes alone computes what one beside the scheduler does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution.describe import StepDescriber
+from engine_worker.execution.step_description import StepDescription
+from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
+from tests.builders import make_sequence
+from tests.engine_worker.execution.reference import make_runner, write_model
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_steps_that_crossed_as_bytes_give_the_same_logits_and_the_same_pool(model_dir: Path) -> None:
+    here, there = (make_runner(model_dir, num_blocks=16, block_size=BLOCK_SIZE).replica for _ in range(2))
+    describer = StepDescriber(BLOCK_SIZE, decodes_first=True)
+    long, short = make_sequence(20, "long"), make_sequence(9, "short")
+    long.block_table, short.block_table = [3, 9, 1], [4, 2]
+    steps = [
+        ScheduledBatch([ScheduledSequence(long, 0, 12, samples=False), ScheduledSequence(short, 0, 9, samples=True)]),
+        # The next token of `short` is in flight, and its last block was shared: it is copied first.
+        ScheduledBatch(
+            [ScheduledSequence(short, 9, 1, samples=True), ScheduledSequence(long, 12, 8, samples=True)],
+            block_copies=[BlockCopy(2, 5)],
+        ),
+    ]
+    for number, batch in enumerate(steps):
+        if number:
+            short.num_inflight_tokens, short.block_table[1] = 1, 5
+        described = describer.describe(batch)
+        found = []
+        for replica, description in ((here, described), (there, StepDescription.from_bytes(described.to_bytes()))):
+            replica.move_blocks(description.transfers)
+            logits = replica.run(replica.prepare(description))
+            replica.keep_samples(logits.argmax(-1))
+            found.append(logits)
+        describer.keep_samples([scheduled.sequence for scheduled in batch.sequences if scheduled.samples])
+        assert len(found[0]) == number + 1 and found[0].std() > 0.1
+        assert torch.equal(*found)
+    assert torch.equal(here.kv_cache.pool, there.kv_cache.pool)

@@ -1,0 +1,93 @@
+"""A network multiplies by what its LinearMethod loaded, and by nothing else: another way of storing is one file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.linear import Linear, LinearSpec, Role, Split
+from engine_worker.model.network import Network
+from engine_worker.model.quantisation import linear_method
+from engine_worker.model.quantisation.dense import CpuHead
+from engine_worker.model.weights import RandomWeights, WeightSource
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from tests.builders import make_sequence
+from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.execution.reference_inputs import reference_model_input
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+
+
+class Int8Linear:
+    """Rows of int8 with a scale each."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self._weight = (weight / self._scale).round().to(torch.int8)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight * self._scale)
+
+    def gated(self, x: Tensor) -> Tensor:
+        gate, up = self(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class Int8Method:
+    def __init__(self) -> None:
+        self.loaded: list[LinearSpec] = []
+
+    def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
+        self.loaded.append(spec)
+        parts = [(name, size) for name, size in zip(spec.names, spec.outputs, strict=True)]
+        return Int8Linear(torch.cat([source.get(f"{name}.weight", (size, spec.inputs)) for name, size in parts]))
+
+    def head(self, weight: Tensor) -> CpuHead:
+        return CpuHead(weight)
+
+
+def logits_of(model: Network) -> Tensor:
+    config, sequence = model.spec, make_sequence(30, "one prompt")
+    sequence.block_table = [3, 1, 2, 4]
+    pool = torch.zeros(8, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    batch = ScheduledBatch([ScheduledSequence(sequence, 0, 30, samples=True)])
+    return model.forward(reference_model_input(batch, BLOCK_SIZE), model.attach(pool))
+
+
+def test_another_way_of_storing_weights_is_a_method_alone(tmp_path: Path) -> None:
+    spec, method = spec_from_directory(write_model(tmp_path)), Int8Method()
+    dense = logits_of(Network(spec, RandomWeights(CPU, torch.float32), max_len=64))
+    stored = logits_of(Network(spec, RandomWeights(CPU, torch.float32), max_len=64, method=method))
+    assert not torch.equal(dense, stored)
+    # 8 bits of each weight: 1 / 254 of a row's largest, about 3 deviations.
+    assert float((dense - stored).std()) < 0.05 * float(dense.std())
+    assert [linear.role for linear in method.loaded] == [*Role] * spec.num_layers
+    products = sum(sum(linear.outputs) * linear.inputs for linear in method.loaded)
+    norms = spec.hidden_size * (2 * spec.num_layers + 1)
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    assert products == spec.num_parameters() - norms - embeddings
+
+
+@pytest.mark.parametrize(
+    ("names", "outputs"), [(("fused",), (4, 2, 2)), (("q", "k", "v"), (4, 2, 2))], ids=["fused", "apart"]
+)
+def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
+    names: tuple[str, ...], outputs: tuple[int, ...]
+) -> None:
+    order = torch.tensor([1, 0, 3, 2, 5, 4, 6, 7])
+    spec = {"role": Role.QKV, "names": names, "outputs": outputs, "inputs": 16, "bias": True}
+    method = linear_method("dense", "cpu")
+    plain = method.load(LinearSpec(**spec), RandomWeights(CPU, torch.float32))
+    ordered = method.load(LinearSpec(**spec, row_order=order), RandomWeights(CPU, torch.float32))
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ordered(x), plain(x)[:, order])
+
+
+def test_products_that_end_a_part_are_sums_over_ranks() -> None:
+    spec = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
+    splits = {role: LinearSpec(role=role, **spec).split for role in Role}
+    assert [role for role, split in splits.items() if split is Split.INPUTS] == [Role.OUT, Role.DOWN]

@@ -1,0 +1,33 @@
+"""One formula of a block's bytes, whoever asks."""
+
+import pytest
+
+from engine_worker.kv.layout import KVGroup, KVLayout
+
+
+def group(**changes: int | str) -> KVGroup:
+    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    return KVGroup(**{**shape, **changes})
+
+
+def test_a_block_of_llama_8b_is_2_mib() -> None:
+    layout = KVLayout(groups=(group(),), block_size=16)
+    assert (layout.block_bytes, layout.token_bytes) == (2 * 2**20, 128 * 2**10)
+    assert layout.pool_shape(layout.groups[0], 100) == (100, 32, 2, 8, 16, 128)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_of_tokens(num_tokens: int, num_blocks: int) -> None:
+    assert KVLayout(groups=(group(),), block_size=16).blocks_of(num_tokens) == num_blocks
+
+
+def test_the_type_of_kv_is_its_own() -> None:
+    in_float32 = KVLayout(groups=(group(dtype="float32"),), block_size=16)
+    assert in_float32.block_bytes == 2 * KVLayout(groups=(group(),), block_size=16).block_bytes
+
+
+def test_groups_of_one_pool_have_equal_blocks() -> None:
+    pair = KVLayout(groups=(group(num_layers=16), group(num_layers=16)), block_size=16)
+    assert (pair.block_bytes, pair.token_bytes) == (2**20, 128 * 2**10)
+    with pytest.raises(AssertionError, match="equally long"):
+        KVLayout(groups=(group(), group(num_layers=16)), block_size=16)
