@@ -20,11 +20,10 @@ from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
 from engine_worker.execution.load import use_batch_invariant_products
+from engine_worker.model.quantisation.dense_cuda import CudaLinear
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
-from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import tiles_for
 
 READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
 NUM_LAYERS = 8
@@ -45,12 +44,9 @@ Calls = list[Callable[[], object]]
 
 
 def served(x: Tensor, weight: Tensor, is_gated: bool) -> Tensor:
-    """The choice of CudaStep."""
-    tiles = tiles_for(weight, len(x), is_gated)
-    if tiles is None:
-        product = linear(x, weight)
-        return silu_and_mul(product) if is_gated else product
-    return (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+    """The product as a worker computes it, whichever kernel that is."""
+    product = CudaLinear(weight)
+    return product.gated(x) if is_gated else product(x)
 
 
 class Layers:
