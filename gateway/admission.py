@@ -76,7 +76,7 @@ class Readiness:
     detail: str
     elapsed_seconds: float
     ready_workers: int
-    workers: tuple[dict[str, Any], ...]
+    workers: tuple[WorkerStatus, ...]
 
     @property
     def is_ready(self) -> bool:
@@ -94,7 +94,7 @@ class Readiness:
             "progress": self.progress,
             "detail": self.detail,
             "elapsed_s": round(self.elapsed_seconds, 1),
-            "workers": list(self.workers),
+            "workers": [_as_object(status) for status in self.workers],
         }
 
 
@@ -125,7 +125,7 @@ def assess(
         detail=detail,
         elapsed_seconds=elapsed_seconds,
         ready_workers=num_ready,
-        workers=tuple(_as_object(status) for status in alive if status.heartbeat.worker_id != SUPERVISOR_ID),
+        workers=tuple(status for status in alive if status.heartbeat.worker_id != SUPERVISOR_ID),
     )
 
 

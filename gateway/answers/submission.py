@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
+from msgspec import structs
 
 from gateway.admission import share_full, unavailable
 from gateway.answers.answer_extras import AnswerExtras
@@ -268,7 +269,7 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
     how many events the client has of the one choice, where it does not say so with Last-Event-ID."""
     completion, context = kept.completion, context_of(http)
     include_usage = completion.include_usage or not completion.stream
-    completion = replace(completion, stream=True, include_usage=include_usage)
+    completion = structs.replace(completion, stream=True, include_usage=include_usage)
     if num_known is not None:
         context = replace(context, headers={LAST_EVENT_ID: first_events(num_known)})
     with context.state.open_requests.counted(route_name(http)):

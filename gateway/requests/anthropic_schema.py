@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest
 from gateway.requests.anthropic_blocks import (
@@ -105,7 +105,7 @@ def parse_messages(body: JsonBody) -> CompletionRequest:
     )
     request = _of_chat(fields, chat, ignored)
     shows_reasoning = fields.thinking is not None and fields.thinking.display != "omitted" and _may_think(fields)
-    return replace(request, must_think=_must_think(fields), repeated={"shows_reasoning": shows_reasoning})
+    return structs.replace(request, must_think=_must_think(fields), repeated={"shows_reasoning": shows_reasoning})
 
 
 def parse_count(body: JsonBody) -> CompletionRequest:
@@ -122,7 +122,7 @@ def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> 
     except InvalidRequest as error:
         param = error.param and _worded(error.param, fields)
         raise type(error)(_worded(error.message, fields), param=param, code=error.code) from error
-    return replace(
+    return structs.replace(
         request,
         reasons_only_if_told_apart=_may_think(fields),
         grammar=_in_our_words(request.grammar, fields),

@@ -10,11 +10,10 @@ A chat's way in, where its body is checked.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest, UnsupportedParameter
 from gateway.requests.generation_fields import (
@@ -113,8 +112,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int]  # a chat, a text, or token ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in its own words, whatever its API. A struct, which is made anew in a tenth of a dataclass's time."""
+
     model: str | None
     prompts: tuple[Prompt, ...]  # one, if it is a chat
     prompt_param: str  # the field to name when a prompt is wrong
@@ -134,11 +134,11 @@ class CompletionRequest:
     answer_grammar: AskedGrammar | None = None  # of a text that calls nothing, as the client asked
     tools: ToolUse | None = None
     is_chat: bool = False
-    template: TemplateOptions = field(default_factory=TemplateOptions)  # of a chat
+    template: TemplateOptions = msgspec.field(default_factory=TemplateOptions)  # of a chat
     reasons_only_if_told_apart: bool = False  # else the template is told to leave out reasoning, which nobody reads
     must_think: bool = False  # refused where nothing tells reasoning apart
     background: bool = False  # goes on without a reader; unless streamed, what is answered is its state
-    repeated: Mapping[str, Any] = field(default_factory=dict)  # what its answer says again of it
+    repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)  # what its answer says again of it
     num_logprobs: int | None = None  # None: none at all; 0: of the chosen tokens only
     bad_words: Words = ()  # as tokens; set when the model is known
 
@@ -185,7 +185,7 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: b
     if tools is not None:
         template["tools"], grammar = tools.definitions, tools.grammar or grammar
     include_usage = include_usage or request.include_usage
-    return replace(
+    return structs.replace(
         request, tools=tools, grammar=grammar, template=template, is_chat=True, include_usage=include_usage,
         num_logprobs=_chat_num_logprobs(fields),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def parse_completion(body: JsonBody) -> CompletionRequest:
     )
     if fields.max_tokens == 0 and not fields.echo:
         raise InvalidRequest("max_tokens: 0 is only allowed with echo; expected at least 1.", param="max_tokens")
-    return replace(request, num_logprobs=fields.logprobs)
+    return structs.replace(request, num_logprobs=fields.logprobs)
 
 
 def check_other_fields(

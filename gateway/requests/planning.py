@@ -11,7 +11,7 @@ A chat's way in, behind its validation: the prompt, and what is planned of it. I
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def prepared(
     """The request with its bad words as tokens, and what goes to the engine. Raises InvalidRequest."""
     request = with_defaults(_bound(request, model), model.defaults)
     token_ids = encode_prompts(model, limits, request)
-    request = replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
+    request = structs.replace(request, bad_words=encode_words(model, request.fields.bad_words or ()))
     planned = plan_requests(request, token_ids, limits, tenant, priority_class, traceparent)
     if request.must_think and not model.tells_reasoning:
         raise InvalidRequest(
@@ -89,7 +89,7 @@ def with_defaults(request: CompletionRequest, defaults: Mapping[str, Any]) -> Co
     if request.choices.use_beam_search or not defaults:
         return request
     left_open = {name: value for name, value in defaults.items() if getattr(request.fields, name, 0) is None}
-    return replace(
+    return structs.replace(
         request,
         fields=structs.replace(request.fields, **left_open),
         default_max_tokens=request.default_max_tokens or defaults.get("max_new_tokens"),
@@ -106,7 +106,7 @@ def _bound(request: CompletionRequest, model: ServedModel) -> CompletionRequest:
     assert request.answer_grammar is not None and request.tools is not None
     family = call_family(model.tool_call_parser, model.encoder.template_source)
     both = answer_or_calls(request.answer_grammar.grammar, request.tools, family, model.encoder.special_id)
-    bound = replace(request, grammar=AskedGrammar(both, "tools"))
+    bound = structs.replace(request, grammar=AskedGrammar(both, "tools"))
     check_asked(bound.grammar)
     return bound
 

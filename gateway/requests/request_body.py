@@ -203,9 +203,12 @@ def _split(text: str) -> dict[str, msgspec.Raw]:
 
 
 def _by_name(values: Mapping[_Name, _Value]) -> dict[str, _Value]:
-    given: dict[str, _Value] = {}
-    for key, value in values.items():
-        name = str(key)
+    names = list(map(str, values))
+    given = dict(zip(names, values.values(), strict=True))
+    if len(given) == len(names) <= MAX_FIELDS and len("".join(names)) <= _MAX_NAME_CHARS:  # nearly always
+        return given
+    given = {}
+    for name, value in zip(names, values.values(), strict=True):
         if len(name) > _MAX_NAME_CHARS:
             raise InvalidRequest(f"{name[:40]}...: the name of a field has at most {_MAX_NAME_CHARS} characters.")
         if name in given:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.generation_fields import SamplingFields
@@ -161,7 +161,7 @@ def response_request(
     except InvalidRequest as error:
         param = error.param and _worded(error.param)
         raise type(error)(_worded(error.message), param=param, code=error.code) from error
-    return replace(
+    return structs.replace(
         request,
         prompt_param="input",
         max_tokens_param="max_output_tokens",
@@ -277,7 +277,9 @@ def parse_compaction(body: JsonBody) -> CompletionRequest:
     ignored = check_other_fields(CompactionBody, body.given, UNSUPPORTED, no_effect)
     asked = ResponsesBody(store=False, **{name: getattr(fields, name) for name in CompactionBody.__struct_fields__})
     request = response_request(asked, ignored, [MessageFields("user", _ASK)])
-    return replace(request, default_max_tokens=MAX_SUMMARY_TOKENS, repeated={USER_ITEMS: _user_items(body.given)})
+    return structs.replace(
+        request, default_max_tokens=MAX_SUMMARY_TOKENS, repeated={USER_ITEMS: _user_items(body.given)}
+    )
 
 
 def _user_items(given: Mapping[str, Any]) -> list[dict[str, Any]]:
