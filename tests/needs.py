@@ -34,6 +34,7 @@ NEVER_QUICK = (
     "tests/engine_worker/execution/",
     "tests/engine_worker/gguf/",
     "tests/engine_worker/model/",
+    "tests/engine_worker/test_chosen_device.py",
     "tests/engine_worker/test_estimate.py",
     "tests/bench/",
     "tests/clients/",
