@@ -97,6 +97,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.keep = keep  # of a request that others can attach to
         self.is_accepted = False
         self.had_ended = False  # in the store, before this reader came: all there is of it is there
+        self.waits = False  # nothing of it has come; kept by the client's table
         self.has_begun = False  # a worker is known to have it; kept by the client
         self.is_behind = False  # a token or the end is known to be missing: the journal must be read
         self.lags = False  # the reader does: until it has caught up, nothing more is taken

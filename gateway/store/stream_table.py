@@ -14,6 +14,7 @@ from shared.messages import TerminalEvent
 
 class StreamTable:
     def __init__(self, wake: asyncio.Event) -> None:
+        self.num_waiting_tokens = 0  # of prompts of which nothing has come: counted, as each request asks
         self._by_request_id: dict[str, tuple[ResponseStream, ...]] = {}
         self._num_repeated_tokens = 0  # of streams that are here no more
         self._wake = wake
@@ -31,11 +32,6 @@ class StreamTable:
         return any(open_stream is stream for open_stream in self.of(stream.request_id))
 
     @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of the prompts of which nothing has come yet."""
-        return sum(len(stream.request.prompt_token_ids) for stream in self if not stream.num_tokens)
-
-    @property
     def num_repeated_tokens(self) -> int:
         """Tokens that came more than once, of all streams there have been."""
         return self._num_repeated_tokens + sum(stream.num_repeated_tokens for stream in self)
@@ -46,11 +42,15 @@ class StreamTable:
     def add(self, stream: ResponseStream) -> None:
         self._by_request_id[stream.request_id] = (*self.of(stream.request_id), stream)
         stream.on_caught_up = self._wake.set
+        stream.waits = not stream.num_tokens
+        if stream.waits:
+            self.num_waiting_tokens += len(stream.request.prompt_token_ids)
 
     def discard(self, *streams: ResponseStream) -> None:
         for stream in streams:
             if stream in self:
                 self._num_repeated_tokens += stream.num_repeated_tokens
+            self._begin(stream)
             left = tuple(other for other in self.of(stream.request_id) if other is not stream)
             if left:
                 self._by_request_id[stream.request_id] = left
@@ -64,11 +64,19 @@ class StreamTable:
         self.discard(stream)
 
     def settle(self, stream: ResponseStream) -> None:
-        """After it was given something: it may have ended, or miss what came before."""
+        """After it was given something: it may have begun or ended, or miss what came before."""
+        if stream.waits and stream.num_tokens:
+            self._begin(stream)
         if stream.has_ended:
             self.discard(stream)
         elif stream.is_behind:
             self._wake.set()
+
+    def _begin(self, stream: ResponseStream) -> None:
+        """Its prompt waits no more."""
+        if stream.waits:
+            stream.waits = False
+            self.num_waiting_tokens -= len(stream.request.prompt_token_ids)
 
     def set_aside(self, stream: ResponseStream) -> None:
         """Its journal begins anew, behind the tokens that it has now. What is on its way to this gateway may be of the

@@ -36,6 +36,11 @@ from tests.gateway.store.conftest import (
 )
 
 
+def has_turns_of(client: InferenceClient, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.store.listening.TURN_SECONDS", seconds)
+    monkeypatch.setattr(client._listening, "_seconds_left", seconds)  # of the turn that it is in
+
+
 class TestStream:
     async def test_tokens_as_they_come_and_then_the_end(self, client, worker):
         stream = await start(client, worker)
@@ -46,8 +51,11 @@ class TestStream:
         assert await rest(stream) == ([6, 7], end)
         assert client.counts.num_journal_reads == 0
 
-    async def test_others_have_turns_between_messages_that_piled_up(self, client, worker, connections, keys):
+    async def test_others_have_turns_between_messages_that_piled_up(
+        self, client, worker, connections, keys, monkeypatch
+    ):
         """They are there at one time when a gateway was busy, and are read without waiting for the socket."""
+        has_turns_of(client, 0.0, monkeypatch)
         stream = await start(client, worker)
         turns = 0
 
@@ -76,7 +84,7 @@ class TestStream:
         self, client, worker, connections, keys, monkeypatch, turn_seconds, num_turns
     ):
         """A step of 1,000 sequences is one message; nobody waits until all of them are answered."""
-        monkeypatch.setattr("gateway.store.listening.TURN_SECONDS", turn_seconds)
+        has_turns_of(client, turn_seconds, monkeypatch)
         streams = [await start(client, worker, f"request-{number}") for number in range(3)]
         turns = 0
 
