@@ -197,7 +197,7 @@ def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
     metrics.choices_finished.labels("stop").inc()
     metrics.rejected.labels("queue_full").inc()
     gateway.http_duration.labels("/v1/completions", "POST", "200").observe(0.5)
-    gateway.admission.labels("/v1/completions").set(1)
+    gateway.open_requests.labels("/v1/completions").set(1)
     gateway.redis_up.set(1)
     metrics.ready_workers.set(1)
     metrics.queue_unfinished.labels("all").set(3)
