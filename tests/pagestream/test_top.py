@@ -113,7 +113,12 @@ def test_without_the_key_it_says_so(feed: str) -> None:
 def test_a_terminal_gets_its_screen_back(feed: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        command(feed), stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "PAGESTREAM_API_KEY": "k"}
+        command(feed),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "PAGESTREAM_API_KEY": "k"},
+        preexec_fn=hears_interrupts,
     )
     os.close(theirs)
     shown = read_until(ours, b"abc#0")
@@ -122,6 +127,11 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
     read_until(ours, b"\x1b[?1049l")
     assert process.wait(10) == 0
     os.close(ours)
+
+
+def hears_interrupts() -> None:
+    """As a program of a terminal does: in a shell's background, where tests may run, they are ignored from the start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:
