@@ -118,7 +118,7 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
         stdout=theirs,
         stderr=theirs,
         env={**os.environ, "PAGESTREAM_API_KEY": "k"},
-        preexec_fn=hears_interrupts,
+        preexec_fn=hears_interrupts,  # noqa: PLW1509 - it sets one signal, and takes no lock
     )
     os.close(theirs)
     shown = read_until(ours, b"abc#0")
@@ -130,7 +130,7 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
 
 
 def hears_interrupts() -> None:
-    """As a program of a terminal does: in a shell's background, where tests may run, they are ignored from the start."""
+    """As a program of a terminal does: in a shell's background, where tests may run, they are ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
