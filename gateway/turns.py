@@ -72,17 +72,17 @@ class KeyTurns:
 
     def __init__(self, loop_turns: LoopTurns) -> None:
         self._loop_turns = loop_turns
-        self.clock = loop_turns.clock
+        self._clock = loop_turns.clock
         self._waiting = deque[Work]()
         self._is_in_ring = False
         self._seconds_left = SLICE_SECONDS  # of the slice; negative: owed
         self._num_rounds = loop_turns.num_rounds  # when that was so
-        self.ends_at = 0.0  # of the slice, by the clock, while something is done in it
+        self._ends_at = 0.0  # of the slice, by the clock, while something is done in it
 
     @property
     def is_over(self) -> bool:
         """The slice: what is being done is to be left for the next one."""
-        return self.clock() >= self.ends_at
+        return self._clock() >= self._ends_at
 
     @property
     def num_slices_owed(self) -> int:
@@ -117,10 +117,10 @@ class KeyTurns:
         self._num_rounds, self._seconds_left = num_rounds, min(SLICE_SECONDS, self._seconds_left + new_seconds)
 
     def _do(self, work: Work) -> bool:
-        began_at = self.clock()
-        self.ends_at = began_at + self._seconds_left
+        began_at = self._clock()
+        self._ends_at = began_at + self._seconds_left
         has_more = work()
-        self._seconds_left -= self.clock() - began_at
+        self._seconds_left -= self._clock() - began_at
         if self._seconds_left <= 0:
             self._loop_turns.call_next_round()
         return has_more

@@ -90,13 +90,13 @@ class Reading:
         where it is. Whether there is more to do."""
         if self._stands.done():
             return False  # it was left while it waited for its turn
-        is_over, keeps_up, sink, clock, ends_at = False, True, self._sink, self._turns.clock, self._turns.ends_at
+        is_over, keeps_up, sink = False, True, self._sink
         try:
             ready = self._generation.ready()
             try:
                 for updates in ready if sink.among is None else sink.among(ready):
                     keeps_up = sink.take(updates)
-                    is_over = clock() >= ends_at
+                    is_over = self._turns.is_over
                     if is_over or not keeps_up:
                         break
                 else:
