@@ -1,7 +1,6 @@
 """A store, gateways and one worker of a benchmark's own: a scripted one without a model (scripted_worker.py)."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.serving.free_port import free_port
 from pagestream.embedded_store import EmbeddedStore
 
 MODEL = "m"
@@ -54,7 +54,7 @@ async def own_fleet(
     Ready when entered; all processes are gone afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
-        directory, port = Path(name), _free_port()
+        directory, port = Path(name), free_port()
         store = EmbeddedStore.at(directory, store_bytes)
         await store.start()
         assert store.process is not None, "the directory is new, so the store is ours"
@@ -113,8 +113,3 @@ def _wait_until_ready(port: int, log: Path) -> None:
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

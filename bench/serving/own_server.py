@@ -5,7 +5,6 @@ with own_server(model, "m", ["--dtype", "float32"]) as server:
 """
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.serving.free_port import free_port
 
 START_SECONDS = 120.0
 
@@ -31,9 +32,7 @@ class OwnServer:
 
 @contextmanager
 def own_server(model: Path, served_name: str, flags: Sequence[str]) -> Iterator[OwnServer]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--served-model-name", served_name, *flags]
     command = [sys.executable, "-m", "pagestream", "serve", str(model), *options]
     # A short prefix: the store's unix socket lies in that directory, and a socket's path has 107 bytes.

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
+from bench.serving.free_port import free_port
 from tests.conftest import running_server
-from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
+from tests.e2e.fleet import START_SECONDS, Fleet, running_fleet
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 MODEL, ALIAS = "tiny", "alias/of it"
@@ -53,7 +55,7 @@ class Stack:
             return False
 
     def _get(self, url: str) -> dict[str, Any]:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as reply:
             content: dict[str, Any] = json.load(reply)
         return content
 

@@ -1,11 +1,8 @@
 """Gateways, workers and `pagestream serve` as real processes, and an HTTP client that reads their streams."""
 
 import asyncio
-import contextlib
 import json
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +14,11 @@ from typing import Any
 
 import aiohttp
 
+from bench.serving.free_port import free_port
+
 MODEL = "smollm2"
 START_SECONDS = 180.0  # 5 s on two idle cores; this is for a busy CI machine
-STOP_SECONDS = 40.0
-FIRST_PORT, NUM_PORTS = 10_000, 22_000
+STOP_SECONDS = 100.0  # 1 s on two idle cores
 
 
 class Fleet:
@@ -62,14 +60,6 @@ def running_fleet(logs: Path) -> Iterator[Fleet]:
         yield fleet
     finally:
         fleet.stop()
-
-
-def free_port() -> int:
-    """Below those that the kernel gives to connections: until a server listens there, none of them can take it."""
-    while True:
-        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 @dataclass

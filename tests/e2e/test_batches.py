@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.serving.free_port import free_port
 from tests.conftest import Valkey
 from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_at, start_workers
-from tests.e2e.fleet import Api, Fleet, connected, free_port, running_fleet
+from tests.e2e.fleet import Api, Fleet, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(180)

@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.serving.free_port import free_port
 from tests.conftest import Valkey
-from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, free_port, running_fleet
+from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,9 +19,11 @@ import torch
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
+from bench.serving.free_port import free_port
 from tests.conftest import Valkey
 from tests.engine_worker.execution.reference import Reference
 from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -43,8 +44,7 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     logs = tmp_path_factory.mktemp("stack")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
     common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
     common.append("--exit-with-parent")
@@ -83,7 +83,7 @@ def wait_until_ready(url: str, logs: Path, processes: "list[subprocess.Popen[byt
     state = b""
     while time.monotonic() < deadline and all(process.poll() is None for process in processes):
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with urllib.request.urlopen(f"{url}/ready", timeout=PATIENCE_SECONDS):
                 return
         except urllib.error.HTTPError as error:
             with error:
@@ -308,7 +308,7 @@ def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
             stream.close()
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{stack.url}/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"{stack.url}/ready", timeout=PATIENCE_SECONDS) as answer:
             if b'"running": 0, "waiting": 0' in answer.read():
                 return
         time.sleep(0.1)  # heartbeats come once a second
@@ -332,7 +332,7 @@ def test_bad_requests_leave_a_stream_unchanged(stack: Stack) -> None:
 def status_of(stack: Stack, case: Bad) -> int:
     request = urllib.request.Request(stack.url + case.url, case.body, case.headers, method=case.method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:

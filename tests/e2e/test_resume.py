@@ -10,10 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.serving.free_port import free_port
 from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import RedisScripts
 from tests.conftest import Valkey
-from tests.e2e.fleet import Fleet, connected, free_port, running_fleet
+from tests.e2e.fleet import Fleet, connected, running_fleet
 
 SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 PROMPT = [5, 6, 7]  # the scripted model knows the first thousand tokens

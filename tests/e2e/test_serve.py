@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,14 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.serving.free_port import free_port
 from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from tests.patience import PATIENCE_SECONDS
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper and his dog."}]
 START_SECONDS = 180.0  # with cached weights it takes 8 s; a busy CI machine is given twenty times as much
-STOP_SECONDS = 45.0
+STOP_SECONDS = 100.0
 MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
 
@@ -38,8 +39,7 @@ class Serve:
     """A running `pagestream serve`, its lines, and a minimal client of its API."""
 
     def __init__(self, state: Path, *arguments: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ["XDG_STATE_HOME"] = str(state)
         argv = [sys.executable, "-m", "pagestream", "serve", "--port", str(self.port), "--dtype", "float32", *arguments]
@@ -69,7 +69,7 @@ class Serve:
 
     def get(self, path: str) -> tuple[int, dict]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:

@@ -18,7 +18,7 @@ SCRIPT = str(Path(__file__).with_name("scripted_worker.py"))
 TRACE_ID, CLIENT_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN_ID}-01"}
 EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds that the SDK gathers spans for, instead of 5 s
-SPANS_SECONDS = 30.0
+SPANS_SECONDS = 100.0
 
 
 class Stack:

@@ -9,6 +9,7 @@ import pytest
 from engine_worker.engine_thread import MAX_STEPS_AHEAD, EngineThread, Turn
 from tests.builders import FakeModelRunner, make_engine, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, Gate, eventually
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ async def test_seats_count_what_was_added_since_the_last_turn(thread: EngineThre
     await thread.stats()
     assert not waiting.done()
     await thread.drop_requests()
-    assert (await asyncio.wait_for(waiting, 10)).requests == 4
+    assert (await asyncio.wait_for(waiting, PATIENCE_SECONDS)).requests == 4
 
 
 async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineThread, gate: Gate) -> None:
@@ -83,4 +84,4 @@ async def test_what_a_step_raises_ends_the_thread(thread: EngineThread, gate: Ga
     thread.start(make_engine(FakeModelRunner(before_step=gate)), lambda turn: None)
     thread.add_request(make_request(3), ())
     with pytest.raises(RuntimeError, match="device lost"):
-        await asyncio.wait_for(thread.wait_ended(), 10)
+        await asyncio.wait_for(thread.wait_ended(), PATIENCE_SECONDS)

@@ -9,6 +9,7 @@ from shared.grammars import GrammarError
 from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, Grammar, GrammarKind, StoredChoice
 from tests.builders import FakeModelRunner, make_engine, make_request
 from tests.engine_worker.worker_harness import eventually
+from tests.patience import PATIENCE_SECONDS
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a")
 
@@ -22,7 +23,7 @@ class SlowCompiler:
         self._problem = problem
 
     def __call__(self, grammar: Grammar) -> None:
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(PATIENCE_SECONDS)
         self.compiled.append(grammar)
         if self._problem:
             raise GrammarError(self._problem)

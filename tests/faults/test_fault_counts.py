@@ -4,8 +4,9 @@ import asyncio
 import urllib.request
 from collections.abc import Awaitable, Callable
 
-from tests.e2e.fleet import free_port
+from bench.serving.free_port import free_port
 from tests.faults.conftest import World
+from tests.patience import PATIENCE_SECONDS
 
 
 async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
@@ -18,7 +19,7 @@ async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
     world.start_worker("w1", "--dead-after", "3", "--metrics-port", str(port))
     await world.logged("w1", "reaped worker w0")
     await world.connections.commands.publish(world.keys.heartbeat_channel, b"no frame")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not await counted(port, "bad_heartbeats"):
             await asyncio.sleep(0.05)
     assert await counted(port, "workers_reaped") == 1
@@ -28,7 +29,7 @@ async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
 
 async def counted(port: int, name: str) -> float:
     def scrape() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as reply:
             return reply.read().decode()  # type: ignore[no-any-return]
 
     text = await asyncio.to_thread(scrape)

@@ -9,6 +9,7 @@ from gateway.text.output_text import ByteLevelDetokenizer, StopStrings
 from gateway.text.served_model import ServedModel
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
+from tests.patience import PATIENCE_SECONDS
 
 BODY = {"prompt": "a", "max_tokens": 5}
 INTERNAL = b'"code":"internal"'
@@ -61,4 +62,4 @@ async def test_what_was_queued_is_withdrawn_where_its_way_back_cannot_be_made(
     async with gateway.session.post("/v1/completions", json=BODY) as response:
         assert response.status == 500 and b"secret" not in await response.read()
     (request,) = gateway.engine.requests
-    assert await asyncio.wait_for(gateway.engine.next_cancellation(), 10.0) == request.request_id
+    assert await asyncio.wait_for(gateway.engine.next_cancellation(), PATIENCE_SECONDS) == request.request_id

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fleet import free_port
-
-START_SECONDS = 30.0
+from bench.serving.free_port import free_port
+from tests.patience import PATIENCE_SECONDS
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -36,10 +35,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -59,14 +58,14 @@ def test_listens_without_store_and_model_until_sigterm(start: Start, tmp_path: P
     assert (status, json.loads(body)["store_write_seconds"]) == (503, None)
     assert b"\npagestream_redis_up 0.0\n" in get(port, "/metrics")[1]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_port_in_use(start: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = start("--model", str(tmp_path), "--port", str(port))
-        _, errors = process.communicate(timeout=START_SECONDS)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in errors
 
 
@@ -76,24 +75,24 @@ def test_gateways_share_a_port_when_all_say_so_and_each_has_its_own_beside_it(st
     first, second = (start(*flags, str(own_port)) for own_port in own_ports)
     assert [get(own_port, "/livez")[0] for own_port in own_ports] == [200, 200]
     first.send_signal(signal.SIGTERM)
-    assert first.wait(10) == 0
+    assert first.wait(PATIENCE_SECONDS) == 0
     assert get(port, "/livez")[0] == 200
     assert second.poll() is None
 
 
 def test_a_model_that_cannot_be_served(start: Start, tiny_model_dir: Path) -> None:
     process = start("--model", str(tiny_model_dir), "--port", "0", "--max-model-len", "1M")
-    _, errors = process.communicate(timeout=START_SECONDS)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1 and "--max-model-len: 1048576 is more than the model's own 256" in errors
 
 
 def test_models_that_cannot_be_told_apart(start: Start) -> None:
     process = start("--port", "0", "--model", "/m", "--served-model-name", "a", "a")
-    _, errors = process.communicate(timeout=START_SECONDS)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2 and errors == "pagestream gateway: error: model name 'a' is given twice\n"
 
 
 def test_a_wrong_flag(start: Start) -> None:
     process = start("--model", "/m", "--port", "x")
-    _, errors = process.communicate(timeout=START_SECONDS)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2 and "--port" in errors

@@ -11,6 +11,7 @@ from shared.messages import WorkerPhase
 from tests.gateway.batches.test_batches import begun, client_of, jsonl, line
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says
+from tests.patience import PATIENCE_SECONDS
 
 BODY = {"prompt": "a"}
 
@@ -105,7 +106,7 @@ async def test_lines_of_a_batch_wait_without_a_bound(start: Callable[..., Any], 
     gateway = await start(files_dir=tmp_path)
     async with client_of(gateway) as client:
         await begun(client, jsonl(line("a")))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not gateway.engine.requests:
                 await asyncio.sleep(0.01)
     assert gateway.engine.requests[-1].queue_deadline is None

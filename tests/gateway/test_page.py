@@ -15,6 +15,7 @@ from shared.messages import encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from tests.gateway.conftest import Gateway
+from tests.patience import PATIENCE_SECONDS
 
 UI = Path(__file__).parents[2] / "gateway" / "ui"
 
@@ -67,7 +68,7 @@ async def test_the_stream_lasts_as_long_as_its_reader(gateway: Gateway) -> None:
         line = await response.content.readline()
         assert json.loads(line.removeprefix(b"data: "))["requests"][0]["blocks"] == [1, 2]
         assert gateway.engine.kv.num_watchers == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while gateway.engine.kv.num_watchers:
             await asyncio.sleep(0.01)
 

@@ -13,6 +13,7 @@ from gateway.text.served_model import ServedModel
 from shared.messages import FinishReason, WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says
+from tests.patience import PATIENCE_SECONDS
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -53,7 +54,7 @@ async def test_a_model_that_cannot_be_served(start_gateway: Any, tmp_path: Path)
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("[]")
     gateway = await start_gateway(wait=False, model=tmp_path)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await gateway.state.model_failed.wait()
 
 

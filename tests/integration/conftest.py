@@ -25,7 +25,8 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
-from tests.engine_worker.worker_harness import PATIENCE_SECONDS, WorkerHarness
+from tests.engine_worker.worker_harness import WorkerHarness
+from tests.patience import PATIENCE_SECONDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VOCAB_SIZE = 49_152  # the demo model's

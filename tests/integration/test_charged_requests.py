@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.integration.conftest import COMPLETIONS, Gateway, World
 from tests.integration.test_kept_requests import GREEDY, write_keys
+from tests.patience import PATIENCE_SECONDS
 
 KEY = "sk-one-0123456789abcdef"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

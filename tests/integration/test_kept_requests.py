@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from gateway.auth.api_keys import digest_of
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.integration.conftest import CHAT, COMPLETIONS, Event, World, nothing_is_left
+from tests.patience import PATIENCE_SECONDS
 
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"prompt": "Hi", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "detach_seconds": 60}

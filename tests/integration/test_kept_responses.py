@@ -14,10 +14,11 @@ from openai.types.responses import Response
 
 from gateway.answers import kept_answers, responses_history
 from shared.messages import FinishEvent, decode_terminal_event
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.gateway.responses import URL, checked_events, checked_response
 from tests.integration.conftest import CHAT, World, nothing_is_left
 from tests.integration.test_kept_requests import write_keys
+from tests.patience import PATIENCE_SECONDS
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
 

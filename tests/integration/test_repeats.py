@@ -12,8 +12,9 @@ from redis.exceptions import ConnectionError
 from shared.messages import GenerationRequest
 from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS, Keep
 from shared.redis_scripts import RedisScripts
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, eventually
+from tests.engine_worker.worker_harness import FOREVER_STEPS, eventually
 from tests.integration.conftest import COMPLETIONS, World
+from tests.patience import PATIENCE_SECONDS
 
 SHORT = {"prompt": "Hi", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 LONG = {**SHORT, "max_tokens": 30, "detach_seconds": 0}

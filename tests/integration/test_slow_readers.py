@@ -5,8 +5,9 @@ import json
 import socket
 from typing import Any
 
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS
+from tests.engine_worker.worker_harness import FOREVER_STEPS
 from tests.integration.conftest import COMPLETIONS, World, nothing_is_left
+from tests.patience import PATIENCE_SECONDS
 
 # 8 choices of 24 tokens, with 20 others beside each, are 300 kB of events: more than the client and aiohttp hold.
 LONG = {"prompt": "Hi", "max_tokens": 24, "ignore_eos": True, "n": 8, "seed": 1, "logprobs": 20, "stream": True}

@@ -12,6 +12,7 @@ import pytest
 import redis.exceptions
 from redis.asyncio import Redis
 
+from bench.serving.free_port import free_port
 from gateway.store.inference_client import InferenceClient
 from gateway.store.kv_watch import snapshots_of
 from shared.dead_letters import DeadLetters
@@ -23,8 +24,9 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import SCRIPT_NAMES, Demand, RedisScripts, load_sources
 from tests.builders import make_request
 from tests.conftest import running_server
-from tests.e2e.fleet import STOP_SECONDS, Fleet, free_port, running_fleet
+from tests.e2e.fleet import STOP_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
+from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 USERS = ROOT / "deploy" / "kustomize" / "base" / "users.acl"
@@ -80,7 +82,7 @@ async def test_the_protocol_runs_under_the_users(
         cancelled = make_request(max_tokens=1500, ignore_eos=True)
         await client.submission.submit(cancelled)
         async with snapshots_of([client.kv]) as snapshots:
-            assert (await asyncio.wait_for(anext(snapshots), 40)).worker.startswith("w0.")
+            assert (await asyncio.wait_for(anext(snapshots), PATIENCE_SECONDS)).worker.startswith("w0.")
         await client.submission.cancel(cancelled)
         await reader.has(20)
         first.kill()
@@ -107,7 +109,7 @@ async def test_the_protocol_runs_under_the_users(
             (entry,) = (await scripts.take(life, Demand(1))).entries
             await scripts.claim(life, [entry])
             await reap_worker(scripts, life)
-        assert isinstance(await asyncio.wait_for(anext(stream), 10), ErrorEvent)
+        assert isinstance(await asyncio.wait_for(anext(stream), PATIENCE_SECONDS), ErrorEvent)
         letters = DeadLetters(as_gateway.commands, keys)
         (letter,) = await letters.list()
         await letters.retry(letter)

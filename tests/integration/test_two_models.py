@@ -21,8 +21,9 @@ from shared.models_file import ModelEntry, models_text
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from tests.conftest import Valkey
-from tests.engine_worker.worker_harness import FOREVER_STEPS, PATIENCE_SECONDS, WorkerHarness
+from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness
 from tests.integration.conftest import COMPLETIONS, Gateway
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 ANSWER = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "temperature": 0}

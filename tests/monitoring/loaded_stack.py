@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.serving.free_port import free_port
 from tests.conftest import Valkey
-from tests.e2e.fleet import START_SECONDS, Fleet, free_port, running_fleet
+from tests.e2e.fleet import START_SECONDS, Fleet, running_fleet
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 MODEL = "tiny"
@@ -46,7 +48,7 @@ class LoadedStack:
         ]
 
     def get(self, program: str, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[program]}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[program]}{path}", timeout=PATIENCE_SECONDS) as reply:
             return bytes(reply.read())
 
     def is_ready(self) -> bool:

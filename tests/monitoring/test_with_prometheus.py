@@ -15,14 +15,15 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
+from bench.serving.free_port import free_port
 from gateway.metrics import DeliveryCollector, GatewayMetrics, ModelMetrics
 from monitoring.build_dashboards import DASHBOARDS
 from tests.conftest import Valkey
-from tests.e2e.fleet import free_port
 from tests.gateway.fake_inference import FakeInferenceClient
 from tests.monitoring.loaded_stack import MODEL, LoadedStack, loaded_stack
 from tests.monitoring.loaded_worker import LoadedWorker
 from tests.monitoring.test_dashboards_and_alerts import MONITORING, expressions
+from tests.patience import PATIENCE_SECONDS
 
 RULES = MONITORING / "prometheus"
 EVENTS_SECONDS = 300.0  # until each thing that is counted has happened: 20 on two idle cores, clients take turns
@@ -208,7 +209,7 @@ def _serve_one_request(gateway: GatewayMetrics, metrics: ModelMetrics) -> None:
 def _queries_of(port: int) -> Callable[[str], list[Any]]:
     def ask(expression: str) -> list[Any]:
         url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as reply:
             found: list[Any] = json.load(reply)["data"]["result"]
         return found
 
@@ -216,7 +217,7 @@ def _queries_of(port: int) -> Callable[[str], list[Any]]:
 
 
 def _until_rates_exist(ask: Callable[[str], list[Any]], log: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         try:
             if ask("count_over_time(pagestream_worker_up[10s]) > 20"):

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.serving.free_port import free_port
 from pagestream.installation import PACKAGES
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +99,7 @@ def address(programs: Path, elsewhere: tuple[Path, dict[str, str]]) -> Iterator[
     model = write_tiny_model(directory / "tiny")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **SHAPE}))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     argv = [str(programs / "pagestream"), "serve", str(model), "--port", str(port), *SMALL]
     with subprocess.Popen(argv, cwd=directory, env=environ, stdout=subprocess.PIPE, text=True) as serve:
         assert serve.stdout is not None
@@ -124,7 +124,7 @@ def test_it_serves_without_a_clone(address: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] in range(1, 6)
-    with urllib.request.urlopen(f"{address}/", timeout=10) as page:
+    with urllib.request.urlopen(f"{address}/", timeout=PATIENCE_SECONDS) as page:
         assert b"<html" in page.read()
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from tests.patience import PATIENCE_SECONDS
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -102,7 +104,7 @@ def running(hub: FakeHub) -> Iterator[FakeHub]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    started.wait(10)
+    started.wait(PATIENCE_SECONDS)
     try:
         yield hub
     finally:

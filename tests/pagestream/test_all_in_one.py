@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.serving.free_port import free_port
 from shared.models_file import read_models
+from tests.patience import PATIENCE_SECONDS
 
 FAKE = Path(__file__).with_name("fake_children.py")
-STOP_SECONDS = 20.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its guarantees are Linux's")
 
@@ -32,8 +33,7 @@ class Serve:
             (model / name).touch()
         (directory / "models.toml").write_text(models_file.replace("{model}", str(model)))
         models = ["--models-file", str(directory / "models.toml")] if models_file else [str(model)]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ |= {"XDG_STATE_HOME": str(directory / "state"), "XDG_CACHE_HOME": str(directory / "cache")}
         argv = [sys.executable, str(FAKE), "serve", *models, "--port", str(self.port), *arguments]
@@ -86,7 +86,7 @@ def serve() -> Iterator[Callable[..., Serve]]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    _ended, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+    _ended, alive = psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
     return alive == []
 
 
@@ -99,18 +99,18 @@ def test_phases_then_the_banner_then_an_orderly_stop(serve: Callable[..., Serve]
     children = one.children()
     assert len(children) == 4
     one.process.send_signal(number)
-    assert one.process.wait(STOP_SECONDS) == 0
+    assert one.process.wait(PATIENCE_SECONDS) == 0
     assert gone(children)
 
 
 def test_a_second_signal_waits_for_nobody(serve: Callable[..., Serve]) -> None:
-    one = serve("--fake-worker-stays", "yes")
+    one = serve("--fake-worker-stays", "yes", "--drain-seconds", "600")
     one.read_until("Ready after")
     children = one.children()
     one.process.send_signal(signal.SIGINT)
     one.read_until("stopping the gateway, then the workers")
     one.process.send_signal(signal.SIGINT)
-    assert one.process.wait(STOP_SECONDS) == 0  # the drain time alone is 30 s
+    assert one.process.wait(PATIENCE_SECONDS) == 0  # the drain time alone is ten times as much
     assert gone(children)
 
 
@@ -192,7 +192,7 @@ def test_each_model_has_workers_of_its_own_and_the_gateway_knows_all(serve: Call
     one.read_until("worker-2  died (signal 9); 0 requests requeued")
     one.read_until("fake worker")
     one.process.terminate()
-    assert one.process.wait(STOP_SECONDS) == 0
+    assert one.process.wait(PATIENCE_SECONDS) == 0
     assert not resolved.exists()
 
 
@@ -203,7 +203,7 @@ def _number(words: list[str]) -> str:
 def test_a_model_that_is_none_ends_the_start(serve: Callable[..., Serve]) -> None:
     one = serve(models_file='[[models]]\nmodel = "/nowhere"\n')
     one.read_until("pagestream serve: /nowhere does not exist")
-    assert one.process.wait(STOP_SECONDS) == 1
+    assert one.process.wait(PATIENCE_SECONDS) == 1
 
 
 def test_no_orphan_stays_when_the_supervisor_is_killed(serve: Callable[..., Serve]) -> None:
@@ -218,14 +218,14 @@ def test_a_worker_that_cannot_start_ends_everything_with_its_last_lines(serve: C
     one = serve("--fake-worker-exit", "3")
     one.read_until("worker-0 is given up: it ended twice with exit status 3 before it was ready. Its last lines:")
     assert one.read_until("fake worker").startswith("    fake worker serve.")
-    assert one.process.wait(STOP_SECONDS) == 1
+    assert one.process.wait(PATIENCE_SECONDS) == 1
 
 
 def test_a_port_in_use_is_told_before_anything_starts(serve: Callable[..., Serve]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         one = serve("--port", str(other.getsockname()[1]))
         one.read_until("is in use; take another one with --port")
-    assert one.process.wait(STOP_SECONDS) == 1
+    assert one.process.wait(PATIENCE_SECONDS) == 1
     assert len(one.lines) == 1
 
 
@@ -237,11 +237,11 @@ def test_a_second_serve_uses_the_live_store_and_leaves_it(serve: Callable[..., S
     assert len(stores) == 1
     guest = second if stores == [first] else first
     guest.process.terminate()
-    assert guest.process.wait(STOP_SECONDS) == 0
+    assert guest.process.wait(PATIENCE_SECONDS) == 0
     assert stores[0].child("valkey-server").is_running()
 
 
 def test_an_unreachable_named_store_is_told(serve: Callable[..., Serve]) -> None:
     one = serve("--redis-url", "unix:///nowhere/valkey.sock")
     one.read_until("pagestream serve: the store at unix:///nowhere/valkey.sock does not answer")
-    assert one.process.wait(STOP_SECONDS) == 1
+    assert one.process.wait(PATIENCE_SECONDS) == 1

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from pagestream.child_process import KEPT_LINES, MAX_LINE_BYTES, ChildCommand, ChildProcess
+from tests.patience import PATIENCE_SECONDS
 
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -60,7 +61,7 @@ async def test_stop_kills_what_does_not_listen_and_its_children() -> None:
     child = await start_and_await_line(python(code))
     family = [psutil.Process(child.process.pid), *psutil.Process(child.process.pid).children()]
     assert await child.stop(grace_seconds=0.1) == -signal.SIGKILL
-    _gone, alive = psutil.wait_procs(family, timeout=30)
+    _gone, alive = psutil.wait_procs(family, timeout=PATIENCE_SECONDS)
     assert alive == []
 
 
@@ -86,5 +87,5 @@ asyncio.run(main())
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
         os.kill(process.pid, signal.SIGKILL)
-        _gone, alive = psutil.wait_procs([child], timeout=30)
+        _gone, alive = psutil.wait_procs([child], timeout=PATIENCE_SECONDS)
     assert alive == []

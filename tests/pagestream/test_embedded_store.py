@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from pagestream.embedded_store import MAX_SOCKET_PATH_BYTES, EmbeddedStore, StoreError, private_directory
+from tests.patience import PATIENCE_SECONDS
 
 MEMORY_BYTES = 64 * 2**20
 
@@ -138,5 +139,5 @@ asyncio.run(main())
         assert process.stdout is not None
         server = psutil.Process(int(process.stdout.readline()))
         process.send_signal(signal.SIGKILL)
-        _gone, alive = psutil.wait_procs([server], timeout=10)
+        _gone, alive = psutil.wait_procs([server], timeout=PATIENCE_SECONDS)
     assert alive == []

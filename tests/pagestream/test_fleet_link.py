@@ -8,6 +8,7 @@ import redis.asyncio
 from pagestream.fleet_link import FleetLink
 from shared.messages import WorkerHeartbeat, WorkerPhase, decode_heartbeat, encode
 from shared.redis_keys import RedisKeys
+from tests.patience import PATIENCE_SECONDS
 
 MODEL = "model"
 CHANNEL = RedisKeys(MODEL).heartbeat_channel
@@ -35,10 +36,10 @@ async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch
     link = FleetLink(valkey.url, MODEL, lambda _: None)
     async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as client, client.pubsub() as channel:
         await channel.subscribe(CHANNEL)
-        await channel.get_message(timeout=20)
+        await channel.get_message(timeout=PATIENCE_SECONDS)
         running = asyncio.create_task(link.run())
         link.announce(WorkerPhase.CONVERT, 0.25, "half of it")
-        told = [await channel.get_message(timeout=20) for _ in range(3)]
+        told = [await channel.get_message(timeout=PATIENCE_SECONDS) for _ in range(3)]
         link.fall_silent()
         while await channel.get_message(timeout=0.2) is not None:
             pass

@@ -17,6 +17,7 @@ import pytest
 
 from pagestream.top_frame import frame, map_rows
 from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
+from tests.patience import PATIENCE_SECONDS
 
 MOVE = KVMove(
     number=1, kind="swap_out", request_id="r" * 32, reason="no block", num_blocks=3, num_bytes=0, num_tokens=9
@@ -125,7 +126,7 @@ def test_a_terminal_gets_its_screen_back(feed: str) -> None:
     assert shown.startswith(b"\x1b[?1049h") and b"\x1b[34m" in shown
     process.send_signal(signal.SIGINT)
     read_until(ours, b"\x1b[?1049l")
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     os.close(ours)
 
 
@@ -135,7 +136,7 @@ def hears_interrupts() -> None:
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:
-    shown, deadline = b"", time.monotonic() + 20
+    shown, deadline = b"", time.monotonic() + PATIENCE_SECONDS
     while wanted not in shown:
         assert time.monotonic() < deadline, shown
         if select.select([terminal], [], [], 1)[0]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.e2e.fleet import free_port
+from bench.serving.free_port import free_port
 from tests.peers.peer import OFFLINE, Environment, PeerFailed, Report, Served, expect
 
 PACKAGE = "open-webui"

@@ -7,6 +7,8 @@ import sys
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
 CHILD = """
@@ -30,7 +32,7 @@ def test_the_child_of_a_killed_parent_ends() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        child.wait(timeout=20)
+        child.wait(PATIENCE_SECONDS)
     assert not child.is_running()
 
 

@@ -21,6 +21,7 @@ from shared.redis_scripts import (
     StepFrame,
     gateway_message,
 )
+from tests.patience import PATIENCE_SECONDS
 
 WORKER = "w0.aaaa"
 
@@ -385,11 +386,12 @@ class TestEmit:
         a, b = await start(scripts, "a", "b")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             for _ in range(3):
                 assert await scripts.emit(WORKER, 1, [frame(a, b"A"), frame(b, b"B")], [message(b"blob1")]) == []
             await scripts.emit(WORKER, 2, [frame(a, b"C")], [message(b"blob2")])
-            assert [(await heard.get_message(timeout=10))["data"] for _ in range(2)] == [b"blob1", b"blob2"]
+            heard_data = [(await heard.get_message(timeout=PATIENCE_SECONDS))["data"] for _ in range(2)]
+            assert heard_data == [b"blob1", b"blob2"]
         assert await redis.mget(keys.journal("a"), keys.journal("b")) == [b"AC", b"B"]
 
     async def test_without_a_fence_nothing_is_written(self, scripts, redis, keys):
@@ -444,11 +446,11 @@ class TestEmit:
             await accept(scripts, request_id)
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             frames = [frame(entry, b"A") for entry in entries]
             assert set(await scripts.emit(WORKER, 1, frames, [events_of(*ids, per_request=2)])) == lost
             await redis.publish(keys.gateway_channel("g"), b"after")
-            data = (await heard.get_message(timeout=10))["data"]
+            data = (await heard.get_message(timeout=PATIENCE_SECONDS))["data"]
             if lost == set(ids):
                 assert data == b"after"
                 return
@@ -488,9 +490,9 @@ class TestFinish:
         await accept(scripts, "a")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             assert await scripts.finish(WORKER, [ending(a), ending(b)], [events_of("a", "b")]) == 2
-            events = decode_event_batch((await heard.get_message(timeout=10))["data"]).events
+            events = decode_event_batch((await heard.get_message(timeout=PATIENCE_SECONDS))["data"]).events
         assert [event.request_id for event in events] == ["b"]
         assert (await state(redis, keys, "a"))["state"] == "queued"
         assert (await state(redis, keys, "b"))["state"] == "done"
@@ -501,12 +503,12 @@ class TestFinish:
         the_end = ending(entry, b"the end")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             batch = events_of("a")
             assert [await scripts.finish(WORKER, [the_end], [batch]) for _ in range(3)] == [1, 0, 0]
-            assert (await heard.get_message(timeout=10))["data"] == batch.blob
+            assert (await heard.get_message(timeout=PATIENCE_SECONDS))["data"] == batch.blob
             await connections.commands.publish(keys.gateway_channel("g"), b"after")
-            assert (await heard.get_message(timeout=10))["data"] == b"after"
+            assert (await heard.get_message(timeout=PATIENCE_SECONDS))["data"] == b"after"
         stored = await state(redis, keys)
         assert (stored["state"], stored["terminal"]) == ("done", "the end")
         assert await redis.get(keys.journal("a")) == b"A"
@@ -563,9 +565,9 @@ class TestCancel:
         await start(scripts, "a")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.control_channel(WORKER))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             await scripts.cancel("a", "interactive")
-            assert (await heard.get_message(timeout=10))["data"] == b"a"
+            assert (await heard.get_message(timeout=PATIENCE_SECONDS))["data"] == b"a"
 
     async def test_does_not_touch_an_entry_of_another_request_with_the_same_id(self, scripts, redis, keys):
         entry_id = await redis.xadd(keys.queue("interactive"), {"r": "b", "s": "0"})
@@ -693,14 +695,14 @@ class TestReap:
         await accept(scripts, "poison")
         async with connections.subscriber.pubsub() as heard:
             await heard.subscribe(keys.gateway_channel("g"))
-            await heard.get_message(timeout=10)
+            await heard.get_message(timeout=PATIENCE_SECONDS)
             solo, summaries = [], []
             for life in range(3):
                 worker_id = f"w.{life}"
                 (entry,) = await start(scripts, worker_id=worker_id)
                 solo.append(entry.solo)
                 summaries.append(await reap_worker(scripts, worker_id))
-            (event,) = decode_event_batch((await heard.get_message(timeout=10))["data"]).events
+            (event,) = decode_event_batch((await heard.get_message(timeout=PATIENCE_SECONDS))["data"]).events
         assert solo == [False, False, True]
         assert summaries == [ReapSummary(requeued=1)] * 2 + [ReapSummary(dead_letters=1)]
         assert (event.request_id, event.code) == ("poison", "request_failed")

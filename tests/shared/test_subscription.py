@@ -7,10 +7,11 @@ import pytest
 
 from shared.redis_client import connect, got_no_reply, is_transient
 from shared.subscription import GAP, Message, Subscription
+from tests.patience import PATIENCE_SECONDS
 
 
 async def next_of(subscription: Subscription) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (item := await subscription.get(1.0)) is None:
             pass
     return item
@@ -44,7 +45,7 @@ class TestOnAServer:
     async def test_answers_to_its_pings_count_as_heard(self, subscription):
         assert await next_of(subscription) is GAP
         num_heard = subscription.num_heard
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while subscription.num_heard < num_heard + 3:
                 assert await subscription.get(1.0) is None
 

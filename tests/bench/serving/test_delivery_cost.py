@@ -1,17 +1,14 @@
 import json
 from pathlib import Path
 
-import psutil
-
 from bench.serving.delivery_cost import main
+from tests.own_processes import running
 
 
 def test_every_process_is_told_and_none_is_left(tmp_path: Path, demo_model_dir: Path) -> None:
-    before = set(psutil.pids())
     flags = ["--requests", "3", "--output-tokens", "4", "--step-seconds", "0.001", "--gateways", "2"]
     assert main(["--model", str(demo_model_dir), *flags, "--json", str(tmp_path / "cost.json")]) == 0
     one, four = json.loads((tmp_path / "cost.json").read_text())["runs"]
     assert (one["output_tokens"], four["output_tokens"]) == (3, 12)
     assert set(four["cpu_seconds"]) == {"gateway 0", "gateway 1", "worker", "store"}
-    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    assert not [process for process in left if "bench.serving.scripted_worker" in (process.info["cmdline"] or [])]
+    assert running("bench.serving.scripted_worker") == running("gateway") == []

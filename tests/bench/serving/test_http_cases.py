@@ -1,26 +1,25 @@
 import json
-import socket
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
+from bench.serving.free_port import free_port
 from bench.serving.http_cases import main, table
+from tests.own_processes import running
 
 FAKE = Path(__file__).with_name("fake_server.py")
 
 
 def fake(name: str, missing_tokens: int = 0) -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     return ["--server", name, f"http://127.0.0.1:{port}/health", f"{sys.executable} {FAKE} {port} {missing_tokens}"]
 
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "trace.json").write_text("[[5, 3], [7, 2]]")
-    load = ["--load", "inf:4,100:2", "--processes", "2", "--start-seconds", "20"]
+    load = ["--load", "inf:4,100:2", "--processes", "2", "--start-seconds", "60"]
     return ["--trace", str(tmp_path / "trace.json"), *load, "--out", str(tmp_path)]
 
 
@@ -35,8 +34,7 @@ def test_servers_get_the_same_loads_in_turn_and_none_is_left(tmp_path: Path, fla
         assert (first["server"], first["requests"], first["prompt_tokens"], first["output_tokens"]) == (name, 4, 24, 10)
         assert (first["load"], second["load"]) == ({"rate": "inf"}, {"rate": "100.0"})
         assert first["events_per_token"] == 1.0
-    left = [process for process in psutil.process_iter(["cmdline"]) if str(FAKE) in (process.info["cmdline"] or [])]
-    assert left == []
+    assert running(str(FAKE)) == []
 
 
 def test_a_server_that_fails_is_told_and_the_next_one_is_measured(tmp_path: Path, flags: list[str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from tests.engine_worker.transport.rig import WORKER, Rig
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ def heard(connections: RedisConnections) -> Callable[[str], Any]:
 
         async def __aenter__(self) -> "Heard":
             await self.pubsub.subscribe(self.channel)
-            await self.pubsub.get_message(timeout=20)
+            await self.pubsub.get_message(timeout=PATIENCE_SECONDS)
             return self
 
         async def __aexit__(self, *_: object) -> None:
             await self.pubsub.aclose()
 
         async def next(self) -> bytes:
-            message = await self.pubsub.get_message(timeout=20)
+            message = await self.pubsub.get_message(timeout=PATIENCE_SECONDS)
             assert message is not None, f"nothing came on {self.channel}"
             return message["data"]
 

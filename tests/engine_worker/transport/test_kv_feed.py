@@ -8,6 +8,7 @@ from shared.messages import decode_kv_snapshot
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from tests.builders import make_engine, make_request
+from tests.patience import PATIENCE_SECONDS
 
 
 class Source:
@@ -22,7 +23,7 @@ class Source:
 
 
 async def next_snapshot(heard):  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (message := await heard.get_message(ignore_subscribe_messages=True, timeout=1)) is None:
             pass
     return decode_kv_snapshot(message["data"])

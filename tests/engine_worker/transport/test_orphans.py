@@ -8,6 +8,7 @@ from shared.messages import FinishReason, decode_terminal_event
 from shared.new_requests import Keep
 from shared.redis_keys import RESUMED
 from shared.redis_scripts import Demand, RedisScripts, StepFrame
+from tests.patience import PATIENCE_SECONDS
 
 WORKER = "w0.aaaa"
 
@@ -40,7 +41,7 @@ async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, co
     async with connections.subscriber.pubsub() as gateway:
         await ticks(orphans, 2)
         await gateway.subscribe(keys.gateway_channel("gone"))
-        await gateway.get_message(timeout=20)
+        await gateway.get_message(timeout=PATIENCE_SECONDS)
         await ticks(orphans, 3)  # the count begins anew
     await ticks(orphans, 2)
     assert await connections.commands.hget(keys.request("a"), "state") == b"queued"
@@ -63,7 +64,7 @@ async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
     await scripts.attach("a", "h1", "gone")
     async with connections.subscriber.pubsub() as gateway:
         await gateway.subscribe(keys.gateway_channel("alive"))
-        await gateway.get_message(timeout=20)
+        await gateway.get_message(timeout=PATIENCE_SECONDS)
         await ticks(orphans, 9)
         assert await connections.commands.hget(keys.request("a"), "state") == b"queued"
         assert await connections.commands.hget(keys.request("a"), "h:h1") is None

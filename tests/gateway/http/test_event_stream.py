@@ -11,6 +11,7 @@ from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import finish
+from tests.patience import PATIENCE_SECONDS
 
 
 class FakeEventStream:
@@ -116,7 +117,7 @@ async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
                 index += len(token_ids)
                 await asyncio.sleep(0.01)
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await flood()
         response.close()
     assert gateway.metric("pagestream_gateway_write_stalls_total") == 1

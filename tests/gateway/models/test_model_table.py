@@ -14,6 +14,7 @@ from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from shared.messages import WorkerPhase
 from tests.gateway.conftest import MAX_MODEL_LEN, Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says
+from tests.patience import PATIENCE_SECONDS
 
 KEY, ONLY_SMALL = "k" * 20, "s" * 20
 
@@ -203,7 +204,7 @@ async def test_a_key_sees_the_blocks_of_its_own_requests_alone(
     snapshot = KVSnapshot(worker="w", block_size=16, states="pasf", requests=requests, events=moves)
     for key, own in ((KEY, 0), (ONLY_SMALL, 1)):
         headers = {"Authorization": f"Bearer {key}"}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while engines[1].kv.num_watchers:  # the one before
                 await asyncio.sleep(0.01)
         engines[1].kv.snapshots.put_nowait(snapshot)
@@ -224,6 +225,6 @@ async def test_the_blocks_of_all_models_or_of_one(
     gateway = await two()
     async with gateway.session.get(f"/debug/kv/stream{query}") as response:
         assert response.status == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while [engine.kv.num_watchers for engine in engines] != watched:
                 await asyncio.sleep(0.01)

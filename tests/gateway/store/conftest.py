@@ -21,6 +21,7 @@ from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand, Ending, GatewayMessage, RedisScripts, StepFrame, gateway_message
 from tests.engine_worker.transport.rig import FlakyScripts
+from tests.patience import PATIENCE_SECONDS
 
 WORKER = "w0.aaaa"
 
@@ -100,7 +101,7 @@ async def num_waiting(scripts: RedisScripts) -> int:
 
 async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
     """All further tokens and the end."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         events = [event async for event in stream]
     assert all(isinstance(event, TokenEvent) for event in events[:-1])
     return [token_id for event in events[:-1] for token_id in event.token_ids], events[-1]
@@ -114,7 +115,7 @@ async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: s
 
 async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
     token_ids: list[int] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(token_ids) < num_tokens:
             token_ids += (await anext(stream)).token_ids
     return token_ids

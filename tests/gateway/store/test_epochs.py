@@ -24,6 +24,7 @@ from shared.redis_keys import RedisKeys
 from shared.subscription import Message
 from tests.engine_worker.transport.rig import FlakyScripts, Held
 from tests.gateway.store.conftest import HandPlayedWorker, make_request, rest, rest_until, start
+from tests.patience import PATIENCE_SECONDS
 
 
 class Wire:
@@ -123,7 +124,7 @@ async def test_what_is_lost_is_repeated(client, flaky, worker, wire, connections
 
     connections.commands.publish = lose
     held.goes_on.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while stream.is_set_aside:
             await asyncio.sleep(0)
     await goes_on_as_the_journal(worker, stream)

@@ -34,6 +34,7 @@ from tests.gateway.store.conftest import (
     start,
     subscribed,
 )
+from tests.patience import PATIENCE_SECONDS
 
 
 def has_turns_of(client: InferenceClient, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ class TestStream:
                 batch = EventBatch(PROTOCOL_VERSION, WORKER, index, [TokenEvent("a", index, [5])])
                 pipeline.publish(keys.gateway_channel("g"), encode(batch))
             await pipeline.execute()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(heard_at) < 20:
                 await asyncio.sleep(0)
         counting.cancel()
@@ -100,7 +101,7 @@ class TestStream:
         counting = asyncio.create_task(count())
         batch = EventBatch(PROTOCOL_VERSION, WORKER, 1, [TokenEvent(stream.request_id, 0, [5]) for stream in streams])
         await connections.commands.publish(keys.gateway_channel("g"), encode(batch))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(heard_at) < 3:
                 await asyncio.sleep(0)
         counting.cancel()
@@ -251,9 +252,9 @@ class TestCancel:
         assert await anext(stream) == TokenEvent("a", 0, [5])
         async with connections.subscriber.pubsub() as hints:
             await hints.subscribe(keys.control_channel(WORKER))
-            await hints.get_message(timeout=20)
+            await hints.get_message(timeout=PATIENCE_SECONDS)
             await client.submission.release(stream)
-            assert (await hints.get_message(timeout=20))["data"] == b"a"
+            assert (await hints.get_message(timeout=PATIENCE_SECONDS))["data"] == b"a"
         tokens, end = await rest(stream)
         assert (tokens, end.reason, end.usage.completion_tokens) == ([], FinishReason.CANCELLED, 1)
         assert await worker.emit("a", 1, 6) == ["a"]
@@ -297,7 +298,7 @@ class TestLostTail:
         await connections.commands.set(keys.journal("a"), encode(JournalFrame(0, [5])))
         await worker.emit("a", 1, 66)
         await worker.emit("a", 2, 77, 88)  # of another text: behind 7 it would be nonsense
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not client.counts.num_torn_streams:
                 await asyncio.sleep(0.01)
         assert await worker.emit("a", 4, 99) == ["a"]  # the other text is nobody's any more
@@ -346,7 +347,7 @@ class TestCutOff:
         await worker.emit("a", 1, 6, heard=False)
         await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(cancelled_event(stream)))
         await worker.finish("a", 2, heard=False)  # it lets go
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not await connections.commands.xlen(keys.queue(RESUMED)):
                 await asyncio.sleep(0.01)
         assert await worker.claim() == ["a"]
@@ -386,7 +387,7 @@ class TestQueueTimeout:
     async def test_what_a_worker_had_and_gave_back_without_a_token_is_timed_out(self, client, worker, scripts):
         stream = await client.submission.submit(make_request(queue_deadline=await client.probe.fleet_seconds() + 0.3))
         await worker.claim()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not stream.has_begun:
                 await asyncio.sleep(0.01)
         await reap_worker(scripts, WORKER, ReapMode.DRAIN)

@@ -28,6 +28,7 @@ from shared.messages import (
     journal_choices,
 )
 from shared.new_requests import Keep
+from tests.patience import PATIENCE_SECONDS
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
 ERROR = ErrorEvent("a", ErrorCode.REQUEST_FAILED, "it broke")
@@ -46,7 +47,7 @@ def tokens_of(stream: ResponseStream) -> list[int]:
 
 
 async def everything(stream: ResponseStream) -> list[object]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return [event async for event in stream]
 
 

@@ -8,6 +8,7 @@ from gateway.store.store_memory import StoreMemory
 from shared.redis_client import RedisConnections
 from shared.tasks import cancel_and_wait
 from tests.gateway.conftest import Gateway
+from tests.patience import PATIENCE_SECONDS
 
 
 def test_the_door_does_not_flap() -> None:
@@ -76,6 +77,6 @@ async def test_a_full_store_is_told_before_anything_is_read(start_gateway: Calla
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not holds():
             await asyncio.sleep(0.02)  # polls an outside process: nothing to wait on
