@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
 from shared.model_files import read_model_files
 
 if TYPE_CHECKING:
     from engine_worker.model.served_model import Blueprint, ServedModel
+    from engine_worker.model.tensor_parallel import TensorParallel
     from engine_worker.model.weights import WeightSource
 
 
@@ -24,11 +27,39 @@ class NativeBlueprint:
     is_capturable: bool = True
     refused_options: dict[str, str] = field(default_factory=dict)
 
-    def build(self, weights: "WeightSource", max_len: int, is_deterministic: bool) -> "ServedModel":
+    def check_tensor_parallel_size(self, size: int) -> None:
+        check_tensor_parallel_size(self.shape, size)
+
+    def build(
+        self,
+        weights: "WeightSource",
+        max_len: int,
+        is_deterministic: bool,
+        tensor_parallel: "TensorParallel | None" = None,
+    ) -> "ServedModel":
         from engine_worker.model.network import Network  # noqa: PLC0415 - a shape alone needs no torch
 
+        if tensor_parallel is not None and tensor_parallel.size > 1:
+            return self._build_part(weights, max_len, is_deterministic, tensor_parallel)
         model = Network(self.shape, weights, max_len, is_deterministic)
         weights.check_all_used()
+        return model
+
+    def _build_part(
+        self, weights: "WeightSource", max_len: int, is_deterministic: bool, ranks: "TensorParallel"
+    ) -> "ServedModel":
+        """Build the network of one rank of several."""
+        from engine_worker.model.network import Network  # noqa: PLC0415 - as above
+        from engine_worker.model.parallel_linear import ParallelMethod  # noqa: PLC0415
+        from engine_worker.model.quantisation import linear_method  # noqa: PLC0415
+        from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
+
+        spec = sharded(self.shape, ranks.rank, ranks.size)
+        method = linear_method(spec.quantisation, weights.device.type)
+        parts = tensor_parts(self.shape, ranks.rank, ranks.size)
+        own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
+        model = Network(spec, own, max_len, is_deterministic, ParallelMethod(method, ranks, spec.vocab_size))
+        own.check_all_used()
         return model
 
 

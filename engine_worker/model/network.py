@@ -106,8 +106,8 @@ class Network:
         """`method`: that of the checkpoint on the device of `weights`, unless told otherwise."""
         self.spec, self._is_deterministic = spec, is_deterministic
         method = method or linear_method(spec.quantisation, weights.device.type)
-        names, shape = spec.names, (spec.vocab_size, spec.hidden_size)
-        self._embedding = weights.get(names.embedding, shape)
+        names = spec.names
+        self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)
         device = self._embedding.device
         tables = {
@@ -119,7 +119,14 @@ class Network:
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)
-        self._head = method.head(self._embedding if spec.tie_word_embeddings else weights.get(names.head, shape))
+        self._head = method.head(self._head_weight(weights))
+
+    def _head_weight(self, weights: WeightSource) -> Tensor:
+        spec = self.spec
+        first, end = spec.head_rows or (0, spec.vocab_size)
+        if spec.tie_word_embeddings:
+            return self._embedding[first:end]
+        return weights.get(spec.names.head, (end - first, spec.hidden_size))
 
     @property
     def dtype(self) -> torch.dtype:

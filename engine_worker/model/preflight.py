@@ -8,10 +8,13 @@ from pathlib import Path
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.implementation import is_native
+from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
 from shared.model_files import read_model_files
 
 
-def check_files(directory: Path, model_impl: str = "auto", load_format: str = "auto") -> None:
+def check_files(
+    directory: Path, model_impl: str = "auto", load_format: str = "auto", tensor_parallel_size: int = 1
+) -> None:
     """Raises ValueError: ModelFilesError of the files, and what config.json asks for and no family here has.
 
     What transformers makes of a config.json is known only when it is loaded. With `load_format` dummy there need be no
@@ -19,6 +22,10 @@ def check_files(directory: Path, model_impl: str = "auto", load_format: str = "a
     """
     files = read_model_files(directory)
     spec = spec_from_json(files.config, files.generation) if is_native(files.config, model_impl) else None
+    if spec is not None:
+        check_tensor_parallel_size(spec, tensor_parallel_size)
+    else:
+        check_one_rank(tensor_parallel_size)
     if load_format == "dummy":
         return
     found = stored_tensors(directory)

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
+from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
 
 LogitsOf: TypeAlias = Callable[[Tensor], Tensor]  # rows [M] int64 of the step's tokens -> [M, vocab_size]
@@ -63,8 +64,19 @@ class Blueprint(Protocol):
     def is_capturable(self) -> bool:
         """Whether its forward pass is known to be the same launches every time, as a CUDA graph needs."""
 
-    def build(self, weights: WeightSource, max_len: int, is_deterministic: bool) -> ServedModel:
-        """Takes every tensor from `weights`; raises ValueError with the name of one that is missing or left over."""
+    def check_tensor_parallel_size(self, size: int) -> None:
+        """Raises ValueError with the numbers of ranks that can share the model, if `size` is none of them."""
+
+    def build(
+        self,
+        weights: WeightSource,
+        max_len: int,
+        is_deterministic: bool,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> ServedModel:
+        """Takes every tensor from `weights`, or this rank's part of it; raises ValueError with the name of one that is
+        missing or left over. `tensor_parallel`: the other ranks; None where there are none.
+        """
 
 
 def check_options(blueprint: Blueprint, options: dict[str, Any]) -> None:

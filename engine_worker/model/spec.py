@@ -160,6 +160,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     quantisation: str = "dense"  # how the weights are stored: one of quantisation.MODULES
     names: NamesSpec = field(default_factory=NamesSpec)
+    head_rows: tuple[int, int] | None = None  # tokens whose logits a rank computes, from the first up to the second
 
     # All layers store keys and values of one shape.
     @property
@@ -179,7 +180,8 @@ class ModelSpec:
         return self.layers[0].attention.head_dim
 
     def num_parameters(self) -> int:
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        first, end = self.head_rows or (0, self.vocab_size)
+        embeddings = self.hidden_size * (self.vocab_size + (0 if self.tie_word_embeddings else end - first))
         return embeddings + self.hidden_size + sum(self._layer_parameters(layer) for layer in self.layers)
 
     def _layer_parameters(self, layer: LayerSpec) -> int:

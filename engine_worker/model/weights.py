@@ -1,4 +1,4 @@
-"""Sources of weights: safetensors files of a model directory, or random numbers of the right shape.
+"""Sources of weights: safetensors files of a model directory, random numbers of the right shape, or parts of either.
 
 A source hands out each tensor once, on its device and in its dtype, and checks name and shape. It does not know what
 the tensors mean.
@@ -7,26 +7,33 @@ the tensors mean.
 import math
 import re
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine_worker.model.checkpoint import is_ignored, stored_tensors
+from engine_worker.model.checkpoint import StoredTensor, is_ignored, stored_tensors
+from engine_worker.model.checkpoint_tensors import Shape
+from engine_worker.model.sharding import NOTHING, Part
 from engine_worker.model.weight_upload import uploader
 
 Report = Callable[[float, str], None]  # progress 0..1, detail
 
 
 class WeightSource(Protocol):
-    loaded_bytes: int  # of all tensors handed out
-    device: torch.device  # on which they are
+    device: torch.device  # on which the tensors are
     names: Collection[str]  # of all there are; none where every name has a tensor
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    @property
+    def loaded_bytes(self) -> int:
+        """The size of all tensors handed out."""
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The tensor of `shape`, or `part` of it."""
+
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """`ignored`: patterns of names that may be left over."""
 
@@ -40,23 +47,33 @@ class SafetensorsWeights:
         self.names: Collection[str] = frozenset(self._stored)
         self._unused = set(self._stored)
         self._total_bytes = sum(path.stat().st_size for path in self._files)
-        self._read_bytes = 0
+        self._passed_bytes = 0
+        self.read_bytes = 0  # of the files
         self._reported_percent = 0
         self.loaded_bytes = 0
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise ValueError(f"the safetensors files have no {name}")
-        tensor = self._files[stored.path].get_tensor(stored.name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        if stored.shape != shape:
+            raise ValueError(f"{name} has shape {stored.shape}; config.json makes it {shape}")
+        tensor = self._read(stored, part)
         self._unused.discard(name)
-        self._read_bytes += tensor.nbytes
+        self.read_bytes += tensor.nbytes
+        self._passed_bytes += math.prod(shape) * tensor.itemsize
         self._report_progress()
         tensor = self._upload(tensor).to(self._dtype)
         self.loaded_bytes += tensor.nbytes
         return tensor
+
+    def _read(self, stored: StoredTensor, part: Part | None) -> Tensor:
+        """Only the bytes that are asked for leave the disk: the files are mapped."""
+        file = self._files[stored.path]
+        if part is None:
+            whole: Tensor = file.get_tensor(stored.name)
+            return whole
+        return _taken(file.get_slice(stored.name), part)
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """A tensor that nothing asked for (a bias, an adapter) would be left out silently."""
@@ -67,10 +84,33 @@ class SafetensorsWeights:
             raise ValueError(f"the model has {len(unused)} weights that this network has no place for: {names}")
 
     def _report_progress(self) -> None:
-        percent = self._read_bytes * 100 // self._total_bytes
+        percent = self._passed_bytes * 100 // self._total_bytes
         if percent >= self._reported_percent + 10:
             self._reported_percent = percent
-            self._report(percent / 100, f"{self._read_bytes / 2**20:,.0f} of {self._total_bytes / 2**20:,.0f} MiB")
+            self._report(percent / 100, f"{self._passed_bytes / 2**20:,.0f} of {self._total_bytes / 2**20:,.0f} MiB")
+
+
+class ShardedWeights:
+    """One rank's parts of the tensors of `source`, asked for by the shapes that they have on the rank."""
+
+    def __init__(self, source: WeightSource, shapes: Mapping[str, Shape], parts: Mapping[str, Part]) -> None:
+        """`shapes`: of the whole tensors, by name."""
+        self._source, self._shapes, self._parts = source, shapes, parts
+        self.device, self.names = source.device, source.names
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._source.loaded_bytes
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        assert part is None, "a rank's part is not divided again"
+        tensor = self._source.get(name, self._shapes[name], self._parts.get(name))
+        assert tuple(tensor.shape) == shape, f"{name}: this rank's part is {tuple(tensor.shape)}, not {shape}"
+        return tensor
+
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
+        elsewhere = [f"^{re.escape(name)}$" for name, part in self._parts.items() if part == NOTHING]
+        self._source.check_all_used((*ignored, *elsewhere))
 
 
 class RandomWeights:
@@ -84,9 +124,22 @@ class RandomWeights:
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """There is nothing that could be left over."""
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.loaded_bytes += math.prod(shape) * self._dtype.itemsize
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The whole is drawn for any part of it, so that the ranks of a group have one model."""
+        whole = self._drawn(name, shape)
+        tensor = whole if part is None else _taken(whole, part)
+        self.loaded_bytes += tensor.nbytes
+        return tensor
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, device=self.device, dtype=self._dtype)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=self._dtype).mul_(0.02)
+
+
+def _taken(tensor: Any, part: Part) -> Tensor:
+    """`tensor`: a Tensor, or one of a file that is still to be read."""
+    before = (slice(None),) * part.dim
+    pieces = [tensor[(*before, slice(*wanted))] for wanted in part.ranges]
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].contiguous()

@@ -15,6 +15,8 @@ from engine_worker.model.architectures.config_keys import token_ids
 from engine_worker.model.devices import Device, attach_device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.sharding import check_one_rank
+from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.transformers_backend.attention import CurrentStep, LayerAttention
 from engine_worker.model.transformers_backend.library import skeleton
 from engine_worker.model.transformers_backend.parameters import load_parameters, num_parameters
@@ -77,7 +79,17 @@ class TransformersBlueprint:
         )
         return cls(shape, model, probed)
 
-    def build(self, weights: WeightSource, max_len: int, is_deterministic: bool) -> "TransformersNetwork":
+    def check_tensor_parallel_size(self, size: int) -> None:
+        check_one_rank(size)
+
+    def build(
+        self,
+        weights: WeightSource,
+        max_len: int,
+        is_deterministic: bool,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> "TransformersNetwork":
+        check_one_rank(tensor_parallel.size if tensor_parallel is not None else 1)
         load_parameters(self.model, weights)
         weights.check_all_used(self.model._keys_to_ignore_on_load_unexpected or ())
         return TransformersNetwork(self.shape, self.model, self.probed)

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.network import Network
+from engine_worker.model.sharding import Part
 from engine_worker.model.weights import RandomWeights
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE
@@ -19,10 +20,10 @@ class _Recorded(RandomWeights):
         super().__init__(torch.device("cpu"), torch.float32)
         self.read: dict[str, tuple[int, ...]] = {}
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         assert name not in self.read
         self.read[name] = shape
-        return super().get(name, shape)
+        return super().get(name, shape, part)
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -6,23 +6,20 @@ from the name of each tensor, so neither torch's generator nor transformers has 
 """
 
 import json
-import zlib
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from engine_worker.model.architectures import MODULES
 from engine_worker.model.implementation import blueprint
-from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import kv_layout
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
-BLOCK_SIZE, NUM_PROMPT_TOKENS = 8, 21
+NUM_PROMPT_TOKENS = 21
 # AVX2, AVX512 and AMX add in different orders: logits of +-5 differ by 1e-5 then. A factor left out differs by 1e-1,
 # and the two likeliest tokens of a row by 3e-3 at least.
 TOLERANCE = 1e-3
@@ -49,38 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"num_hidden_layers": 4},
 }  # fmt: skip
-
-
-class NamedWeights:
-    """A WeightSource without files: a tensor is a function of its name and shape."""
-
-    def __init__(self) -> None:
-        self.loaded_bytes, self.device = 0, torch.device("cpu")
-        self.names: Collection[str] = ()
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        generator = np.random.RandomState(zlib.crc32(name.encode()))
-        values = generator.uniform(0.5, 1.5, shape) if "norm" in name else generator.standard_normal(shape) * 0.2
-        return torch.from_numpy(values.astype(np.float32))
-
-    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
-        pass
-
-
-def step(first: int, token_ids: Sequence[int]) -> ModelInput:
-    """One sequence in blocks 1, 2, ...: its next tokens, of which all logits are wanted."""
-    positions = torch.arange(first, first + len(token_ids))
-    return ModelInput(
-        token_ids=torch.tensor(token_ids),
-        positions=positions,
-        slot_mapping=positions + BLOCK_SIZE,
-        query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32),
-        seq_lens=torch.tensor([first + len(token_ids)], dtype=torch.int32),
-        block_tables=torch.arange(1, 5, dtype=torch.int32)[None],
-        logits_indices=torch.arange(len(token_ids)),
-        max_query_len=len(token_ids),
-        max_seq_len=first + len(token_ids),
-    )
 
 
 def answers(model_type: str) -> dict[str, list[float]]:

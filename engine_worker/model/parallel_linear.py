@@ -1,0 +1,54 @@
+"""Products of which a rank computes a part: a LinearMethod around another one, for networks of several ranks.
+
+    ReducedOver          a product that is split by inputs: the ranks' partial sums are added up
+    VocabParallelHead    logits of the rank's own tokens; rank 0 gets those of all
+
+A product that is split by outputs needs nothing: the next one takes what the rank has. Knows no layer and no backend.
+"""
+
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Split
+from engine_worker.model.sharding import padded_head_rows
+from engine_worker.model.tensor_parallel import TensorParallel
+from engine_worker.model.weights import WeightSource
+
+
+class ReducedOver:
+    def __init__(self, linear: Linear, ranks: TensorParallel) -> None:
+        self._linear, self._ranks = linear, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.all_reduce(self._linear(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("a gated product is split by outputs")
+
+
+class VocabParallelHead:
+    def __init__(self, head: Head, ranks: TensorParallel, vocab_size: int) -> None:
+        self._head, self._ranks, self._vocab_size = head, ranks, vocab_size
+
+    def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """[N, V] on rank 0, the rank's own columns on the others."""
+        return self._ranks.gather_logits(self._head(x), self._vocab_size, logits)
+
+
+class ParallelMethod:
+    def __init__(self, method: LinearMethod, ranks: TensorParallel, vocab_size: int) -> None:
+        self._method, self._ranks, self._vocab_size = method, ranks, vocab_size
+
+    def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
+        if spec.split is Split.OUTPUTS:
+            return self._method.load(spec, source)
+        partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # it is added once
+        return ReducedOver(self._method.load(partial, source), self._ranks)
+
+    def head(self, weight: Tensor) -> Head:
+        """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""
+        missing = padded_head_rows(self._vocab_size, self._ranks.size) - len(weight)
+        padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        return VocabParallelHead(self._method.head(padded), self._ranks, self._vocab_size)

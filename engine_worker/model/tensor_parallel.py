@@ -1,0 +1,149 @@
+"""The ranks that compute one model together: what a network asks of the others during a forward pass.
+
+    SINGLE         one rank: every operation hands back what it got, and launches nothing
+    ProcessGroup   a process a rank, over torch.distributed: gloo on a CPU, NCCL on CUDA
+    join()         a ProcessGroup of processes of one host, which find each other by a file in a private directory
+
+Every rank makes the same calls in the same order with the same shapes. On CUDA all but minimum() are enqueued on the
+current stream and may be captured in a graph: nothing in them waits for the device. It knows no network, and nothing of
+steps: what a step is, ranks are told elsewhere.
+"""
+
+import os
+import stat
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_RENDEZVOUS_FILE = "ranks"
+# Ranks of one host meet on its loopback interface. Multicast (NVLS) stays off: on a shared host a program that uses it
+# can put the GPUs of others out of service.
+_ENVIRON = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+class TensorParallel(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks, in place; every rank gets the same bits. In the tensor's own dtype."""
+
+    def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
+        """Return [N, vocab_size] on rank 0, written to `logits` if that is given; other ranks get their shard back.
+
+        `shard` [N, ceil(vocab_size / size) or more] of each rank: columns past the vocabulary are left out.
+        """
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Give `tensor` of rank 0 to all, in place."""
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest of all ranks' values; waits for them."""
+
+
+class SingleRank:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
+        return shard
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        return value
+
+
+SINGLE: TensorParallel = SingleRank()
+
+
+class ProcessGroup:
+    """A TensorParallel over an initialised group of torch.distributed.
+
+    Sums are the backend's: NCCL's of bfloat16 are rounded to bfloat16 on the way. Both backends compute each element on
+    one rank and hand it on, so all have the same bits; NCCL without NVLS and gloo's rings add in an order that depends
+    on shape and topology alone.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: torch's default one unless given. Connects the ranks, which a capture could not."""
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._group = device, group
+        self._connect()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():  # a step may have no rows left, on all ranks alike
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
+        parts = shard.new_empty(self.size, *shard.shape) if self.rank == 0 else None
+        if shard.numel():
+            received = list(parts.unbind()) if parts is not None else None
+            dist.gather(shard.contiguous(), received, group=self._group, group_dst=0)
+        if parts is None:
+            return shard
+        gathered = parts.transpose(0, 1).flatten(1)[:, :vocab_size]
+        return gathered.contiguous() if logits is None else logits.copy_(gathered)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        smallest = torch.tensor(value, dtype=torch.int64, device=self._device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group)
+        return int(smallest)
+
+    def close(self) -> None:
+        """Leave in order; a group whose rank has died is left by ending the process."""
+        dist.destroy_process_group(self._group)
+
+    def _connect(self) -> None:
+        """Use each operation once: NCCL connects what it needs when it first needs it."""
+        self.all_reduce(torch.zeros(1, device=self._device))
+        self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
+        self.broadcast(torch.zeros(1, device=self._device))
+        self.minimum(0)
+
+
+def join(rank: int, size: int, device: torch.device, rendezvous: Path) -> ProcessGroup:
+    """Wait for the `size` ranks of this host and connect them, by a file in the directory `rendezvous`.
+
+    The directory is the caller's to make and, once all have joined, to remove. Raises ValueError where others than its
+    owner can read it. On CUDA `device` has an index, and every rank sees the devices of all.
+    """
+    if stat.S_IMODE(rendezvous.stat().st_mode) & 0o077:
+        raise ValueError(f"{rendezvous} is open to other users; ranks meet in a directory of mode 0700")
+    os.environ.update(_ENVIRON)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        _BACKENDS[device.type],
+        store=dist.FileStore(str(rendezvous / _RENDEZVOUS_FILE), size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=_JOIN_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return ProcessGroup(device)

@@ -1,0 +1,41 @@
+"""Weights that are a function of their names, and steps of one sequence: for networks without files and schedulers."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.weights import RandomWeights
+
+BLOCK_SIZE = 8
+
+
+class NamedWeights(RandomWeights):
+    """Drawn by numpy's frozen generator from the name of each tensor; norms and biases are random too."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32)
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        generator = np.random.RandomState(zlib.crc32(name.encode()))
+        values = generator.uniform(0.5, 1.5, shape) if "norm" in name else generator.standard_normal(shape) * 0.2
+        return torch.from_numpy(values.astype(np.float32))
+
+
+def step(first: int, token_ids: Sequence[int]) -> ModelInput:
+    """One sequence in blocks 1, 2, ...: its next tokens, of which all logits are wanted."""
+    positions = torch.arange(first, first + len(token_ids))
+    return ModelInput(
+        token_ids=torch.tensor(token_ids),
+        positions=positions,
+        slot_mapping=positions + BLOCK_SIZE,
+        query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+        seq_lens=torch.tensor([first + len(token_ids)], dtype=torch.int32),
+        block_tables=torch.arange(1, 5, dtype=torch.int32)[None],
+        logits_indices=torch.arange(len(token_ids)),
+        max_query_len=len(token_ids),
+        max_seq_len=first + len(token_ids),
+    )

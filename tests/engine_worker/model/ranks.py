@@ -1,0 +1,79 @@
+"""Processes that are the ranks of a group, over gloo: started once, and given one job after another.
+
+    with Ranks(4) as ranks:
+        ranks.run(2, job, *arguments)      job(tensor_parallel, *arguments) in each of two ranks; their results
+
+Jobs are functions of modules. All ranks are one group of torch.distributed, and smaller groups are its first ranks.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine_worker.model.tensor_parallel import ProcessGroup, join
+
+SECONDS = 100  # of a job, at most: a rank that waits for another one would wait for minutes
+
+
+class Ranks(AbstractContextManager["Ranks"]):
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        pipes = [context.Pipe() for _ in range(size)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, size, self._directory.name, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for connection in self._connections[:size]:
+            connection.send((size, job, arguments))
+        return [self._answer(connection) for connection in self._connections[:size]]
+
+    def _answer(self, connection: Connection) -> Any:
+        assert connection.poll(SECONDS), "a rank does not answer"
+        result, error = connection.recv()
+        assert error is None, error
+        return result
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, size: int, directory: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    groups = _groups(rank, size, Path(directory))
+    while True:
+        members, job, arguments = connection.recv()
+        try:
+            with torch.inference_mode():
+                connection.send((job(groups[members], *arguments), None))
+        except Exception:
+            connection.send((None, f"rank {rank} of {members}: {traceback.format_exc()}"))
+
+
+def _groups(rank: int, size: int, directory: Path) -> dict[int, ProcessGroup]:
+    """By how many ranks it has. Every rank takes part in making each group."""
+    groups = {size: join(rank, size, torch.device("cpu"), directory)}
+    for members in range(2, size):
+        group = dist.new_group(list(range(members)))
+        if rank < members:
+            groups[members] = ProcessGroup(torch.device("cpu"), group)
+    return groups

@@ -1,0 +1,148 @@
+"""Which part of every tensor a rank has, and which numbers of ranks a model can be shared by."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_worker.model.architectures import MODULES, spec_from_json
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.preflight import check_files
+from engine_worker.model.sharding import (
+    Part,
+    check_tensor_parallel_size,
+    padded_head_rows,
+    sharded,
+    tensor_parts,
+    valid_tensor_parallel_sizes,
+)
+from engine_worker.model.spec import ModelSpec, kv_layout
+from tests.engine_worker.execution.reference import write_model
+
+SHAPE = {
+    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "num_key_value_heads": 6, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def spec_of(model_type: str = "llama", **changes: Any) -> ModelSpec:
+    return spec_from_json({**SHAPE, "model_type": model_type, **changes}, {})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "intermediate", "valid"),
+    [
+        (9, 3, 1536, [1, 3]),  # SmolLM2 135M; 1,536 does not divide by 9
+        (32, 8, 14336, [1, 2, 4, 8, 16, 32]),
+        (14, 2, 4864, [1, 2]),  # Qwen2.5 0.5B
+        (12, 2, 96, [1, 2, 4, 6, 12]),  # three have two heads of keys and values no equal share of
+        (7, 1, 70, [1, 7]),
+        (6, 6, 97, [1]),
+    ],
+)
+def test_sizes_divide_heads_and_width(heads: int, kv_heads: int, intermediate: int, valid: list[int]) -> None:
+    spec = spec_of(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=intermediate)
+    assert valid_tensor_parallel_sizes(spec) == valid
+
+
+@pytest.mark.parametrize("size", [-1, 0, 2, 9, 1000])
+def test_another_size_is_refused_with_those_there_are(size: int) -> None:
+    spec = spec_of(num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)
+    with pytest.raises(ValueError) as refused:
+        check_tensor_parallel_size(spec, size)
+    facts = "9 heads, 3 kv heads, 1536 intermediate"
+    assert str(refused.value) == f"{facts}: --tensor-parallel-size may be 1 or 3, not {size}"
+
+
+def test_norms_over_all_heads_are_not_shared() -> None:
+    with pytest.raises(ValueError, match="normed over all heads together: --tensor-parallel-size may be 1, not 2"):
+        sharded(spec_of("olmo2"), 0, 2)
+
+
+def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    check_files(directory, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="may be 1, 2 or 6, not 5"):
+        check_files(directory, tensor_parallel_size=5)
+    with pytest.raises(ValueError, match="--tensor-parallel-size may be 1, not 2: what the layers of transformers"):
+        check_files(directory, "transformers", tensor_parallel_size=2)
+
+
+def test_one_rank_has_the_model_as_it_is() -> None:
+    spec = spec_of()
+    assert sharded(spec, 0, 1) is spec
+    assert tensor_parts(spec, 0, 1) == {}
+
+
+# Biases wherever a family has some.
+CHANGES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "use_bias": True}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 12])
+@pytest.mark.parametrize("model_type", sorted(set(MODULES) - {"olmo2"}))
+def test_ranks_together_have_every_element_once(model_type: str, size: int) -> None:
+    """But norms and the embedding, which all have, and keys and values, of which there may be fewer heads than ranks"""
+    spec = spec_of(model_type, **CHANGES)
+    by_rank = [tensor_parts(spec, rank, size) for rank in range(size)]
+    for name, shape in checkpoint_tensors(spec).items():
+        parts = [parts.get(name) for parts in by_rank]
+        if None in parts:
+            assert name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight")) or "bias" in name, name
+            continue
+        taken = Counter(index for part in parts if part for bounds in part.ranges for index in range(*bounds))
+        dims = {part.dim for part in parts if part and part.ranges}
+        assert len(dims) == 1 and sorted(taken) == list(range(shape[dims.pop()])), name
+        most = max(1, size // spec.num_kv_heads) if any(word in name for word in ("k_proj", "v_proj", "qkv")) else 1
+        assert set(taken.values()) <= {1, most}, name
+
+
+@pytest.mark.parametrize("size", [2, 3, 12])
+@pytest.mark.parametrize("model_type", sorted(set(MODULES) - {"olmo2"}))
+def test_a_rank_counts_what_it_has(model_type: str, size: int) -> None:
+    """The parameters of a rank's spec are the elements of its parts, but for biases that rank 0 alone has."""
+    spec = spec_of(model_type, **CHANGES)
+    parts = tensor_parts(spec, 0, size)
+    shapes = checkpoint_tensors(spec)
+    elements = sum(math.prod(parts[name].shape(shape) if name in parts else shape) for name, shape in shapes.items())
+    assert sharded(spec, 0, size).num_parameters() == elements
+
+
+def test_blocks_of_a_rank_hold_its_heads() -> None:
+    spec = spec_of(num_key_value_heads=2)
+    sizes = {size: kv_layout(sharded(spec, 0, size), 16, "float32").block_bytes for size in (1, 2, 4)}
+    assert sizes[1] == 2 * sizes[2] == 2 * sizes[4]
+
+
+def test_queries_are_where_their_keys_are() -> None:
+    spec = spec_of(num_key_value_heads=2)
+    prefix = "model.layers.0.self_attn."
+    parts = [tensor_parts(spec, rank, 4) for rank in range(4)]
+    assert [part[f"{prefix}q_proj.weight"].ranges for part in parts] == [
+        ((0, 24),),
+        ((24, 48),),
+        ((48, 72),),
+        ((72, 96),),
+    ]
+    assert [part[f"{prefix}k_proj.weight"].ranges for part in parts] == [((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),)]
+
+
+def test_fused_tensors_are_cut_part_by_part() -> None:
+    spec = spec_of("phi3", num_key_value_heads=2)
+    parts = tensor_parts(spec, 1, 2)
+    assert parts["model.layers.0.self_attn.qkv_proj.weight"] == Part(0, ((48, 96), (104, 112), (120, 128)))
+    assert parts["model.layers.0.mlp.gate_up_proj.weight"] == Part(0, ((48, 96), (144, 192)))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 1000, 49_152, 128_256, 151_936])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_head_is_shared_by_tokens(vocab_size: int, size: int) -> None:
+    rows = [
+        sharded(spec_of(vocab_size=vocab_size, num_attention_heads=24, num_key_value_heads=24), rank, size).head_rows
+        for rank in range(size)
+    ]
+    assert [token for bounds in rows if bounds for token in range(*bounds)] == list(range(vocab_size))
+    assert max(end - first for first, end in (bounds for bounds in rows if bounds)) <= padded_head_rows(
+        vocab_size, size
+    )
