@@ -39,6 +39,8 @@ from shared.redis_keys import PRIORITY_CLASSES
 
 MAX_SAMPLES = 8  # of one prompt
 MAX_BEAM_WIDTH = 64
+# Of the two forms of all bad words together: a worker reads and indexes each before its next step. vLLM's is 1024.
+MAX_BAD_WORD_TOKENS = 8192
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 _Word: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -125,14 +127,22 @@ def check_token_fields(fields: Any) -> None:
 
 
 def words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> Words:
-    """`encode`: without special tokens. Raises InvalidRequest."""
+    """`encode`: without special tokens. Raises InvalidRequest, at the first word that is one too many."""
     found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
     for index, word in enumerate(words):
         bare = word.lstrip()
         forms = [tuple(encode(form)) for form in (bare, f" {bare}")] if bare else [tuple(encode(word))]
         if not forms[0]:
             param = f"bad_words[{index}]"
             raise InvalidRequest(f"{param}: {word!r} has no tokens.", param=param)
+        num_tokens += sum(map(len, forms))
+        if num_tokens > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words: the first {index + 1} words are {num_tokens} tokens with and without a space before each; "
+                f"at most {MAX_BAD_WORD_TOKENS} tokens in all.",
+                param="bad_words",
+            )
         found |= dict.fromkeys(form for form in forms if form)
     return tuple(found)
 

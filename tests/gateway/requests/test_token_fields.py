@@ -7,7 +7,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from gateway.errors import InvalidRequest
-from gateway.requests.generation_fields import words_token_ids
+from gateway.requests.generation_fields import MAX_BAD_WORD_TOKENS, words_token_ids
 from gateway.text.served_model import ServedModel
 from shared.messages import SamplingParams
 from tests.gateway.conftest import Gateway
@@ -42,6 +42,23 @@ def test_a_word_is_forbidden_in_both_forms_once() -> None:
     with pytest.raises(InvalidRequest, match="no tokens") as raised:
         words_token_ids(["a", "x"], lambda text: [] if "x" in text else [1])
     assert raised.value.param == "bad_words[1]"
+
+
+def test_bad_words_have_so_many_tokens_and_no_more() -> None:
+    """The last one that is allowed, and of what follows it nothing is encoded."""
+    encoded: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        return [len(encoded)] * 128
+
+    allowed = [f"word {number}" for number in range(MAX_BAD_WORD_TOKENS // 256)]
+    assert sum(map(len, words_token_ids(allowed, encode))) == MAX_BAD_WORD_TOKENS
+    encoded.clear()
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_BAD_WORD_TOKENS} tokens") as raised:
+        words_token_ids([*allowed, *map(str, range(400))], encode)
+    assert raised.value.param == "bad_words"
+    assert len(encoded) == 2 * (len(allowed) + 1)
 
 
 async def test_named_tokens_are_listed_in_place_of_the_likeliest(gateway: Gateway, tiny_model: ServedModel) -> None:
