@@ -34,6 +34,7 @@ from gateway.batches.records import (
 )
 from gateway.errors import FilesFull
 
+_ENDED_BYTES = 4 * ENTRY_BYTES
 MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is deleted, or expires
 
 _record_decoder = msgspec.json.Decoder(BatchRecord)
@@ -140,6 +141,13 @@ class BatchStore:
         """Room for so many bytes of results in all. Raises FilesFull, and OSError."""
         self._catalog.raise_to(folder.record.id, _open_bytes(folder) + result_bytes)
 
+    def release(self, folder: BatchFolder) -> None:
+        """Give back the room for its input and results: before its end is told, so that who hears of it finds the room.
+
+        May be repeated, and is: a gateway that ends in between is followed by one that reserves what it needs anew.
+        """
+        self._catalog.lower_to(folder.record.id, _ENDED_BYTES)
+
     def end(self, folder: BatchFolder) -> None:
         """It has ended, and takes no more room than its folder does. May be repeated."""
         self._catalog.replace([self._ended_entry(folder)])
@@ -198,7 +206,7 @@ class BatchStore:
 
     def _ended_entry(self, folder: BatchFolder) -> Entry:
         expires_at = int(time.time()) + self._retention_seconds
-        return _entry(folder, 4 * ENTRY_BYTES, expires_at=expires_at, is_open=False)
+        return _entry(folder, _ENDED_BYTES, expires_at=expires_at, is_open=False)
 
 
 def _open_entry(folder: BatchFolder) -> Entry:

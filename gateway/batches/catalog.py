@@ -106,6 +106,11 @@ class Catalog:
                 self._check(connection, owner, num_bytes - before)
                 connection.execute("UPDATE entries SET bytes = ? WHERE id = ?", (num_bytes, entry_id))
 
+    def lower_to(self, entry_id: str, num_bytes: int) -> None:
+        """It takes no more than so many from now on. May be repeated."""
+        with self._transaction() as connection:
+            connection.execute("UPDATE entries SET bytes = MIN(bytes, ?) WHERE id = ?", (num_bytes, entry_id))
+
     def replace(self, entries: Iterable[Entry], gone_ids: Iterable[str] = ()) -> None:
         """Count what is there by now, whatever room there is, in place of what is gone."""
         with self._transaction() as connection:

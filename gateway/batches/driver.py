@@ -101,6 +101,7 @@ class BatchDriver:
         if checks.problems:
             progress.problems, progress.status, progress.failed_at = checks.problems, "failed", now
             self._folder.input_path.unlink(missing_ok=True)
+            await to_the_end(self._batches.release, self._folder)
         else:
             progress.total, progress.status, progress.in_progress_at = checks.num_lines, "in_progress", now
             progress.failure_bytes = checks.failure_bytes
@@ -253,6 +254,7 @@ class BatchDriver:
         else:
             progress.status, progress.completed_at = "completed", unix_seconds()
         folder.input_path.unlink(missing_ok=True)
+        self._batches.release(folder)
         folder.write_progress(progress)
         self._batches.end(folder)
 

@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Fleet, connected, running_fleet
 
+PROGRAM_SECONDS = 300.0  # 10 on two idle cores, most of it imports
 PROGRAMS = Path(__file__).parent / "programs"
 CLIENTS = Path(sys.prefix) / "clients"
 # No client may look for servers of its own; litellm would fetch its table of prices.
@@ -46,7 +47,7 @@ def run_client(interpreter: Path, program: str, *arguments: str) -> Any:
     command = [str(interpreter), str(PROGRAMS / program), *arguments]
     environ = {**os.environ, **OFFLINE}
     environ.pop("PYTHONPATH", None)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=PROGRAM_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

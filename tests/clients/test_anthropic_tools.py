@@ -4,10 +4,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.clients.conftest import CLIENTS, run_client
 from tests.gateway.conftest import start_gateway, tiny_model_dir  # noqa: F401  fixtures
 from tests.gateway.fake_inference import says
 from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(400)
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TEXT = f"<think>\nHm.\n</think>\n\nI look. {CALL}"

@@ -12,6 +12,8 @@ from tests.clients.conftest import CLIENTS, run_client
 from tests.gateway.conftest import Gateway, gateway, start_gateway, tiny_model, tiny_model_dir  # noqa: F401  fixtures
 from tests.gateway.fake_inference import says
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 async def test_the_client_waits_and_repeats(gateway: Gateway, tiny_model: ServedModel, package: str) -> None:  # noqa: F811

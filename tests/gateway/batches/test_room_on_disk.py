@@ -4,7 +4,9 @@ import asyncio
 import errno
 import io
 import os
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.gateway.batches.batch_clients import (
 )
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, says
+from tests.patience import PATIENCE_SECONDS
 
 MIB = 2**20
 
@@ -37,6 +40,20 @@ def used_on_disk(kept: Path) -> int:
     """What there is but for the catalog, counted as `du` does."""
     paths = [path for path in kept.rglob("*") if path.is_file() and not path.name.startswith("catalog")]
     return sum(path.stat().st_size for path in paths)
+
+
+@pytest.fixture
+def may_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, batches whose end is told stay in the catalog as open ones."""
+    event, end = threading.Event(), batch_store.BatchStore.end
+
+    def late(store: batch_store.BatchStore, folder: batch_store.BatchFolder) -> None:
+        assert event.wait(PATIENCE_SECONDS)
+        end(store, folder)
+
+    monkeypatch.setattr(batch_store.BatchStore, "end", late)
+    yield event
+    event.set()
 
 
 async def uploaded(gateway: Gateway, num_bytes: int, *, is_declared: bool = True) -> int:
@@ -154,7 +171,7 @@ async def test_a_batch_whose_results_have_no_room_ends_with_one_for_each_line(
 
 
 async def test_a_batch_that_has_no_room_at_all_is_refused_before_anything_is_computed(
-    start_gateway: Callable[..., Any], tmp_path: Path
+    start_gateway: Callable[..., Any], tmp_path: Path, may_end: threading.Event
 ) -> None:
     gateway: Gateway = await start_gateway(files_dir=tmp_path, max_files_bytes=200_000)
     async with client_of(gateway) as client:
@@ -162,10 +179,25 @@ async def test_a_batch_that_has_no_room_at_all_is_refused_before_anything_is_com
         assert batch.errors is not None and batch.errors.data is not None
         assert (batch.status, batch.errors.data[0].code) == ("failed", "files_full")
         big = await client.files.create(file=b"x" * 100_000, purpose="batch")
+        may_end.set()
         with pytest.raises(openai.APIStatusError) as refused:
             await client.batches.create(input_file_id=big.id, endpoint=ENDPOINT, completion_window="24h")
         assert (refused.value.status_code, refused.value.code) == (413, "files_full")
         assert gateway.engine.requests == []
+
+
+async def test_who_hears_that_a_batch_is_completed_finds_its_room(
+    start_gateway: Callable[..., Any], tmp_path: Path, may_end: threading.Event
+) -> None:
+    gateway: Gateway = await start_gateway(FakeInferenceClient(says([5])), files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        batch = await begun(client, jsonl(*(line(f"{number}") for number in range(30))))
+        assert (await ended(client, batch)).status == "completed"
+        with closing(storage_of(tmp_path)) as storage:
+            told = storage.used_bytes()
+            may_end.set()
+            await client.delete(f"/batches/{batch.id}", cast_to=object)
+            assert told - storage.used_bytes() == 4 * ENTRY_BYTES
 
 
 async def test_what_has_ended_gives_its_room_back(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
