@@ -3,6 +3,7 @@
     SINGLE         one rank: every operation hands back what it got, and launches nothing
     ProcessGroup   a process a rank, over torch.distributed: gloo on a CPU, NCCL on CUDA
     join()         a ProcessGroup of processes of one host, which find each other by a file in a private directory
+    join_by()      one of processes that find each other by any store of torch.distributed
 
 Every rank makes the same calls in the same order with the same shapes. On CUDA all but minimum() are enqueued on the
 current stream and may be captured in a graph: nothing in them waits for the device. It knows no network, and nothing of
@@ -18,19 +19,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 _JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _RENDEZVOUS_FILE = "ranks"
-# Ranks of one host meet on its loopback interface. Multicast (NVLS) stays off: on a shared host a program that uses it
-# can put the GPUs of others out of service.
-_ENVIRON = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
+# On a shared host a program that uses multicast (NVLS) can put the GPUs of others out of service.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class TensorParallel(Protocol):
@@ -131,16 +127,27 @@ def join(rank: int, size: int, device: torch.device, rendezvous: Path) -> Proces
     """Wait for the `size` ranks of this host and connect them, by a file in the directory `rendezvous`.
 
     The directory is the caller's to make and, once all have joined, to remove. Raises ValueError where others than its
-    owner can read it. On CUDA `device` has an index, and every rank sees the devices of all.
+    owner can read it.
     """
     if stat.S_IMODE(rendezvous.stat().st_mode) & 0o077:
         raise ValueError(f"{rendezvous} is open to other users; ranks meet in a directory of mode 0700")
-    os.environ.update(_ENVIRON)
+    return join_by(FileStore(str(rendezvous / _RENDEZVOUS_FILE), size), rank, size, device)
+
+
+def join_by(store: Store, rank: int, size: int, device: torch.device, interface: str | None = "lo") -> ProcessGroup:
+    """Wait for the `size` ranks and connect them, by a store that all reach.
+
+    `interface`: the network interface over which they meet, of one host its loopback; None: whichever the libraries
+    choose. On CUDA `device` has an index, and every rank sees the devices of all ranks of its host.
+    """
+    os.environ.update(_NO_MULTICAST)
+    if interface is not None:
+        os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         _BACKENDS[device.type],
-        store=dist.FileStore(str(rendezvous / _RENDEZVOUS_FILE), size),  # type: ignore[attr-defined]
+        store=store,
         rank=rank,
         world_size=size,
         timeout=_JOIN_TIMEOUT,

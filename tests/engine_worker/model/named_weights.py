@@ -27,6 +27,7 @@ class NamedWeights(RandomWeights):
 
 def step(first: int, token_ids: Sequence[int]) -> ModelInput:
     """One sequence in blocks 1, 2, ...: its next tokens, of which all logits are wanted."""
+    num_blocks = max(4, -(-(first + len(token_ids)) // BLOCK_SIZE))
     positions = torch.arange(first, first + len(token_ids))
     return ModelInput(
         token_ids=torch.tensor(token_ids),
@@ -34,7 +35,7 @@ def step(first: int, token_ids: Sequence[int]) -> ModelInput:
         slot_mapping=positions + BLOCK_SIZE,
         query_start_loc=torch.tensor([0, len(token_ids)], dtype=torch.int32),
         seq_lens=torch.tensor([first + len(token_ids)], dtype=torch.int32),
-        block_tables=torch.arange(1, 5, dtype=torch.int32)[None],
+        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
         logits_indices=torch.arange(len(token_ids)),
         max_query_len=len(token_ids),
         max_seq_len=first + len(token_ids),

@@ -1,16 +1,18 @@
 """Networks shared by several processes answer as one does: every family, at sizes that divide heads in every way."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine_worker.model.architectures import MODULES
-from engine_worker.model.implementation import blueprint
+from engine_worker.model.architectures import MODULES, spec_from_directory
+from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
+from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
 
@@ -72,3 +74,35 @@ def test_ranks_answer_as_one_does(ranks: Ranks, model_type: str, size: int, num_
     found = ranks.run(size, logits, config)[0]
     # Partial sums are added in another order: 4e-6 of the logits' deviation (1.4; 2.9 of scaled ones) at most.
     assert (found - expected).abs().max() <= 1e-5 * expected.std()
+
+
+def read_and_greedy(
+    ranks: TensorParallel, directory: Path, prompt: list[int], num_tokens: int
+) -> tuple[int, list[int]]:
+    """The bytes that a rank reads of a checkpoint, and the greedy tokens after `prompt`; rank 0 tells the others."""
+    weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
+    found = blueprint_from_directory(directory)
+    model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 9)))
+    token_ids, first, tokens = prompt, 0, []
+    for _ in range(num_tokens):
+        logits = model.forward(step(first, token_ids), device)
+        likeliest = ranks.broadcast(logits[-1:].argmax(-1))
+        first, token_ids = first + len(token_ids), likeliest.tolist()
+        tokens += token_ids
+    return weights.read_bytes, tokens
+
+
+@pytest.mark.timeout(240)
+def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_model_dir: Path) -> None:
+    """Nine heads divide by three. The checkpoint is read once, but for what all ranks have: the embedding and norms."""
+    prompt = [1, 504, 3575, 282, 4649, 314]  # "<|im_start|>The capital of France is"
+    expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompt, 8)
+    found = ranks.run(3, read_and_greedy, demo_model_dir, prompt, 8)
+    assert [tokens for _, tokens in found] == [expected] * 3
+    spec = spec_from_directory(demo_model_dir)
+    replicated = 2 * (spec.vocab_size + 2 * spec.num_layers + 1) * spec.hidden_size  # bfloat16
+    assert expected_bytes == 2 * spec.num_parameters()
+    assert sum(read for read, _ in found) == expected_bytes + 2 * replicated
+    assert expected_bytes / 3 < min(read for read, _ in found) < replicated + expected_bytes / 3
