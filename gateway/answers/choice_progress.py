@@ -108,6 +108,9 @@ class ChoiceProgress:
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
             num_tokens = output.num_tokens
             text = output.push(token_id)
+            if token_logprobs is None and self._held is _NOTHING and not (output.stopped or output.holds_terminal):
+                updates.append(ChoiceUpdate(self._index, text, None, (), (token_id,)))  # nearly always
+                continue
             is_consumed = output.num_tokens > num_tokens  # unless the one held before completed a stop string
             told_ids, entries = self._told(token_id, token_logprobs) if is_consumed else self._held
             if output.stopped:
@@ -129,8 +132,6 @@ class ChoiceProgress:
 
     def _told(self, token_id: int, logprobs: TokenLogprobs | None) -> _Tokens:
         """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
-        if logprobs is None and self._held is _NOTHING and not self._output.holds_terminal:
-            return (token_id,), ()
         entries: tuple[LogprobEntry, ...] = ()
         if logprobs is not None:
             self.cumulative_logprob += logprobs.logprob
