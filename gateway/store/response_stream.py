@@ -48,13 +48,26 @@ class _ChoiceTokens:
         self.finish_reason: FinishReason | None = None
         self.is_queued = False  # something of it waits for the reader
         self._num_read = 0
+        self._next: TokenEvent | None = None  # all that waits, as it came
 
     @property
     def num_unread(self) -> int:
         return len(self.tokens) - self._num_read
 
+    def takes_whole(self, event: TokenEvent) -> bool:
+        """Plain tokens right behind what the reader has, as nearly all are: read as they came. False: not taken."""
+        token_ids = event.token_ids
+        if self.is_queued or event.index != len(self.tokens) or not 0 < len(token_ids) <= MAX_READ_TOKENS:
+            return False
+        if event.logprobs or event.finish_reason is not None:
+            return False
+        self.tokens.extend(token_ids)
+        self._next, self.is_queued = event, True
+        return True
+
     def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
         """Tokens that follow those it has; whether there is anything new to read."""
+        self._next = None
         self.tokens.extend(token_ids)
         if finish_reason is not None and self.finish_reason is None:
             self.finish_reason = finish_reason
@@ -63,6 +76,10 @@ class _ChoiceTokens:
 
     def read(self, request_id: str) -> TokenEvent:
         """The tokens that came since the last read, or the first of them: then it is still queued."""
+        if (event := self._next) is not None:
+            self._num_read = len(self.tokens)
+            self._next, self.is_queued = None, False
+            return event
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
         self.is_queued = end < len(self.tokens)
@@ -145,8 +162,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if isinstance(event, TokenEvent):
             if event.prompt_logprobs:
                 self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
-            if event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
+            if self._num_prompt_scores and event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
                 self.is_behind = True
+                return
+            choice = self._choices[event.choice] if event.choice < len(self._choices) else None
+            if choice is not None and choice.takes_whole(event):
+                self._unread.append(choice)
                 return
             logprobs = dict(enumerate(event.logprobs, event.index)) if event.logprobs else None
             self._take(event.choice, event.index, event.token_ids, event.finish_reason, logprobs)
