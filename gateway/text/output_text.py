@@ -27,7 +27,6 @@ from tokenizers.decoders import DecodeStream
 from gateway.text.token_spellings import BYTES_OF_ALPHABET
 from shared.messages import FinishReason
 
-
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
 _MAX_PENDING_TOKENS = 8
 _PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
