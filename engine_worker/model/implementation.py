@@ -55,10 +55,11 @@ class NativeBlueprint:
         from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
 
         spec = sharded(self.shape, ranks.rank, ranks.size)
-        method = linear_method(spec.quantisation, weights.device.type)
+        stored = linear_method(spec.quantisation, weights.device.type)
+        method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
-        model = Network(spec, own, max_len, is_deterministic, ParallelMethod(method, ranks, spec.vocab_size))
+        model = Network(spec, own, max_len, is_deterministic, method)
         own.check_all_used()
         return model
 

@@ -6,6 +6,7 @@
 A product that is split by outputs needs nothing: the next one takes what the rank has. Knows no layer and no backend.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -18,11 +19,11 @@ from engine_worker.model.weights import WeightSource
 
 
 class ReducedOver:
-    def __init__(self, linear: Linear, ranks: TensorParallel) -> None:
-        self._linear, self._ranks = linear, ranks
+    def __init__(self, linear: Linear, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self._linear, self._all_reduce = linear, all_reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ranks.all_reduce(self._linear(x))
+        return self._all_reduce(self._linear(x))
 
     def gated(self, x: Tensor) -> Tensor:
         raise NotImplementedError("a gated product is split by outputs")
@@ -38,14 +39,17 @@ class VocabParallelHead:
 
 
 class ParallelMethod:
-    def __init__(self, method: LinearMethod, ranks: TensorParallel, vocab_size: int) -> None:
+    def __init__(
+        self, method: LinearMethod, ranks: TensorParallel, vocab_size: int, is_deterministic: bool = False
+    ) -> None:
         self._method, self._ranks, self._vocab_size = method, ranks, vocab_size
+        self._all_reduce = ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         if spec.split is Split.OUTPUTS:
             return self._method.load(spec, source)
         partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # it is added once
-        return ReducedOver(self._method.load(partial, source), self._ranks)
+        return ReducedOver(self._method.load(partial, source), self._all_reduce)
 
     def head(self, weight: Tensor) -> Head:
         """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""

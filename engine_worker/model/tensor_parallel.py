@@ -38,6 +38,9 @@ class TensorParallel(Protocol):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place; every rank gets the same bits. In the tensor's own dtype."""
 
+    def all_reduce_in_order(self, tensor: Tensor) -> Tensor:
+        """Sum as all_reduce() does, rank after rank: an element's bits do not depend on where in `tensor` it stands."""
+
     def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
         """Return [N, vocab_size] on rank 0, written to `logits` if that is given; other ranks get their shard back.
 
@@ -59,6 +62,9 @@ class SingleRank:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def all_reduce_in_order(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
         return shard
 
@@ -76,8 +82,8 @@ class ProcessGroup:
     """A TensorParallel over an initialised group of torch.distributed.
 
     Sums are the backend's: NCCL's of bfloat16 are rounded to bfloat16 on the way. Both backends compute each element on
-    one rank and hand it on, so all have the same bits; NCCL without NVLS and gloo's rings add in an order that depends
-    on shape and topology alone.
+    one rank and hand it on, so all have the same bits. Of more than two ranks the order of a sum depends on where in
+    the tensor the element stands.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -91,6 +97,17 @@ class ProcessGroup:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def all_reduce_in_order(self, tensor: Tensor) -> Tensor:
+        if self.size == 2:  # a + b is b + a
+            return self.all_reduce(tensor)
+        if tensor.numel():
+            parts = tensor.new_empty(self.size, *tensor.shape)
+            dist.all_gather_into_tensor(parts.flatten(0, 1), tensor.contiguous(), group=self._group)
+            tensor.copy_(parts[0])
+            for part in parts[1:]:
+                tensor.add_(part)
+        return tensor
+
     def gather_logits(self, shard: Tensor, vocab_size: int, logits: Tensor | None = None) -> Tensor:
         parts = shard.new_empty(self.size, *shard.shape) if self.rank == 0 else None
         if shard.numel():
@@ -98,8 +115,11 @@ class ProcessGroup:
             dist.gather(shard.contiguous(), received, group=self._group, group_dst=0)
         if parts is None:
             return shard
-        gathered = parts.transpose(0, 1).flatten(1)[:, :vocab_size]
-        return gathered.contiguous() if logits is None else logits.copy_(gathered)
+        if logits is None:
+            logits = shard.new_empty(len(shard), vocab_size)
+        for columns, part in zip(logits.split(shard.shape[1], dim=1), parts, strict=False):
+            columns.copy_(part[:, : columns.shape[1]])  # those past the vocabulary stand for no token
+        return logits
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
@@ -118,6 +138,7 @@ class ProcessGroup:
     def _connect(self) -> None:
         """Use each operation once: NCCL connects what it needs when it first needs it."""
         self.all_reduce(torch.zeros(1, device=self._device))
+        self.all_reduce_in_order(torch.zeros(1, device=self._device))
         self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
         self.broadcast(torch.zeros(1, device=self._device))
         self.minimum(0)

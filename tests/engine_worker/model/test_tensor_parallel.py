@@ -1,6 +1,7 @@
 """Networks shared by several processes answer as one does: every family, at sizes that divide heads in every way."""
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel, join
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
@@ -106,3 +107,54 @@ def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_mode
     assert expected_bytes == 2 * spec.num_parameters()
     assert sum(read for read, _ in found) == expected_bytes + 2 * replicated
     assert expected_bytes / 3 < min(read for read, _ in found) < replicated + expected_bytes / 3
+
+
+def operations(ranks: TensorParallel, shards: list[Tensor], vocab_size: int) -> dict[str, Tensor | int]:
+    mine = shards[ranks.rank]
+    given = torch.full((len(mine), vocab_size), torch.nan)
+    return {
+        "sum": ranks.all_reduce(mine.clone()),
+        "sum in order": ranks.all_reduce_in_order(mine.clone()),
+        "a row in order": ranks.all_reduce_in_order(mine[5:6].clone()),
+        "no rows": ranks.all_reduce_in_order(ranks.all_reduce(mine[:0])),
+        "gathered": ranks.gather_logits(mine, vocab_size),
+        "written": ranks.gather_logits(mine, vocab_size, given),
+        "no logits": ranks.gather_logits(mine[:0], vocab_size),
+        "of rank 0": ranks.broadcast(mine.clone()),
+        "smallest": ranks.minimum(10 - ranks.rank),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_ranks_ask_of_each_other(ranks: Ranks, size: int, dtype: torch.dtype) -> None:
+    shards = [torch.randn(64, 24, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
+    vocab_size = 24 * size - 5
+    by_rank = ranks.run(size, operations, shards, vocab_size)
+    in_order = reduce(torch.add, shards)
+    for rank, found in enumerate(by_rank):
+        assert torch.equal(found["sum"], by_rank[0]["sum"])
+        # Each addition rounds once, at values under 8.
+        torch.testing.assert_close(found["sum"], in_order, rtol=0, atol=(size - 1) * 8 * torch.finfo(dtype).eps)
+        assert torch.equal(found["sum in order"], in_order)
+        assert torch.equal(found["a row in order"], in_order[5:6])
+        assert found["no rows"].shape == (0, 24)
+        assert torch.equal(found["of rank 0"], shards[0])
+        assert found["smallest"] == 10 - (size - 1)
+        whole = torch.cat(shards, dim=1)[:, :vocab_size]
+        assert torch.equal(found["gathered"], whole if rank == 0 else shards[rank])
+        assert torch.equal(found["written"], whole if rank == 0 else shards[rank])
+        assert found["no logits"].shape == (0, vocab_size if rank == 0 else 24)
+
+
+def test_one_rank_asks_nobody() -> None:
+    shards = [torch.randn(8, 24)]
+    found = operations(SINGLE, shards, 24)
+    assert found.pop("smallest") == 10
+    assert all(torch.equal(found[name], shards[0]) for name in ("sum", "sum in order", "gathered", "of rank 0"))
+
+
+def test_ranks_meet_in_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with pytest.raises(ValueError, match="open to other users"):
+        join(0, 1, torch.device("cpu"), tmp_path)
