@@ -179,7 +179,8 @@ class Worker:
 
     async def _emit(self, tokens: TokenPublisher, turn: Turn) -> None:
         started_seconds = time.monotonic()
-        events = [event for event in turn.events if not self._is_lost(event.request_id)]
+        held = self._held  # looked up once a token, so without a call
+        events = [event for event in turn.events if (one := held.get(event.request_id)) and not one.is_lost]
         new_tokens = [event for event in events if isinstance(event, TokenEvent)]
         try:
             cancelled_ids = await tokens.emit(new_tokens)

@@ -14,6 +14,7 @@ Every walk between gateway and worker crosses here: a chat on its way in, a toke
 reads. It knows no connection, and not which process reads what.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -260,11 +261,8 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     version: str = ""
 
 
-_encode = msgspec.msgpack.Encoder().encode  # a sixth of the time of msgpack.packb(to_builtins()), once a token
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encode(message)
+# A sixth of the time of msgpack.packb(to_builtins()). No function around it: it is called three times a token.
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decode_request(data: bytes) -> GenerationRequest:

@@ -69,9 +69,9 @@ def _logprobs(batch: ScheduledBatch) -> list[TokenLogprobs | None]:
 def _scores(batch: ScheduledBatch) -> list[tuple[Sequence, PromptLogprobs]]:
     found = []
     for scheduled in batch.sequences:
-        scored, count = scheduled.scored_tokens, scheduled.sequence.sampling.prompt_logprobs
-        if scored:
-            found.append((scheduled.sequence, PromptLogprobs(scored.start, [_RANKED[count or 0]] * len(scored))))
+        count = scheduled.sequence.sampling.prompt_logprobs
+        if count is not None and (scored := scheduled.scored_tokens):
+            found.append((scheduled.sequence, PromptLogprobs(scored.start, [_RANKED[count]] * len(scored))))
     return found
 
 

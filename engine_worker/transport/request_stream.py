@@ -136,7 +136,8 @@ class RequestStream:
 
     def outwaited(self) -> set[str]:
         """Ids of claimed requests without a token in the store that should have begun by now."""
-        return {claim.request.request_id for claim in self._claims if self._overdue(claim) is ErrorCode.QUEUE_TIMEOUT}
+        timed = [claim for claim in self._claims if claim.request.queue_deadline is not None]
+        return {claim.request.request_id for claim in timed if self._overdue(claim) is ErrorCode.QUEUE_TIMEOUT}
 
     @property
     def num_held(self) -> int:

@@ -11,12 +11,13 @@ gateway is alive.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from engine_worker.transport.claims import Claims
+from engine_worker.transport.claims import ClaimedRequest, Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from shared.messages import (
     JournalExtras,
@@ -35,6 +36,7 @@ SELF_FENCE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
+_Event = TypeVar("_Event", TokenEvent, TerminalEvent)
 
 
 class TokenPublisher:
@@ -68,15 +70,17 @@ class TokenPublisher:
         Counts its own steps. Events of requests that are not claimed (any more) are left out.
         """
         async with self._in_order:
-            frames: dict[str, bytes] = {}  # those of all choices of a request are appended as one
-            for event in events:
-                if self._claims.get(event.request_id):
-                    frames[event.request_id] = frames.get(event.request_id, b"") + _frame(event)
-            if not frames:
+            claimed = self._claimed(events)
+            if not claimed:
                 return []
-            step = self._step + 1
-            messages = self._messages(step, events, frames)
-            of_step = [StepFrame(id_, self._claims[id_].entry_id, data) for id_, data in frames.items()]
+            frames: dict[str, StepFrame] = {}
+            for event, claim in claimed:
+                request_id, data = event.request_id, _frame(event)
+                if request_id in frames:  # of another choice: they are appended as one
+                    data = frames[request_id].data + data
+                frames[request_id] = StepFrame(request_id, claim.entry_id, data)
+            step, of_step = self._step + 1, list(frames.values())
+            messages = self._messages(step, claimed, frames)
             cancelled = await self._held(lambda: self._scripts.emit(self._worker_id, step, of_step, messages))
             self._step = step
             return cancelled
@@ -87,26 +91,28 @@ class TokenPublisher:
         `usage.completion_tokens` must count all output tokens, those of earlier attempts included.
         """
         async with self._in_order:
-            endings = [
-                Ending(event.request_id, claim.queue, claim.entry_id, encode(event))
-                for event in events
-                if (claim := self._claims.get(event.request_id))
-            ]
-            if not endings:
+            claimed = self._claimed(events)
+            if not claimed:
                 return
-            messages = self._messages(self._step, events, [ending.request_id for ending in endings])
+            endings = [Ending(event.request_id, claim.queue, claim.entry_id, encode(event)) for event, claim in claimed]
+            messages = self._messages(self._step, claimed, [ending.request_id for ending in endings])
             await self._held(lambda: self._scripts.finish(self._worker_id, endings, messages))
             for ending in endings:
                 self._claims.remove(ending.request_id)
 
-    def _messages(self, step: int, events: Sequence[StreamEvent], request_ids: Iterable[str]) -> list[GatewayMessage]:
+    def _claimed(self, events: Iterable[_Event]) -> list[tuple[_Event, ClaimedRequest]]:
+        """Those of claimed requests, each with its claim."""
+        return [(event, claim) for event in events if (claim := self._claims.get(event.request_id)) is not None]
+
+    def _messages(
+        self, step: int, claimed: Iterable[tuple[StreamEvent, ClaimedRequest]], request_ids: Iterable[str]
+    ) -> list[GatewayMessage]:
         """One a gateway; `request_ids`: those of the call, in its order."""
-        by_gateway: dict[str, list[StreamEvent]] = {}
-        for event in events:
-            if claim := self._claims.get(event.request_id):
-                by_gateway.setdefault(claim.gateway_id, []).append(event)
-                for gateway_id in claim.more_gateway_ids:
-                    by_gateway.setdefault(gateway_id, []).append(event)
+        by_gateway: defaultdict[str, list[StreamEvent]] = defaultdict(list)
+        for event, claim in claimed:
+            by_gateway[claim.gateway_id].append(event)
+            for gateway_id in claim.more_gateway_ids:
+                by_gateway[gateway_id].append(event)
         positions = {request_id: position for position, request_id in enumerate(request_ids)}
         return [
             gateway_message(gateway_id, self._worker_id, step, its_events, positions)
