@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
+from engine_worker.execution.group_health import ALONE
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -76,7 +77,8 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report("load", 0.0, "the checkpoint's headers")
-    check_files(settings.execution.model, settings.execution.model_impl, settings.execution.load_format)
+    execution = settings.execution
+    check_files(execution.model, execution.model_impl, execution.load_format, execution.tensor_parallel_size)
     report("load", 0.0, "torch")
     import torch  # noqa: PLC0415 - see the module's docstring
 
@@ -108,10 +110,12 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
             kv_bytes=runner.kv_cache_bytes,
             host_kv_bytes=runner.num_host_blocks * runner.block_bytes,
         ),
+        group=runner.group.health if runner.group is not None else lambda: ALONE,
     )
     on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
     note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
-    return LoadedEngine(engine, info, runner.compile_grammar, note)
+    dump_others = runner.group.dump_stacks if runner.group is not None else None
+    return LoadedEngine(engine, info, runner.compile_grammar, note, dump_others)
 
 
 def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:

@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine_worker.execution.group_health import ALONE, GroupHealth
 from engine_worker.request_times import RequestTimes
 from engine_worker.scheduling.kv_durations import DurationCounts, KVDurations
 from engine_worker.scheduling.stats import EngineStats, StepStats
@@ -54,6 +55,7 @@ class EngineInfo:
     block_size_bytes: int
     max_model_len: int
     memory_bytes: Callable[[], Mapping[str, int]]  # of the device by use, measured when called
+    group: Callable[[], GroupHealth] = lambda: ALONE  # of the ranks that share the model, when called
 
 
 class WorkerMetrics:
@@ -198,6 +200,16 @@ class _SnapshotCollector(Collector):
         yield self._info("engine", "What the engine runs on", shape)
         yield self._gauge("kv_block_size_bytes", "Bytes of one KV block", info.block_size_bytes)
         yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes())
+        yield from self._group(info.group())
+
+    def _group(self, group: GroupHealth) -> Iterator[Metric]:
+        up, behind = (
+            {str(rank): value for rank, value in enumerate(of)} for of in (group.ranks_up, group.messages_behind)
+        )
+        yield self._by("rank_up", "1 for a rank that has its part of the model", "rank", up)
+        yield self._by("rank_messages_behind", "Messages of rank 0 that a rank has not read", "rank", behind)
+        waited = group.channel_wait_seconds
+        yield self._counter("channel_wait_seconds", "Time that rank 0 waited for others to read its messages", waited)
 
     def _kv_cache(self, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
         kv, device = stats.kv_cache, {"device": info.device}

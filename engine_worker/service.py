@@ -30,7 +30,7 @@ from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
-from engine_worker.watchdog import StepWatchdog
+from engine_worker.watchdog import StepWatchdog, dump_and_exit
 from engine_worker.worker import Worker
 from shared.fleet_clock import FleetClock
 from shared.messages import WorkerPhase
@@ -53,6 +53,7 @@ class LoadedEngine:
     info: EngineInfo
     compile_grammar: Compile | None = None
     note: str = ""  # told with its readiness
+    dump_others: Callable[[], None] | None = None  # has the other processes of this worker write their stacks
 
 
 class CannotStart(Exception):
@@ -92,6 +93,7 @@ class WorkerService:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         self._worker: Worker | None = None
         self._note = ""
+        self._dump_others: Callable[[], None] | None = None
         self._told_to_stop = asyncio.Event()
 
     async def run(self, load: LoadEngine) -> None:
@@ -120,7 +122,7 @@ class WorkerService:
                         lambda: self._status.worker_id,
                         lambda: self._worker.tenants() if self._worker else {},
                     ).run(),
-                    StepWatchdog(self._engine, self._settings.step_timeout_seconds).run(),
+                    StepWatchdog(self._engine, self._settings.step_timeout_seconds, self._end_hung).run(),
                 )
         except PortUnavailable as error:
             raise CannotStart(str(error)) from error
@@ -153,6 +155,7 @@ class WorkerService:
         self._metrics.engine_is_ready(loaded.info)
         self._status.max_model_len = loaded.info.max_model_len
         self._note = loaded.note
+        self._dump_others = loaded.dump_others
         worker = Worker(
             self._engine,
             self._register,
@@ -167,6 +170,9 @@ class WorkerService:
             worker.drain()
         await worker.run()
         await self._engine.stop()
+
+    def _end_hung(self) -> None:
+        dump_and_exit(self._dump_others)
 
     async def _register(self, previous: Incarnation | None) -> Incarnation:
         incarnation = await register(

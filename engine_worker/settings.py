@@ -56,9 +56,14 @@ class WorkerSettings:
     def for_device(self, device: str) -> "WorkerSettings":
         """Return these settings with every None of a part that depends on the device (`cpu` or `cuda`) filled in."""
         execution = self.execution.for_device(device)
-        execution = replace(execution, num_threads=execution.num_threads or physical_cores())
+        execution = replace(execution, num_threads=execution.num_threads or _threads_of(execution))
         scheduling = self.scheduling.for_device(device, execution.swap_space_bytes or 0)
         return replace(self, execution=execution, scheduling=scheduling)
+
+
+def _threads_of(execution: ExecutionSettings) -> int:
+    """The ranks of a group share the cores."""
+    return max(1, physical_cores() // execution.tensor_parallel_size)
 
 
 def physical_cores() -> int:

@@ -21,8 +21,13 @@ EXIT_CODE_HUNG = 86
 TICK_SECONDS = 1.0
 
 
-def dump_and_exit() -> None:
-    """Not sys.exit: a hung thread would hold up the end of the interpreter."""
+def dump_and_exit(dump_others: Callable[[], None] | None = None) -> None:
+    """Not sys.exit: a hung thread would hold up the end of the interpreter.
+
+    `dump_others` has the other processes of this worker write their stacks, into the same log.
+    """
+    if dump_others is not None:
+        dump_others()
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     os._exit(EXIT_CODE_HUNG)
 

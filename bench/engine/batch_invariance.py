@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel.graph_time import graph_microseconds
-from engine_worker.execution.load import use_batch_invariant_products
+from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from engine_worker.execution.load import use_batch_invariant_products
+from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.model.quantisation.dense_cuda import CudaLinear
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store

@@ -15,7 +15,8 @@ from torch import Tensor
 from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
 from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.prompt_scores import PromptScores
-from engine_worker.execution.replica import Replica
+from engine_worker.execution.rank_group import RankGroup
+from engine_worker.execution.replica import StepReplica
 from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.spec import ModelShape
@@ -32,7 +33,7 @@ class SubmittedStep:
     beams: DeviceCandidates | None
     scores: PromptScores | None
     ended: torch.cuda.Event | None  # of a step on CUDA that samples nothing
-    replica: Replica
+    replica: StepReplica
     phase_seconds: dict[str, float]
 
     def collect(self) -> StepResult:
@@ -64,7 +65,7 @@ class MeasuredSpeeds:
 
 
 class ModelRunner:
-    def __init__(self, replica: Replica, sampler: Sampler, weights_bytes: int = 0) -> None:
+    def __init__(self, replica: StepReplica, sampler: Sampler, weights_bytes: int = 0) -> None:
         kv_cache = replica.kv_cache
         self.model_spec: ModelShape = replica.model_spec
         self.device_type = replica.device_type
@@ -75,6 +76,7 @@ class ModelRunner:
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
         self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
+        self.group: RankGroup | None = None  # set by the loader if there are other ranks
         self.compile_grammar: Callable[[Grammar], object] | None = None  # set by the loader if it can; any thread
         self.block_size = kv_cache.block_size
         self.max_model_len = replica.max_model_len
@@ -88,12 +90,12 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> SubmittedStep | FinishedStep:
         started = time.perf_counter()
-        self.replica.move_blocks(batch.transfers)
         if not batch.sequences:  # all that could run waits for blocks from the host
+            self.replica.move_blocks(batch.transfers)
             return FinishedStep(StepResult([], transfer_times=self.replica.finished_transfers()))
         scores = self._prompt_scores(batch)
         description = self._describer.describe(batch)
-        step = self.replica.prepare(description, allow_graph=scores is None)
+        step = self.replica.prepare(description, scores.looks if scores is not None else ())
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
         sequences: list[SampledSequence] = [s.sequence for s in sampling]
         indices = [s.output_index for s in sampling]

@@ -39,14 +39,18 @@ class PromptScores:
         self._parts = list(_parts(rows))
         self._launched: list[DeviceLogprobs] = []
 
+    @property
+    def looks(self) -> list[range]:
+        """The rows that launch() asks for, call by call."""
+        return [rows for part in self._parts for _, rows in _pieces(part)]
+
     def launch(self, logits_of: LogitsOf) -> None:
         """Enqueues all of it, copies to the host included."""
         for part in self._parts:
             sequence = part.scheduled.sequence
             num_top = sequence.sampling.prompt_logprobs or 0
-            for start in range(0, len(part.tokens), ROWS_AT_ONCE):
-                tokens = part.tokens[start : start + ROWS_AT_ONCE]
-                self._launched.append(self._launch(logits_of, sequence, tokens, part.first_row + start, num_top))
+            for tokens, rows in _pieces(part):
+                self._launched.append(self._launch(logits_of, sequence, tokens, rows, num_top))
 
     def collect(self) -> list[PromptScore]:
         """To be called when the device has done the step."""
@@ -57,13 +61,13 @@ class PromptScores:
         ]
 
     def _launch(
-        self, logits_of: LogitsOf, sequence: SampledSequence, tokens: range, first_row: int, num_top: int
+        self, logits_of: LogitsOf, sequence: SampledSequence, tokens: range, rows: range, num_top: int
     ) -> DeviceLogprobs:
-        logits = logits_of(torch.arange(first_row, first_row + len(tokens), device=self._device))
+        logits = logits_of(torch.arange(rows.start, rows.stop, device=self._device))
         targets = to_device(np.array(sequence.prompt_token_ids[tokens.start : tokens.stop]), self._device)
         places = torch.arange(len(tokens), device=self._device)
-        rows = LogprobRows(places, [num_top] * len(tokens), [()] * len(tokens), None)
-        return launch_logprobs(logits, targets, rows).to_host()
+        asked = LogprobRows(places, [num_top] * len(tokens), [()] * len(tokens), None)
+        return launch_logprobs(logits, targets, asked).to_host()
 
 
 def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:
@@ -72,6 +76,13 @@ def _parts(rows: list[ScheduledSequence]) -> Iterator[_Part]:
         if tokens := scheduled.scored_tokens:
             yield _Part(scheduled, tokens, row + tokens.start - 1 - scheduled.start)
         row += scheduled.num_new_tokens
+
+
+def _pieces(part: _Part) -> Iterator[tuple[range, range]]:
+    """Prompt tokens and the rows of their logits, as many as are reduced at once."""
+    for start in range(0, len(part.tokens), ROWS_AT_ONCE):
+        tokens = part.tokens[start : start + ROWS_AT_ONCE]
+        yield tokens, range(part.first_row + start, part.first_row + start + len(tokens))
 
 
 def _tokens(launched: DeviceLogprobs) -> list[TokenLogprobs]:

@@ -1,15 +1,16 @@
 """One rank's part of a model: weights, KV pool, inputs and graphs. A described step in, logits out.
 
-    replica.move_blocks(transfers)
-    prepared = replica.prepare(description)     enqueues the inputs
+    prepared = replica.prepare(description)     begins the step's block moves, enqueues its inputs
     logits = replica.run(prepared)              enqueues the forward pass, as a graph where one was captured
 
-A worker has one. It is driven by values alone (StepDescription, Transfers), which could come from another process; it
-knows nothing of sequences, of the scheduler's batch or of sampling, but that sampled tokens are the next step's input.
+A rank has one; who drives it drives a group of them alike (StepReplica). It is driven by values alone, which may come
+from another process; it knows nothing of sequences, of the scheduler's batch or of sampling, but that sampled tokens
+are the next step's input.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.step_description import StepDescription
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf, ServedModel
+from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import Transfers, TransferTime
 
 
@@ -31,9 +33,40 @@ class PreparedStep:
     graph: GraphKey | None  # None: it runs kernel by kernel
 
 
+class StepReplica(Protocol):
+    """A Replica, or the ReplicaGroup of all ranks."""
+
+    @property
+    def model_spec(self) -> ModelShape: ...
+    @property
+    def dtype_name(self) -> str: ...
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def kv_cache(self) -> KVCache: ...
+    def move_blocks(self, transfers: Transfers) -> None:
+        """Begin block moves that no step comes with."""
+
+    def finished_transfers(self) -> list[TransferTime]: ...
+    def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
+        """Begin the moves of a step and enqueue its inputs.
+
+        `looks`: the rows whose logits run()'s `look` will ask for, call by call; with any the step is no graph, which
+        has the logits that are described and no others.
+        """
+
+    def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
+        """Logits [N, vocab_size] float32; those of a graph are overwritten by the next one. `look`: see ServedModel."""
+
+    def keep_samples(self, token_ids: Tensor) -> None:
+        """`token_ids` (int64, on the device): what was sampled of the step that was prepared last."""
+
+
 class Replica:
     def __init__(self, model: ServedModel, kv_cache: KVCache, inputs: StepInputs, max_model_len: int) -> None:
-        self.model_spec = model.spec
+        self.model_spec: ModelShape = model.spec
         self.dtype_name = str(model.dtype).removeprefix("torch.")
         self.device_type: str = kv_cache.pool.device.type
         self.max_model_len = max_model_len
@@ -50,24 +83,28 @@ class Replica:
         self._graphs = graphs
 
     def move_blocks(self, transfers: Transfers) -> None:
-        """Begin the moves of a step, before anything else of it."""
         self.kv_cache.apply_transfers(transfers)
 
     def finished_transfers(self) -> list[TransferTime]:
         return self.kv_cache.finished_transfers()
 
-    def prepare(self, description: StepDescription, *, allow_graph: bool = True) -> PreparedStep:
-        """`allow_graph`: a graph has the logits that are described and no others."""
-        graph = self._graphs.key_for(description) if self._graphs is not None and allow_graph else None
+    def prepare(self, description: StepDescription, looks: Sequence[range] = ()) -> PreparedStep:
+        return self.begin(description, self.graph_for(description, looks))
+
+    def graph_for(self, description: StepDescription, looks: Sequence[range] = ()) -> GraphKey | None:
+        """Choose how a step runs; None: kernel by kernel. Of a group, rank 0 alone chooses."""
+        return self._graphs.key_for(description) if self._graphs is not None and not looks else None
+
+    def begin(self, description: StepDescription, graph: GraphKey | None) -> PreparedStep:
+        """Prepare a step that runs as it was chosen."""
+        self.move_blocks(description.transfers)
         return PreparedStep(self._inputs.unpack(description, graph.size if graph else None), graph)
 
     @torch.inference_mode()
     def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
-        """Logits [N, vocab_size] float32; those of a graph are overwritten by the next one. `look`: see ServedModel."""
         if self._graphs is not None and prepared.graph is not None:
             return self._graphs.replay(prepared.graph)[: len(prepared.model_input.logits_indices)]
         return self._model.forward(prepared.model_input, self._device, look)
 
     def keep_samples(self, token_ids: Tensor) -> None:
-        """`token_ids` (int64, on the device): what was sampled of the step that was prepared last."""
         self._inputs.keep_samples(token_ids)

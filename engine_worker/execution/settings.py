@@ -40,6 +40,9 @@ class ExecutionSettings:
     )
     load_format: str = setting("auto", choices=("auto", "dummy"), help="dummy: random weights of the config's shape")
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")
+    tensor_parallel_size: int = setting(
+        1, help="GPUs that share the model, a process each; must divide its heads and its intermediate size"
+    )
     num_threads: int | None = setting(None, help="CPU threads of the model; default: the physical cores")
 
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
@@ -117,6 +120,7 @@ class ExecutionSettings:
 
 _AT_LEAST_ONE = (
     "max_model_len",
+    "tensor_parallel_size",
     "num_threads",
     "kv_cache_memory_bytes",
     "max_num_seqs",

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.model_runner import MeasuredSpeeds, ModelRunner
+from engine_worker.execution.replica import StepReplica
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, Transfers, made_up_batch
 
 _NUM_BLOCKS = 64  # 128 MiB of an 8B model in bf16: 3 ms over PCIe 5
@@ -20,10 +20,10 @@ _PREFILL_TOKENS = 512
 _DECODE_TOKENS = 32
 
 
-def measure_speeds(runner: ModelRunner, kv_cache: KVCache) -> MeasuredSpeeds:
+def measure_speeds(runner: ModelRunner) -> MeasuredSpeeds:
     """Overwrites blocks of both pools, which nobody owns yet. The second of two runs counts."""
     for _ in range(2):
-        store, fetch = _transfer_bytes_per_second(kv_cache)
+        store, fetch = _transfer_bytes_per_second(runner.replica)
         prefill = _prefill_tokens_per_second(runner)
     return MeasuredSpeeds(
         device_to_host_bytes_per_second=store,
@@ -38,16 +38,17 @@ def decode_tokens_per_second(runner: ModelRunner) -> float:
     return 1 / min(_step_seconds(runner, batch) for _ in range(3))
 
 
-def _transfer_bytes_per_second(kv_cache: KVCache) -> tuple[float, float]:
-    """Out and in, one after the other."""
+def _transfer_bytes_per_second(replica: StepReplica) -> tuple[float, float]:
+    """Out and in, one after the other; of a group, while all ranks move theirs."""
+    kv_cache = replica.kv_cache
     num_blocks = min(_NUM_BLOCKS, kv_cache.num_host_blocks - 1, kv_cache.num_blocks - 1)
     copies = [BlockCopy(block_id, block_id) for block_id in range(1, num_blocks + 1)]
     seconds = []
     for transfers in (Transfers(swap_out=copies), Transfers(swap_in=copies)):
-        kv_cache.apply_transfers(transfers)
+        replica.move_blocks(transfers)
         if kv_cache.pool.is_cuda:
             torch.cuda.synchronize(kv_cache.pool.device)
-        (transfer,) = kv_cache.finished_transfers()
+        (transfer,) = replica.finished_transfers()
         seconds.append(transfer.swap_out_seconds + transfer.swap_in_seconds)
     num_bytes = num_blocks * kv_cache.pool[0].nbytes
     return num_bytes / seconds[0], num_bytes / seconds[1]

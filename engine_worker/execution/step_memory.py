@@ -6,7 +6,10 @@ which takes the most. Its KV goes to one block over and over; nobody reads what 
 It is used once, at a worker's start, for load.py. It knows no request.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.sampled_sequence import SampledSequence
@@ -20,23 +23,37 @@ from engine_worker.scheduling.batch import made_up_batch
 
 @torch.inference_mode()
 def measure_step_bytes(
-    model: ServedModel, sampler: Sampler, device: torch.device, bounds: StepBounds, max_model_len: int
+    model: ServedModel,
+    sample: Callable[[Tensor, int], object] | None,
+    device: torch.device,
+    bounds: StepBounds,
+    max_model_len: int,
 ) -> int:
-    """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty."""
+    """The peak of allocated memory over what is allocated now. Leaves the allocator's cache empty.
+
+    `sample` is given the step's logits and the block size; None on a rank that samples nothing.
+    """
     block_size = 16
     layout = kv_layout(model.spec, block_size, str(model.dtype).removeprefix("torch."))
     kv_cache = KVCache(layout, 1, device)
     attached = model.attach(kv_cache.pool)
     model_input = _model_input(device, bounds, max_model_len, block_size)
-    sampling = made_up_batch(len(model_input.logits_indices), 0, 1, block_size, temperature=1.0, top_p=0.9)
-    sequences: list[SampledSequence] = [scheduled.sequence for scheduled in sampling.sequences]
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    sampler.sample(model.forward(model_input, attached), sequences)
+    logits = model.forward(model_input, attached)
+    if sample is not None:
+        sample(logits, block_size)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del model_input, attached, kv_cache
+    del logits, model_input, attached, kv_cache
     torch.cuda.empty_cache()
     return int(peak)
+
+
+def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
+    """Sample made-up sequences of `logits` [N, V] with top-p, which takes the most."""
+    batch = made_up_batch(len(logits), 0, 1, block_size, temperature=1.0, top_p=0.9)
+    sequences: list[SampledSequence] = [scheduled.sequence for scheduled in batch.sequences]
+    sampler.sample(logits, sequences)
 
 
 def _model_input(device: torch.device, bounds: StepBounds, max_model_len: int, block_size: int) -> ModelInput:

@@ -83,6 +83,7 @@ def make_runner(
     num_host_blocks: int = 0,
     model_impl: str = "auto",
     num_threads: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ModelRunner:
     """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
     config = blueprint_from_directory(directory, model_impl).shape
@@ -93,8 +94,9 @@ def make_runner(
         dtype=dtype,
         model_impl=model_impl,
         num_threads=num_threads,
+        tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
-        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block,
+        kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # of a rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
         max_model_len=min(num_blocks * block_size, config.max_position_embeddings),
         max_num_seqs=2,  # what is warmed up; the scheduler has its own

@@ -38,7 +38,6 @@ def test_steps_that_crossed_as_bytes_give_the_same_logits_and_the_same_pool(mode
         described = describer.describe(batch)
         found = []
         for replica, description in ((here, described), (there, StepDescription.from_bytes(described.to_bytes()))):
-            replica.move_blocks(description.transfers)
             logits = replica.run(replica.prepare(description))
             replica.keep_samples(logits.argmax(-1))
             found.append(logits)

@@ -1,0 +1,13 @@
+"""How the ranks of a worker are, as values for who tells of them. Made by rank_group.py; it knows no process."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHealth:
+    ranks_up: tuple[bool, ...] = (True,)  # whether it has loaded; one that ends, ends the group
+    messages_behind: tuple[int, ...] = (0,)  # by rank, what rank 0 has told and it has not read
+    channel_wait_seconds: float = 0.0  # of rank 0, for others to read what was in the way
+
+
+ALONE = GroupHealth()

@@ -1,0 +1,228 @@
+"""From settings to one rank's Replica: load its weights, size and allocate its KV cache, capture its graphs.
+
+    plan = load_plan(settings, rank)                  all that can be refused before a weight is read
+    loaded = load_replica(plan, ranks, report)
+
+Every rank of a group runs this, in the same order, for it measures and captures with the others: the forward passes
+meet in their collectives, and the number of blocks is the least of all ranks'.
+
+It is used once, at a start, by load.py on rank 0 and by follower.py on the others. It knows no request and no sampling.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine_worker.execution.cuda_graphs import GraphKey, graph_keys
+from engine_worker.execution.host_pool import staging_bytes
+from engine_worker.execution.input_builder import HostInputs
+from engine_worker.execution.kv_cache import (
+    KVCache,
+    check_capacity,
+    num_blocks_that_fit,
+    num_host_blocks_that_fit,
+)
+from engine_worker.execution.memory import DeviceMemory, measure_memory
+from engine_worker.execution.replica import Replica
+from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step_memory import measure_step_bytes
+from engine_worker.kv.layout import KVLayout
+from engine_worker.model.devices import check_shape, chosen_device
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.served_model import Blueprint, ServedModel, check_options
+from engine_worker.model.spec import ModelShape, kv_layout
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
+from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+
+Report = Callable[[str, float, str], None]  # phase ("load" | "allocate_kv" | "warmup"), progress 0..1, detail
+
+GRAPHS_SHARE = 0.8  # of the time of the warm-up
+_GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common pool; 8B-shaped model, H200
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """Settings and model that fit together, on this rank's device."""
+
+    settings: ExecutionSettings  # none of them left to the device
+    blueprint: Blueprint
+    device: torch.device
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedReplica:
+    replica: Replica
+    weights_bytes: int
+
+
+def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
+    """Raises ValueError with what of settings, model and machine does not fit together."""
+    blueprint = blueprint_from_directory(settings.model, settings.model_impl)
+    check_options(blueprint, vars(settings))
+    blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
+    device = _device(settings, rank)
+    settings = settings.for_device(device.type)
+    if not blueprint.is_capturable:
+        settings = replace(settings, cudagraph_mode="none")
+    max_model_len = _max_model_len(settings, blueprint.shape)
+    check_shape(blueprint.shape, device.type)
+    return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
+
+
+def prepare_process(settings: ExecutionSettings) -> None:
+    """Choose for the whole process what must be chosen before its device is used."""
+    if settings.deterministic:
+        use_batch_invariant_products()
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+
+
+def load_replica(
+    plan: LoadPlan,
+    report: Report,
+    ranks: TensorParallel = SINGLE,
+    sample: Callable[[Tensor, int], object] | None = None,
+) -> LoadedReplica:
+    """`sample`: samples made-up rows of the largest step's logits, so that its memory is measured with it; on rank 0.
+
+    Raises ValueError with what does not fit the machine.
+    """
+    settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+    weights = _weights(settings, plan.blueprint.shape, device, report)
+    model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
+    loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
+    loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
+    report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
+    layout = kv_layout(model.spec, settings.block_size, _name(model.dtype))
+    step_bytes = _step_bytes(plan, model, sample) if device.type == "cuda" else 0
+    memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, layout, device))
+    kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
+    report("allocate_kv", 1.0, _description(kv_cache))
+    replica, graphs = _replica(plan, model, kv_cache)
+    for progress, detail in graphs:
+        report("warmup", GRAPHS_SHARE * progress, detail)
+    return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes)
+
+
+def _device(settings: ExecutionSettings, rank: int) -> torch.device:
+    size = settings.tensor_parallel_size
+    device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
+    if device != "cuda" or size == 1:
+        return torch.device(device)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if size > len(names):
+        raise ValueError(f"--tensor-parallel-size {size}: this process sees {len(names)} GPUs; give 1 to {len(names)}")
+    if len(set(names[:size])) > 1:
+        raise ValueError(f"--tensor-parallel-size {size}: the GPUs of a group must be alike; {', '.join(names[:size])}")
+    return torch.device(device, rank)
+
+
+def _replica(plan: LoadPlan, model: ServedModel, kv_cache: KVCache) -> tuple[Replica, Iterator[tuple[float, str]]]:
+    """The replica, and the capture of its graphs, still to be done."""
+    settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+    if device.type != "cuda":
+        return Replica(model, kv_cache, HostInputs(settings.block_size), max_model_len), iter(())
+    from engine_worker.execution.persistent_inputs import PersistentInputs  # noqa: PLC0415 - imports triton
+
+    graphs, bounds = _graph_keys(settings), settings.bounds
+    max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
+    persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
+    replica = Replica(model, kv_cache, persistent, max_model_len)
+    return replica, replica.capture_graphs(persistent, graphs) if graphs else iter(())
+
+
+def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
+    return graph_keys(settings.graph_mode, settings.bounds)
+
+
+def _step_bytes(plan: LoadPlan, model: ServedModel, sample: Callable[[Tensor, int], object] | None) -> int:
+    peak = measure_step_bytes(model, sample, plan.device, plan.settings.bounds, plan.max_model_len)
+    return peak + len(_graph_keys(plan.settings)) * _GRAPH_BYTES
+
+
+def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
+    longest = config.max_position_embeddings
+    if settings.max_model_len is None:
+        return longest
+    if settings.max_model_len > longest:
+        raise ValueError(f"--max-model-len {settings.max_model_len} is over the model's {longest} positions")
+    return settings.max_model_len
+
+
+def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if saved not in _DTYPES:
+        raise ValueError(f"config.json: dtype {saved!r} is not supported; {', '.join(_DTYPES)} are")
+    if device.type == "cpu" and saved != "float32":
+        # Without AVX512 oneDNN has no bf16 kernels, and emulated ones are slower than float32.
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return _DTYPES[saved]
+
+
+def _weights(
+    settings: ExecutionSettings, config: ModelShape, device: torch.device, report: Report
+) -> SafetensorsWeights | RandomWeights:
+    dtype = _dtype(settings.dtype, config.dtype, device)
+    if settings.load_format == "dummy":
+        return RandomWeights(device, dtype)
+    return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
+
+
+def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.device) -> int:
+    if device.type != "cuda" or not settings.swap_space_bytes:
+        return 0
+    num_host_blocks = settings.swap_space_bytes // settings.tensor_parallel_size // layout.block_bytes
+    return staging_bytes(num_host_blocks, layout.block_bytes)
+
+
+def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, ranks: TensorParallel) -> KVCache:
+    """Every rank has as many blocks as the one that has room for the fewest."""
+    settings, max_model_len = plan.settings, plan.max_model_len
+    if memory.device.type == "cpu":  # the ranks share the host's
+        memory = replace(memory, free_bytes=memory.free_bytes // ranks.size)
+    num_blocks = num_blocks_that_fit(
+        memory,
+        layout.block_bytes,
+        settings.kv_cache_memory_bytes,
+        settings.kv_cache_memory_ratio,
+        max_blocks=settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1,
+    )
+    num_blocks = ranks.minimum(num_blocks)
+    check_capacity(num_blocks, layout, max_model_len, memory)
+    num_host_blocks = num_host_blocks_that_fit((settings.swap_space_bytes or 0) // ranks.size, layout.block_bytes)
+    return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks))
+
+
+def _description(kv_cache: KVCache) -> str:
+    slots = (kv_cache.num_blocks - 1) * kv_cache.block_size
+    mib = kv_cache.pool.nbytes / 2**20
+    text = f"{mib:,.0f} MiB: {kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens = {slots:,} tokens"
+    return f"{text}, {kv_cache.num_host_blocks - 1:,} blocks more on the host" if kv_cache.num_host_blocks else text
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def use_batch_invariant_products() -> None:
+    """Make rows of a matrix product independent of how many rows there are, for the whole process.
+
+    cuBLAS chooses a kernel by the number of rows. On Hopper its kernels agree bit by bit, but for those that split the
+    inputs and add the parts: with almost no workspace there is nowhere to put parts (ADR 0027). It reads the variables
+    when CUDA starts, so RuntimeError is raised after that. skinny_linear never splits.
+    """
+    if torch.cuda.is_initialized():
+        raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -1,0 +1,81 @@
+"""A group of ranks of one host as processes: rank 0 starts the others, and they find each other.
+
+    rank 0       group = RankGroup.start(plan, report)
+    follower     ranks = meet(rank, size, device, rendezvous_fd)
+
+They meet by a memfd that followers inherit, so there is no file to be left over. It is used at a worker's start;
+afterwards the group is asked how its ranks are. It knows no step.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch.distributed import FileStore
+
+from engine_worker.execution.follower_processes import FollowerEnd, Followers, end_process
+from engine_worker.execution.group_health import GroupHealth
+from engine_worker.execution.group_messages import GroupStart, encode
+from engine_worker.execution.load_replica import LoadPlan, Report
+from engine_worker.execution.step_channel import RingSender
+from engine_worker.model.tensor_parallel import ProcessGroup, join_by
+
+# Beside a step's arrays: block moves, 11 bytes each at most. A slot takes memory only as far as it was written.
+_MOVES_BYTES = 64 * 2**20
+
+
+SERVING = "serve"  # the phase of a follower that has loaded
+
+
+class RankGroup:
+    def __init__(self, tensor_parallel: ProcessGroup, channel: RingSender, followers: Followers) -> None:
+        self.tensor_parallel = tensor_parallel
+        self.channel = channel
+        self._followers = followers
+
+    @classmethod
+    def start(cls, plan: LoadPlan, report: Report, on_end: Callable[[FollowerEnd], None] = end_process) -> "RankGroup":
+        """Start the followers and wait until all have joined. `on_end`: see Followers."""
+        size = plan.settings.tensor_parallel_size
+        report("load", 0.0, f"{size} ranks")
+        channel = RingSender(size, _slot_bytes(plan))
+        channel.send(encode(GroupStart(plan.settings)))
+        rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)
+        followers = Followers(size, channel, rendezvous_fd, on_end)
+        return cls(meet(0, size, plan.device, rendezvous_fd), channel, followers)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the followers."""
+        return self._followers.pids
+
+    def dump_stacks(self) -> None:
+        """Have every follower write its stacks to stderr."""
+        self._followers.dump_stacks()
+
+    def health(self) -> GroupHealth:
+        """From any thread; costs nothing."""
+        return GroupHealth(
+            ranks_up=(True, *(self.channel.phase(rank) == SERVING for rank in range(1, self.tensor_parallel.size))),
+            messages_behind=(0, *self.channel.messages_behind()),
+            channel_wait_seconds=self.channel.wait_seconds,
+        )
+
+    def close(self) -> None:
+        """End the followers. For programs that go on without their group."""
+        self._followers.close()
+        self.tensor_parallel.close()
+        self.channel.close()
+
+
+def meet(rank: int, size: int, device: torch.device, rendezvous_fd: int) -> ProcessGroup:
+    """Wait for all ranks. The store of torch.distributed opens the memfd anew each time, so it must stay open."""
+    return join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, device)
+
+
+def _slot_bytes(plan: LoadPlan) -> int:
+    """The most that a step can take: every seat with a table as long as can be, and all tokens."""
+    bounds = plan.settings.bounds
+    table = -(-plan.max_model_len // plan.settings.block_size)
+    numbers = bounds.max_num_seqs * (table + 4) + 1 + bounds.max_num_batched_tokens
+    return 4 * numbers + _MOVES_BYTES

@@ -1,0 +1,178 @@
+"""A whole engine on two and on three ranks gives what it gives on one: real followers, over gloo, in float32."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.scheduling.preemption import PreemptionMode
+from shared.messages import GenerationRequest, Grammar, GrammarKind, TokenEvent, TokenLogprobs, scores_by_index
+from tests.builders import Transcript, make_prompt, make_request
+from tests.engine_worker.execution.reference import make_engine, make_runner, write_model_of_words
+from tests.tiny_model import IM_END
+
+pytestmark = [pytest.mark.tp, pytest.mark.e2e]
+BLOCK_SIZE = 8
+ROOMY = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+SCHEMA = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 2}
+    return write_model_of_words(tmp_path_factory.mktemp("models") / "tiny", **sizes)
+
+
+def runner_of(model_dir: Path, size: int) -> ModelRunner:
+    pool = {"num_blocks": 40, "num_host_blocks": 24, "block_size": BLOCK_SIZE}
+    return make_runner(model_dir, **pool, num_threads=1, tensor_parallel_size=size)
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> ModelRunner:
+    return runner_of(model_dir, 1)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def group(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
+    runner = runner_of(model_dir, request.param)
+    yield runner
+    assert runner.group is not None
+    runner.group.close()
+
+
+@dataclass
+class Answers:
+    transcript: Transcript
+    preemptions: int
+    num_prompt_tokens: int  # computed
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
+
+
+def answers(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> Answers:
+    engine = make_engine(runner, **{**ROOMY, **config})
+    for request in requests:
+        engine.add_request(request)
+    found = Answers(Transcript(), 0, 0)
+    while engine.has_work:
+        events = engine.step()
+        engine.check_integrity()
+        found.transcript.add(events)
+        for event in events:
+            if isinstance(event, TokenEvent):
+                found.logprobs.setdefault(event.request_id, []).extend(event.logprobs or ())
+                scores = scores_by_index(event.prompt_logprobs)
+                found.prompt_logprobs.setdefault(event.request_id, {}).update(scores)
+    counters = engine.stats().counters
+    found.preemptions, found.num_prompt_tokens = sum(counters.preemptions.values()), counters.prompt_tokens_computed
+    return found
+
+
+def requests_of(number: int, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts from one token to several chunks."""
+    sizes = (1, 7, 16, 33, 90)
+    return [
+        make_request([IM_END + 1 + token % 200 for token in make_prompt(size, first=9 * size)], f"r{size}", **sampling)
+        for size in sizes[:number]
+    ]
+
+
+GRAMMARS = {
+    "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "regex": Grammar(GrammarKind.REGEX, r"\d{3}-[xyz]{2,9}"),
+    "choice": Grammar(GrammarKind.CHOICE, '["the end", "of"]'),
+}
+CASES: dict[str, tuple[list[GenerationRequest], dict[str, Any]]] = {
+    "a batch": (requests_of(4, max_tokens=24), {}),
+    "a batch, one step ahead": (requests_of(4, max_tokens=24), {"async_scheduling": True}),
+    "prompts in chunks": (requests_of(5, max_tokens=8), {"max_num_batched_tokens": 17}),
+    "draws": (requests_of(4, max_tokens=16, temperature=0.9, top_p=0.95, seed=3), {}),
+    "several choices": (requests_of(3, max_tokens=12, temperature=0.8, seed=3, n=3), {}),
+    "beams": (requests_of(3, max_tokens=10, n=3, use_beam_search=True), {}),
+    "penalties": (requests_of(4, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.4), {}),
+    "grammars": (
+        [
+            make_request(
+                [5] * 9, name, max_tokens=40, temperature=1.0, seed=1, grammar=grammar, stop_token_ids=(IM_END,)
+            )
+            for name, grammar in GRAMMARS.items()
+        ],
+        {"async_scheduling": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_rank(alone: ModelRunner, group: ModelRunner, case: str) -> None:
+    requests, config = CASES[case]
+    expected, found = (answers(runner, requests, **config).transcript for runner in (alone, group))
+    assert found.tokens == expected.tokens and found.others == expected.others and found.ends == expected.ends
+    assert all(len(tokens) > 1 for tokens in found.tokens.values())
+
+
+def test_prefixes_are_found_again(alone: ModelRunner, group: ModelRunner) -> None:
+    requests = [make_request([7] * 40 + [token] * 9, f"r{token}", max_tokens=8) for token in range(20, 26)]
+    expected, found = (answers(runner, requests, max_num_seqs=2) for runner in (alone, group))
+    assert found.transcript.tokens == expected.transcript.tokens
+    assert found.num_prompt_tokens == expected.num_prompt_tokens < 6 * 49 - 100
+
+
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
+def test_preempted_sequences_go_on(alone: ModelRunner, group: ModelRunner, mode: PreemptionMode, ahead: bool) -> None:
+    requests = [make_request([10 + number] * 30, f"r{number}", max_tokens=60) for number in range(6)]
+    config = {"preemption_mode": mode, "async_scheduling": ahead}
+    expected, found = (answers(runner, requests, **config) for runner in (alone, group))
+    assert found.preemptions > 0
+    assert found.transcript.tokens == expected.transcript.tokens
+
+
+def test_log_probabilities_are_those_of_one_rank(alone: ModelRunner, group: ModelRunner) -> None:
+    requests = [
+        *requests_of(5, max_tokens=6, logprobs=3, prompt_logprobs=2),
+        make_request(11, "plain", max_tokens=6),
+    ]
+    expected, found = (answers(runner, requests, max_num_batched_tokens=24) for runner in (alone, group))
+    assert found.transcript.tokens == expected.transcript.tokens
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for name, scores in expected.logprobs.items():
+        assert values(found.logprobs[name]) == pytest.approx(values(scores), abs=1e-4)  # fp32, other sums
+    for name, by_index in expected.prompt_logprobs.items():
+        assert found.prompt_logprobs[name].keys() == by_index.keys()
+        other = found.prompt_logprobs[name].values()
+        assert values(other) == pytest.approx(values(by_index.values()), abs=1e-4)
+    assert len(found.prompt_logprobs["r90"]) == 89
+
+
+def values(scores: Any) -> list[float]:
+    return [number for score in scores for number in (score.logprob, *score.top_logprobs)]
+
+
+def test_followers_have_no_store_no_socket_that_listens_and_no_life_while_idle(group: ModelRunner) -> None:
+    assert group.group is not None
+    health = group.group.health()
+    assert health.ranks_up == [True] * len(health.ranks_up) and len(health.ranks_up) == len(group.group.pids) + 1
+    listening = inodes_that_listen()
+    for pid in group.group.pids:
+        assert not {"redis", "aiohttp", "prometheus_client"} & native_or_python_modules(pid)
+        opened = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        assert not opened & listening
+        assert any(path.startswith("/memfd:pagestream-steps") for path in opened)
+
+
+def inodes_that_listen() -> set[str]:
+    """As /proc/PID/fd has them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+
+
+def native_or_python_modules(pid: int) -> set[str]:
+    """Distributions of which the process has a file mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {part for line in lines for part in line.split("/")[1:]}

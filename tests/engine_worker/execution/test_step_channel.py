@@ -1,0 +1,158 @@
+"""The ring in a memfd: what rank 0 sends arrives whole, in order, and nothing else does."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine_worker.execution.cuda_graphs import GraphKey
+from engine_worker.execution.group_messages import GroupStart, MoveBlocks, RunStep, encode, start_of, work_of
+from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.step_channel import NUM_SLOTS, ChannelCorrupted, RingReceiver, RingSender
+from engine_worker.execution.step_description import EMPTY
+from engine_worker.scheduling.batch import BlockCopy, Transfers
+
+SLOT_BYTES = 1 << 16
+SIZE = 3
+
+
+@pytest.fixture
+def sender() -> Iterator[RingSender]:
+    sender = RingSender(SIZE, SLOT_BYTES)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receivers(sender: RingSender) -> list[RingReceiver]:
+    return [RingReceiver(sender.fds(rank), rank, SIZE) for rank in range(1, SIZE)]
+
+
+def overwrite(sender: RingSender, slot: int, offset: int, what: bytes) -> None:
+    os.pwrite(sender.fds(1).memory, what, SIZE * 4096 + slot * sender.slot_bytes + offset)
+
+
+def test_every_follower_reads_every_message_in_order(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    messages = [bytes([number % 251]) * (number * 37 % 5000) for number in range(10 * NUM_SLOTS)]
+    read: list[list[bytes]] = [[] for _ in receivers]
+
+    def follow(receiver: RingReceiver, into: list[bytes]) -> None:
+        for _ in messages:
+            into.append(receiver.receive())
+
+    threads = [threading.Thread(target=follow, args=pair) for pair in zip(receivers, read, strict=True)]
+    for thread in threads:
+        thread.start()
+    for message in messages:
+        sender.send(message)
+    for thread in threads:
+        thread.join()
+    assert read == [messages, messages]
+    assert sender.messages_behind() == [0, 0]
+
+
+def test_rank_0_waits_for_the_slowest_and_counts_it(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    fast, slow = receivers
+    for number in range(NUM_SLOTS):
+        sender.send(b"%d" % number)
+        fast.receive()
+    assert sender.messages_behind() == [0, NUM_SLOTS] and sender.wait_seconds == 0.0
+    sending = threading.Thread(target=sender.send, args=(b"late",))
+    sending.start()
+    sending.join(0.05)
+    assert sending.is_alive()
+    assert slow.receive() == b"0"
+    sending.join()
+    assert sender.wait_seconds > 0.0
+    assert [slow.receive() for _ in range(NUM_SLOTS)] == [b"1", b"2", b"3", b"late"]
+    assert fast.receive() == b"late"
+
+
+@pytest.mark.parametrize(
+    ("offset", "what", "told"),
+    [
+        (0, b"????", r"message 1: its magic is b'\?\?\?\?', not b'PSTP'"),
+        (4, b"\x09\x00", "message 1: its version is 9, not 1"),
+        (8, b"\x07", "message 1: its number is 7, not 1"),
+        (16, b"\xff\xff\xff\xff", "message 1: 4294967295 bytes, a slot holds 65512"),
+        (16, b"\x04", "message 1: its CRC32 is"),
+        (20, b"\x00", "message 1: its CRC32 is"),
+        (30, b"\x00", r"message 1: its CRC32 is \d+, not \d+"),
+    ],
+)
+def test_what_is_not_the_next_message_is_told_with_both_values(
+    sender: RingSender, receivers: list[RingReceiver], offset: int, what: bytes, told: str
+) -> None:
+    sender.send(b"0123456789")
+    overwrite(sender, 1, offset, what)
+    with pytest.raises(ChannelCorrupted, match=told):
+        receivers[0].receive()
+    assert sender.messages_behind() == [1, 1]
+
+
+def test_a_message_that_no_slot_holds_is_refused_and_the_next_one_arrives(
+    sender: RingSender, receivers: list[RingReceiver]
+) -> None:
+    with pytest.raises(ValueError, match=f"a step of {SLOT_BYTES} bytes; the channel's slots hold {SLOT_BYTES}"):
+        sender.send(bytes(SLOT_BYTES))
+    sender.send(bytes(SLOT_BYTES - 24))
+    assert len(receivers[0].receive()) == SLOT_BYTES - 24
+
+
+def test_rank_0_hears_what_a_follower_does_and_why_it_ends(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    assert (sender.phase(1), sender.cause(1)) == ("", "")
+    receivers[0].enter("allocate_kv")
+    receivers[1].enter("load")
+    receivers[1].enter("é" * 200)
+    receivers[0].tell_cause("x" * 9000)
+    assert sender.phase(1) == "allocate_kv" and sender.cause(1) == "x" * len(sender.cause(1))
+    assert sender.phase(2).startswith("ééé")
+
+
+def test_a_follower_without_messages_takes_no_processor(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    waited = threading.Event()
+    used: list[float] = []
+
+    def follow() -> None:
+        before = time.thread_time()
+        waited.set()
+        receivers[0].receive()
+        used.append(time.thread_time() - before)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    waited.wait()
+    thread.join(0.5)
+    sender.send(b"")
+    thread.join()
+    assert used[0] < 0.01 * 0.5
+
+
+def test_a_channel_takes_the_memory_that_was_written(sender: RingSender) -> None:
+    large = RingSender(2, 1 << 30)
+    assert os.fstat(large.fds(1).memory).st_blocks * 512 <= 1 << 16
+    large.close()
+
+
+def test_messages_come_back_as_they_were(tmp_path: os.PathLike[str]) -> None:
+    settings = ExecutionSettings(model=tmp_path, tensor_parallel_size=2, max_num_seqs=7)  # type: ignore[arg-type]
+    assert start_of(encode(GroupStart(settings))).settings == settings
+    moves = Transfers([BlockCopy(1, 2)], [BlockCopy(3, 4)], [BlockCopy(5, 6)], batch_number=9)
+    assert work_of(encode(MoveBlocks(moves))) == MoveBlocks(moves)
+    graph = GraphKey(8, mixed=True)
+    step = RunStep(EMPTY.to_bytes(), (graph.size, graph.mixed), [(3, 67), (67, 70)], 2)
+    found = work_of(encode(step))
+    assert isinstance(found, RunStep) and found.graph is not None and GraphKey(*found.graph) == graph
+    assert [tuple(rows) for rows in found.looks] == [(3, 67), (67, 70)] and found.num_samples == 2
+    assert np.array_equal(found.step.query_start_loc, EMPTY.query_start_loc)
+
+
+def test_a_message_out_of_its_turn_is_refused(tmp_path: os.PathLike[str]) -> None:
+    start = encode(GroupStart(ExecutionSettings(model=tmp_path)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a group starts once"):
+        work_of(start)
+    with pytest.raises(ValueError, match="first message"):
+        start_of(encode(MoveBlocks(Transfers())))
