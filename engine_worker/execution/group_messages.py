@@ -1,4 +1,4 @@
-"""What rank 0 tells the followers of its group: MessagePack, so that reading one makes values and runs nothing.
+"""The messages of rank 0 to its followers: MessagePack, so that reading one makes values and runs nothing.
 
     GroupStart     the first message: the settings by which every rank loads its part of the model
     MoveBlocks     block moves without a step

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine_worker.execution.follower_processes import FollowerEnd, Followers, end_process
 from engine_worker.execution.group_health import GroupHealth
@@ -46,7 +46,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the followers."""
+        """The followers' process ids."""
         return self._followers.pids
 
     def dump_stacks(self) -> None:

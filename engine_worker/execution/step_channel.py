@@ -139,7 +139,7 @@ class RingSender:
             os.eventfd_write(wake, 1)
 
     def messages_behind(self) -> list[int]:
-        """Of each follower, how many messages it has not read."""
+        """Count the messages that each follower has not read."""
         return [self._number - self._memory.acknowledged(rank) for rank in self._followers]
 
     def phase(self, rank: int) -> str:
