@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, over gloo: started once, and given one job after another.
+"""Processes that are the ranks of a group, over gloo or NCCL: started once, and given one job after another.
 
     with Ranks(4) as ranks:
         ranks.run(2, job, *arguments)      job(tensor_parallel, *arguments) in each of two ranks; their results
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine_worker.model.tensor_parallel import ProcessGroup, join
+from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join
 
 SECONDS = 100  # of a job, at most: a rank that waits for another one would wait for minutes
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device_type: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, size, self._directory.name, theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, size, device_type, self._directory.name, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -57,23 +57,24 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._directory.cleanup()
 
 
-def _serve(rank: int, size: int, directory: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, device_type: str, directory: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    groups = _groups(rank, size, Path(directory))
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
+    groups = _groups(rank, size, device, Path(directory))
     while True:
         members, job, arguments = connection.recv()
         try:
             with torch.inference_mode():
-                connection.send((job(groups[members], *arguments), None))
+                connection.send((job(groups.get(members, SINGLE), *arguments), None))
         except Exception:
             connection.send((None, f"rank {rank} of {members}: {traceback.format_exc()}"))
 
 
-def _groups(rank: int, size: int, directory: Path) -> dict[int, ProcessGroup]:
+def _groups(rank: int, size: int, device: torch.device, directory: Path) -> dict[int, ProcessGroup]:
     """By how many ranks it has. Every rank takes part in making each group."""
-    groups = {size: join(rank, size, torch.device("cpu"), directory)}
+    groups = {size: join(rank, size, device, directory)}
     for members in range(2, size):
         group = dist.new_group(list(range(members)))
         if rank < members:
-            groups[members] = ProcessGroup(torch.device("cpu"), group)
+            groups[members] = ProcessGroup(device, group)
     return groups

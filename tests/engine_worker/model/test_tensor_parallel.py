@@ -77,6 +77,22 @@ def test_ranks_answer_as_one_does(ranks: Ranks, model_type: str, size: int, num_
     assert (found - expected).abs().max() <= 1e-5 * expected.std()
 
 
+def keys_and_values(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
+    model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic=False, tensor_parallel=ranks)
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+    pool = torch.zeros(layout.pool_shape(*layout.groups, 5))
+    model.forward(step(0, PROMPT), model.attach(pool))
+    return pool
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_hidden_states_have_the_same_bits_on_every_rank(ranks: Ranks, size: int) -> None:
+    """Seen by keys and values of which there is one head, so that all ranks compute and store it."""
+    config = {**SHAPE, "model_type": "llama", "num_key_value_heads": 1}
+    first, *others = ranks.run(size, keys_and_values, config)
+    assert first.count_nonzero() and all(torch.equal(pool, first) for pool in others)
+
+
 def read_and_greedy(
     ranks: TensorParallel, directory: Path, prompt: list[int], num_tokens: int
 ) -> tuple[int, list[int]]:
