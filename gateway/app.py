@@ -15,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
+from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace
 from gateway.models.model_service import ModelOptions
@@ -101,6 +102,7 @@ def create_app(
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[
+            leave_unread,
             identify,
             measure(metrics),
             trace(tracing),

@@ -21,6 +21,7 @@ from gateway.background import BackgroundWork
 from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
 from gateway.fair_pool import FairPool, TooMuchWaits
 from gateway.http.event_stream import StreamWatch
+from gateway.http.media_type import charset_of, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_service import ModelOptions, ModelService, ModelTable
 from gateway.requests.generation_fields import Timeouts
@@ -216,8 +217,8 @@ def _check_media_type(request: web.Request) -> None:
         raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
     if "Content-Type" not in request.headers:
         return
-    media_type = request.content_type
+    media_type = media_type_of(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType(f"Content-Type: expected application/json, got {media_type}.")
-    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+    if charset_of(request) not in ("utf-8", "utf8"):
         raise UnsupportedMediaType("Content-Type: JSON is UTF-8.")

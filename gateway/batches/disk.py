@@ -9,9 +9,9 @@ import asyncio
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 ENTRY_BYTES = 4096  # what an entry costs at least: many small ones fill a disk too
 _Args = ParamSpec("_Args")
@@ -20,7 +20,12 @@ _Result = TypeVar("_Result")
 
 async def to_the_end(function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
     """In a thread, waited for also by a task that is cancelled: a lock must not be let go while it still writes."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    return await ended(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def ended(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """As to_the_end() waits, for work that is done elsewhere."""
+    running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

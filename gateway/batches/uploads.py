@@ -1,17 +1,24 @@
 """A multipart upload, received into a part file: never in memory as a whole, and within limits of size and time.
 
+A form has so many lines around its file: aiohttp reads each by itself, 2 us, and a body of nothing but empty lines
+would be read on the event loop without a pause. What is written is written by threads that keys have in turn, one each.
+
 Beside the walks: POST /v1/files reads its body by it. It knows no line of what it receives.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
-from aiohttp import BodyPartReader, web
+from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.batches.disk import to_the_end
+from gateway.batches.disk import ended
 from gateway.batches.file_store import FileStore, Part
 from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, RequestTimeout, UnsupportedMediaType
+from gateway.http.media_type import media_type_of
 
 CHUNK_BYTES = 2**18
 MIN_BYTES_PER_SECOND = 32 * 2**10  # slower clients hold a connection for nothing
@@ -19,7 +26,17 @@ RESERVED_BYTES = 4 * 2**20  # room that is taken at one time for a body of unkno
 MAX_FIELD_BYTES = 1024
 MAX_FIELDS = 16
 MAX_FORM_BYTES = 64 * 2**10  # of what is around the file: fields, their headers, boundaries
+MAX_FORM_LINES = 256  # 16 for each field
+MAX_HEADER_BYTES = 1024  # of a field: a file's name has 255, which may be written in three times as many
 MULTIPART = "multipart/form-data"
+
+_Result = TypeVar("_Result")
+
+
+class Work(Protocol):
+    """Does what blocks in a thread, in its owner's turn."""
+
+    def __call__(self, work: Callable[[], _Result]) -> Coroutine[Any, Any, _Result]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +47,24 @@ class Upload:
 
 
 async def receive_upload(
-    http: web.Request, files: FileStore, *, owner_key_hash: str, max_bytes: int, timeout_seconds: float
+    http: web.Request, files: FileStore, work: Work, *, owner_key_hash: str, max_bytes: int, timeout_seconds: float
 ) -> Upload:
     """`timeout_seconds`: for a small one. Raises GatewayError, and OSError."""
-    if http.content_type != MULTIPART:
-        raise UnsupportedMediaType(f"Content-Type: expected {MULTIPART}, got {http.content_type[:100]}.")
+    if (media_type := media_type_of(http)) != MULTIPART:
+        raise UnsupportedMediaType(f"Content-Type: expected {MULTIPART}, got {media_type[:100]}.")
     declared = http.content_length
     if declared is not None and declared > max_bytes + MAX_FORM_BYTES:
         raise _too_large(max_bytes)
     expected = RESERVED_BYTES if declared is None else declared  # room is taken before anything is received
     part = files.new_part(owner_key_hash)
-    receiving = _Receiving(part, max_bytes, timeout_seconds)
+    receiving = _Receiving(part, work, max_bytes, timeout_seconds)
     try:
-        await to_the_end(part.open, min(expected, max_bytes))
+        await ended(work(partial(part.open, min(expected, max_bytes))))
         await receiving.read(http)
         if receiving.filename is None:
             raise MissingParameter("Missing required parameter: file.", param="file")
     except BaseException as error:
-        await to_the_end(part.close)
+        await ended(work(part.close))
         if isinstance(error, TimeoutError):
             raise RequestTimeout("The upload came too slowly.") from error
         if isinstance(error, (ValueError, AssertionError, web.RequestPayloadError, HttpProcessingError)):
@@ -60,17 +77,35 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"file: larger than {max_bytes} bytes.", param="file")
 
 
+class _FewLines:
+    """A body of which so many lines are read as such; a file's content is not read in lines."""
+
+    def __init__(self, content: StreamReader) -> None:
+        self._content = content
+        self._num_left = MAX_FORM_LINES
+        self.read, self.at_eof, self.unread_data = content.read, content.at_eof, content.unread_data
+
+    async def readline(self, *, max_line_length: int | None = None) -> bytes:
+        """Raises ValueError."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise ValueError(f"a form of more than {MAX_FORM_LINES} lines")
+        return await self._content.readline(max_line_length=max_line_length or MAX_HEADER_BYTES)
+
+
 class _Receiving:
-    def __init__(self, part: Part, max_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, part: Part, work: Work, max_bytes: int, timeout_seconds: float) -> None:
         self.filename: str | None = None
         self.fields: dict[str, str] = {}
         self._part = part
+        self._work = work
         self._max_bytes = max_bytes
         self._timeout_seconds = timeout_seconds
 
     async def read(self, http: web.Request) -> None:
         async with asyncio.timeout(self._timeout_seconds) as limit:
-            reader = await http.multipart()
+            lines = cast(StreamReader, _FewLines(http.content))
+            reader = MultipartReader(http.headers, lines, max_field_size=MAX_HEADER_BYTES)
             began_at = asyncio.get_running_loop().time()
             while (part := await reader.next()) is not None:
                 if not isinstance(part, BodyPartReader) or len(self.fields) >= MAX_FIELDS:
@@ -95,5 +130,5 @@ class _Receiving:
         while chunk := await part.read_chunk(CHUNK_BYTES):
             if self._part.num_bytes + len(chunk) > self._max_bytes:
                 raise _too_large(self._max_bytes)
-            await to_the_end(self._part.write, chunk, more=RESERVED_BYTES)
+            await ended(self._work(partial(self._part.write, chunk, more=RESERVED_BYTES)))
             limit.reschedule(began_at + self._timeout_seconds + self._part.num_bytes / MIN_BYTES_PER_SECOND)

@@ -12,13 +12,14 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
-from gateway.batches.disk import to_the_end
+from gateway.batches.disk import ended
 from gateway.batches.paging import asked_page, page_of
 from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
 from gateway.batches.service import BATCHES, BatchService
@@ -53,18 +54,20 @@ async def create_file(http: web.Request) -> web.Response:
 async def _received(http: web.Request) -> FileRecord:
     service = http.app[BATCHES]
     storage = service.storage
+    work = partial(http.app[STATE].pool.run, ("files of", http[ACCOUNT].owner_key_hash), None, may_refuse=False)
     upload = await receive_upload(
         http,
         storage.files,
+        work,
         owner_key_hash=http[ACCOUNT].owner_key_hash,
         max_bytes=service.max_file_bytes,
         timeout_seconds=http.app[STATE].settings.body_timeout_seconds,
     )
     try:
         expires_seconds = _checked(upload.fields, storage.retention_seconds)
-        return await to_the_end(storage.files.keep, upload.part, upload.filename, "batch", expires_seconds)
+        return await ended(work(partial(storage.files.keep, upload.part, upload.filename, "batch", expires_seconds)))
     finally:
-        await to_the_end(upload.part.close)
+        await ended(work(upload.part.close))
 
 
 async def list_files(http: web.Request) -> web.Response:

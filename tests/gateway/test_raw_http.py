@@ -29,6 +29,10 @@ def post(*headers: bytes, body: bytes = BODY, host: bytes = HOST, line: bytes = 
     return b"\r\n".join(part for part in head if part) + b"\r\n\r\n" + body
 
 
+def typed(media_type: bytes) -> bytes:
+    return post(LENGTH).replace(b"application/json", media_type)
+
+
 def chunked(body: bytes) -> bytes:
     return post(CHUNKED, body=body)
 
@@ -105,6 +109,9 @@ CASES: dict[str, tuple[int, bytes]] = {
     "expect something else": (417, post(LENGTH, b"Expect: tea")),
     "expect what is no text": (417, post(LENGTH, b"Expect: \xff\xfe")),
     "expect it where nothing is": (417, get(b"/nothing", host=HOST + b"\r\nExpect: \xff")),
+    "type of 256 characters": (200, typed(b"application/json" + b";" * 240)),
+    "type of 257 characters": (415, typed(b"application/json" + b";" * 241)),
+    "type of 8 kB": (415, typed(b"application/json" + b";" * 8000)),
     "two types": (400, post(LENGTH, b"Content-Type: multipart/form-data; boundary=x")),
     "body of a GET": (200, get(b"/v1/models").replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\nhello")),
     # protocols and methods

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import aiohttp
 import openai
 import pytest
 
-from gateway.batches import batch_store, file_store, service
+from gateway.batches import batch_store, file_store, service, uploads
 from gateway.batches.disk import ENTRY_BYTES
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
@@ -329,6 +330,56 @@ async def test_forms_that_are_none(
     async with gateway.session.post("/v1/files", data=form) as reply:
         assert reply.status == 400, await reply.text()
     assert used_on_disk(tmp_path) == 0
+
+
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"%s\r\n\r\nx\r\n--b--\r\n'
+)
+FEW, MANY = uploads.MAX_FORM_LINES // 2, uploads.MAX_FORM_LINES
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"\r\n" * FEW + FORM % b"", 200),
+        (b"\r\n" * MANY + FORM % b"", 400),
+        (b"\r\n" * 500_000, 400),
+        (FORM % (b"\r\nX: " + b"y" * 1_000), 200),
+        (FORM % (b"\r\nX: " + b"y" * 1_100), 400),
+    ],
+)
+async def test_what_is_around_a_file_is_short(
+    start_gateway: Callable[..., Any], tmp_path: Path, body: bytes, status: int
+) -> None:
+    """It is read line by line on the event loop, and its headers by a parser that is quadratic."""
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    async with gateway.session.post("/v1/files", data=body, headers=headers) as reply:
+        assert reply.status == status, await reply.text()
+
+
+async def test_uploads_of_one_key_are_written_one_at_a_time(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others find a thread, however many of them there are."""
+    begun, may_go, write = threading.Semaphore(0), threading.Event(), file_store.Part.write
+
+    def slow(part: file_store.Part, data: bytes, *, more: int) -> None:
+        begun.release()
+        may_go.wait()
+        write(part, data, more=more)
+
+    monkeypatch.setattr(file_store.Part, "write", slow)
+    gateway: Gateway = await start_gateway(files_dir=tmp_path)
+    tasks = [asyncio.create_task(uploaded(gateway, 1000)) for _ in range(3)]
+    await asyncio.to_thread(begun.acquire)
+    while gateway.state.pool.num_waiting < 2:
+        await asyncio.sleep(0.01)
+    assert not begun.acquire(blocking=False)
+    assert await gateway.state.pool.run("another key", None, partial(int, "7")) == 7
+    may_go.set()
+    assert await asyncio.gather(*tasks) == [200, 200, 200]
 
 
 async def test_a_file_name_is_text_whatever_bytes_it_came_as(start_gateway: Callable[..., Any], tmp_path: Path) -> None:

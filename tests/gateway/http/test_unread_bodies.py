@@ -1,0 +1,79 @@
+"""A body that is long and left unread: no more of it is read, and its client has the answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import StreamReader, web
+
+from gateway.app import RUNNER_OPTIONS
+from gateway.http import unread_bodies
+from gateway.http.unread_bodies import leave_unread
+from gateway.requests.request_body import MAX_BODY_BYTES
+
+NUM_BYTES = 16 * 2**20
+BUFFERED_BYTES = 2**20  # aiohttp stops reading at two times 64 KiB that nobody takes, and a read has 256 KiB at most
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, list[StreamReader]]]:
+    monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 0.05)
+    bodies: list[StreamReader] = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        bodies.append(request.content)
+        return web.json_response({"refused": True}, status=429)
+
+    async def redirect(request: web.Request) -> web.Response:
+        bodies.append(request.content)
+        raise web.HTTPPermanentRedirect("/refuse")
+
+    app = web.Application(middlewares=[leave_unread])
+    app.add_routes([web.post("/refuse", refuse), web.post("/redirect", redirect)])
+    runner = web.AppRunner(app, **RUNNER_OPTIONS)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1], bodies
+    await runner.cleanup()
+
+
+async def answer_of(port: int, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """The status line, and all that follows until the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head + b"\r\n\r\n" + body)
+    line = await reader.readline()
+    rest = b""
+    try:
+        while chunk := await reader.read(65536):
+            rest += chunk
+    except ConnectionResetError:
+        pass  # which what it still wrote has brought about
+    writer.transport.abort()
+    return line, rest
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: %d" % NUM_BYTES, b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(("path", "status"), [(b"/refuse", b"429"), (b"/redirect", b"308")])
+async def test_of_a_long_body_nothing_more_is_read(
+    server: tuple[int, list[StreamReader]], path: bytes, status: bytes, length: bytes
+) -> None:
+    port, bodies = server
+    body = b"%x\r\n" % NUM_BYTES + bytes(NUM_BYTES) if b"chunked" in length else bytes(NUM_BYTES)
+    line, rest = await answer_of(port, b"POST " + path + b" HTTP/1.1\r\nHost: a\r\n" + length, body)
+    assert status in line
+    assert b"Connection: close" in rest
+    (content,) = bodies
+    assert content.total_bytes <= BUFFERED_BYTES
+
+
+async def test_after_a_short_body_the_connection_serves_on(server: tuple[int, list[StreamReader]]) -> None:
+    port, bodies = server
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % MAX_BODY_BYTES
+    for _ in range(2):
+        writer.write(head + bytes(MAX_BODY_BYTES))
+        answer = await reader.readuntil(b'{"refused": true}')
+        assert b"429" in answer and b"close" not in answer
+    assert bodies[0].total_bytes == MAX_BODY_BYTES
+    writer.close()
+    await writer.wait_closed()
