@@ -19,7 +19,7 @@ if state == 'done' then
     return 0
   end
   reply = 2
-  redis.call('HDEL', r, 'orphaned', 'terminal', 'worker')
+  redis.call('HDEL', r, 'orphaned', 'terminal', 'worker', 'claim')
   redis.call('HSET', r, 'state', 'queued', 'jl', redis.call('STRLEN', j),
     'entry', redis.call('XADD', resumed, '*', 'r', id, 's', solo or '0'))
   redis.call('PERSIST', r)

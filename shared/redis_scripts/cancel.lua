@@ -49,7 +49,7 @@ if record then
   if gone ~= '' then
     redis.call('HSET', r, 'orphaned', '1')
   end
-  redis.call('HDEL', r, 'worker')
+  redis.call('HDEL', r, 'worker', 'claim')
   redis.call('EXPIRE', r, keep_seconds)
   redis.call('EXPIRE', j, keep_seconds)
   for gateway in pairs(gateways) do

@@ -1,12 +1,12 @@
 -- EMIT: one engine step's tokens into the journals, then to the gateways. The step number makes a blind repeat harmless.
--- A request is this worker's only while `worker` names it and `claim` the entry that it was claimed by: a cancelled one has
--- no hash any more, and one that was accepted anew has another entry, whoever claims it. A request moves to another attempt
--- only by REAP, which deletes the fence in the same script; so these together let no token of an old attempt through, to
--- the journal or to a gateway.
+-- A request is this worker's only while `claim` names the entry that it was claimed by, which was delivered to this worker
+-- alone: a cancelled one has no claim any more, and one that was accepted anew has another entry, whoever claims it. A
+-- request moves to another attempt only by REAP, which deletes the fence in the same script; so these together let no token
+-- of an old attempt through, to the journal or to a gateway. One field: a second one costs the store 2 us a token.
 -- KEYS  w, (r, j)...
 -- ARGV  worker id, step, (entry id, journal frame) for each (r, j), then messages (publish.lua)
 -- reply {FENCED} | {GAP, stored step} | {OK|DUP, positions (from 0) of requests that are no longer this worker's...}
-local worker, step = ARGV[1], tonumber(ARGV[2])
+local step = tonumber(ARGV[2])
 local count = (#KEYS - 1) / 2
 
 local stored = tonumber(redis.call('GET', KEYS[1]))
@@ -25,8 +25,7 @@ local reply, lost = {repeated and 'DUP' or 'OK'}, {}
 for i = 1, count do
   local r, j, entry = KEYS[2 * i], KEYS[2 * i + 1], ARGV[1 + 2 * i]
   -- pcall: a key of the wrong type ends its own request, not the batch
-  local owner = redis.pcall('HMGET', r, 'worker', 'claim')
-  local mine = owner[1] == worker and owner[2] == entry
+  local mine = redis.pcall('HGET', r, 'claim') == entry
   if mine and not repeated then
     mine = type(redis.pcall('APPEND', j, ARGV[2 + 2 * i])) == 'number'
   end

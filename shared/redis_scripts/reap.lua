@@ -54,7 +54,7 @@ for i = 1, (#KEYS - 6) / 2 do
           solo = '1'
         end
         local again = redis.call('XADD', resumed, '*', 'r', id, 's', solo)
-        redis.call('HDEL', r, 'worker')
+        redis.call('HDEL', r, 'worker', 'claim')
         redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', strikes, 'jl', length, 'solo', solo,
           'entry', again)
       end

@@ -27,7 +27,7 @@ SEEDS = (20260101, 7, 424242)
 STALL_SECONDS = 60.0  # of a machine that does something else; what is lost stays lost
 MUTANT_STALL_SECONDS = 3.0  # a mutant that loses work is caught by standing still
 
-OWNERSHIP = ("emit", "owner[1] == worker and owner[2] == entry", "redis.call('EXISTS', r) == 1")
+OWNERSHIP = ("emit", "redis.pcall('HGET', r, 'claim') == entry", "redis.call('EXISTS', r) == 1")
 NO_FENCE_IN_EMIT = ("emit", "if not stored then\n  return {'FENCED'}\nend", "stored = stored or step - 1")
 NO_FENCE = ("redis.call('EXISTS', KEYS[1]) == 0", "false")
 

@@ -428,6 +428,26 @@ class TestEmit:
         assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
         assert await redis.get(keys.journal("a")) is None
 
+    async def test_a_kept_request_that_was_cancelled_is_no_longer_this_workers(self, scripts, redis, keys):
+        """Its hash stays; who did not hear of the cancellation learns of it here."""
+        await accept(scripts, keep=Keep(b"record", "h"))
+        (a,) = await start(scripts)
+        assert await scripts.cancel("a", "interactive", event=b"end")
+        assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
+        assert await redis.get(keys.journal("a")) is None
+
+    async def test_a_cancellation_by_the_version_before_is_overcome_by_the_next_claim(self, scripts, redis, keys):
+        """It leaves the claim; the request of a gateway that was cut off goes on all the same, in one attempt alone."""
+        await accept(scripts, keep=Keep(b"record", "h"))
+        (a,) = await start(scripts)
+        assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=b"end")
+        await redis.hset(keys.request("a"), "claim", a.entry_id)
+        assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.QUEUED_AGAIN
+        assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
+        (again,) = await continue_with(scripts, WORKER)
+        assert await scripts.emit(WORKER, 2, [frame(again, b"B")], []) == []
+        assert await redis.get(keys.journal("a")) == b"B"
+
     async def test_a_journal_of_the_wrong_type_ends_its_own_request_only(self, scripts, redis, keys):
         a, b = await start(scripts, "a", "b")
         await redis.lpush(keys.journal("a"), "x")
