@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine_worker.execution.settings import MODEL_IMPLS
 from engine_worker.kv.layout import ITEMSIZES
@@ -21,6 +22,9 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_layout
 from shared.settings import SettingsError, parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from engine_worker.model.served_model import Blueprint
 
 SHORTER_TOKENS = (1024, 4096, 16384)
 
@@ -40,6 +44,7 @@ class Estimate:
     kv_blocks: int
     max_model_len: int
     sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
+    tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -47,31 +52,44 @@ class Estimate:
 
 
 def estimate(
-    config: ModelShape, *, memory_bytes: int, memory_ratio: float, block_size: int, max_model_len: int, dtype: str
+    config: ModelShape,
+    *,
+    memory_bytes: int,
+    memory_ratio: float,
+    block_size: int,
+    max_model_len: int,
+    dtype: str,
+    share: ModelShape | None = None,
+    tensor_parallel_size: int = 1,
 ) -> Estimate:
-    """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit."""
+    """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit.
+
+    `share`: what one of `tensor_parallel_size` devices has of the model; all of it unless given.
+    """
     itemsize = ITEMSIZES[dtype]
-    parameters = config.num_parameters()
-    layout = kv_layout(config, block_size, dtype)
-    kv_bytes = int(memory_bytes * memory_ratio) - parameters * itemsize
+    share = share or config
+    weights_bytes = share.num_parameters() * itemsize
+    layout = kv_layout(share, block_size, dtype)
+    kv_bytes = int(memory_bytes * memory_ratio) - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
     fitting = {tokens: blocks // layout.blocks_of(tokens) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     if not fitting[max_model_len]:
         raise DoesNotFit(
-            f"{parameters * itemsize / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
+            f"{weights_bytes / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
             f"sequence of {max_model_len} tokens takes {layout.token_bytes * max_model_len / 2**30:.1f} GiB. "
             + (f"This would fit: --max-model-len {blocks * block_size}" if blocks else "Use more or larger devices.")
         )
     return Estimate(
-        parameters=parameters,
+        parameters=config.num_parameters(),
         dtype=dtype,
-        weights_bytes=parameters * itemsize,
+        weights_bytes=weights_bytes,
         kv_bytes_per_token=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
         kv_cache_bytes=kv_bytes,
         kv_blocks=blocks,
         max_model_len=max_model_len,
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
+        tensor_parallel_size=tensor_parallel_size,
     )
 
 
@@ -79,22 +97,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
-        check_files(options.model, options.model_impl, load_format)
-        config = blueprint_from_directory(options.model, options.model_impl).shape
-        length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
-        found = estimate(
-            config,
-            memory_bytes=parse_bytes(options.gpu_memory),
-            memory_ratio=options.gpu_memory_utilization,
-            block_size=options.block_size,
-            max_model_len=length,
-            dtype=options.dtype or config.dtype,
-        )
+        check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size)
+        blueprint = blueprint_from_directory(options.model, options.model_impl)
+        found = _estimate(options, blueprint, options.tensor_parallel_size)
     except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
         sys.stderr.write(f"pagestream estimate: {error}\n")
         return 1
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found))
+    if options.tensor_parallel_size > 1 and not options.json:
+        sys.stdout.write(_advice(options, blueprint, found))
     return 0
+
+
+def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:
+    config = blueprint.shape
+    length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
+    return estimate(
+        config,
+        memory_bytes=parse_bytes(options.gpu_memory),
+        memory_ratio=options.gpu_memory_utilization,
+        block_size=options.block_size,
+        max_model_len=length,
+        dtype=options.dtype or config.dtype,
+        share=blueprint.share(size),
+        tensor_parallel_size=size,
+    )
 
 
 def _text(found: Estimate) -> str:
@@ -105,8 +132,25 @@ def _text(found: Estimate) -> str:
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block",
     ]
+    if found.tensor_parallel_size > 1:
+        lines.insert(0, f"of each of {found.tensor_parallel_size} devices that share the model:")
     lines += [f"sequences   {count:8,} of {tokens:,} tokens" for tokens, count in found.sequences_at_tokens.items()]
     return "\n".join(lines) + "\n"
+
+
+def _advice(options: argparse.Namespace, blueprint: "Blueprint", shared: Estimate) -> str:
+    """Say whether one device would do: workers that share nothing wait for nobody."""
+    size = shared.tensor_parallel_size
+    try:
+        alone = _estimate(options, blueprint, 1)
+    except DoesNotFit:
+        return f"one device alone does not hold the model: {size} of them share it, or do not serve it\n"
+    together = size * alone.kv_cache_tokens
+    return (
+        f"one device alone holds it: {size} workers of a device each have {together:,} tokens of KV together and wait "
+        f"for nobody, which is usually more tokens a second; a group of {size} has {shared.kv_cache_tokens:,} tokens "
+        "of KV and less time between tokens\n"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
     parser.add_argument("--dtype", choices=sorted(ITEMSIZES), help="default: as saved")
     parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32, 64))
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="devices that share the model (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true")
     return parser
 

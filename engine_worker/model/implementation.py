@@ -30,6 +30,9 @@ class NativeBlueprint:
     def check_tensor_parallel_size(self, size: int) -> None:
         check_tensor_parallel_size(self.shape, size)
 
+    def share(self, size: int) -> ModelSpec:
+        return sharded(self.shape, 0, size)
+
     def build(
         self,
         weights: "WeightSource",

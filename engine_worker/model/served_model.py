@@ -67,6 +67,9 @@ class Blueprint(Protocol):
     def check_tensor_parallel_size(self, size: int) -> None:
         """Raises ValueError with the numbers of ranks that can share the model, if `size` is none of them."""
 
+    def share(self, size: int) -> ModelShape:
+        """The shape of the largest part of the model, rank 0's of `size`. Raises ValueError as above."""
+
     def build(
         self,
         weights: WeightSource,

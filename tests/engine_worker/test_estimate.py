@@ -75,6 +75,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_devices_that_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    command = [str(tmp_path), "--gpu-memory", "141G", "--max-model-len", "8K"]
+
+    def told(size: int) -> dict[str, int]:
+        assert main([*command, "--tensor-parallel-size", str(size), "--json"]) == 0
+        found: dict[str, int] = json.loads(capsys.readouterr().out)
+        return found
+
+    by_size = {size: told(size) for size in (1, 2, 16)}
+    assert {size: found["kv_bytes_per_token"] for size, found in by_size.items()} == {1: 131072, 2: 65536, 16: 16384}
+    assert {found["parameters"] for found in by_size.values()} == {8_030_261_248}
+    replicated = 2 * (128256 + 65) * 4096  # the embedding and the norms, bfloat16
+    assert by_size[2]["weights_bytes"] == (by_size[1]["weights_bytes"] - replicated) // 2 + replicated
+    assert main([*command, "--tensor-parallel-size", "3"]) == 1
+    assert "may be 1, 2, 4, 8, 16 or 32, not 3" in capsys.readouterr().err
+
+
+def test_devices_share_a_model_where_they_must(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    command = [str(tmp_path), "--max-model-len", "8K", "--tensor-parallel-size", "2", "--gpu-memory"]
+    assert main([*command, "80G"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("of each of 2 devices") and "one device alone holds it: 2 workers of a device each" in text
+    assert main([*command, "16G"]) == 0
+    assert "one device alone does not hold the model" in capsys.readouterr().out
+
+
 def test_it_needs_no_torch() -> None:
     code = "import sys, engine_worker.estimate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -82,6 +82,10 @@ class TransformersBlueprint:
     def check_tensor_parallel_size(self, size: int) -> None:
         check_one_rank(size)
 
+    def share(self, size: int) -> ProbedShape:
+        check_one_rank(size)
+        return self.shape
+
     def build(
         self,
         weights: WeightSource,

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.tensor_parallel import SINGLE, TensorParallel, join
+from engine_worker.model.tensor_parallel import SINGLE, SingleRank, TensorParallel, join
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
@@ -75,6 +75,22 @@ def test_ranks_answer_as_one_does(ranks: Ranks, model_type: str, size: int, num_
     found = ranks.run(size, logits, config)[0]
     # Partial sums are added in another order: 4e-6 of the logits' deviation (1.4; 2.9 of scaled ones) at most.
     assert (found - expected).abs().max() <= 1e-5 * expected.std()
+
+
+class Rank(SingleRank):
+    """One of several ranks, of whom the others are not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_a_rank_loads_what_its_shape_says(model_type: str) -> None:
+    config = {**SHAPE, "model_type": model_type, **CASES[model_type]}
+    found = blueprint(config, {}, "native")
+    weights = NamedWeights()
+    found.build(weights, 64, is_deterministic=False, tensor_parallel=Rank(0, 3))
+    assert weights.loaded_bytes == 4 * found.share(3).num_parameters()
 
 
 def keys_and_values(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
