@@ -1,0 +1,120 @@
+"""A group of ranks fails as one, whichever rank fails and how, and another group goes on with its streams."""
+
+import asyncio
+import os
+import signal
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.builders import make_prompt
+from tests.e2e.reader import Reader
+from tests.engine_worker.execution.reference import write_model_of_words
+from tests.faults.conftest import World
+from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs
+
+pytestmark = [pytest.mark.tp, pytest.mark.timeout(400)]
+StartWorld = Callable[..., Awaitable[World]]
+LENGTHS = (3, 40, 200)
+HANG_SECONDS = "3"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    return write_model_of_words(tmp_path_factory.mktemp("models") / "tiny", **sizes)
+
+
+def read(world: World, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> list[Reader]:
+    """Prompts of these lengths: one is computed in many steps."""
+    prompts = [[20 + token % 200 for token in make_prompt(length, first=7 * length)] for length in lengths]
+    return [Reader(world.client, prompt, max_tokens=max_tokens) for prompt in prompts]
+
+
+async def test_each_rank_is_killed_while_its_group_loads_prefills_and_decodes(
+    start_world: StartWorld, model_dir: Path
+) -> None:
+    groups = Groups(world := await start_world(), model_dir)
+    groups.start("w0")
+    groups.start("w1")
+    await world.has_ready("w0", "w1")
+    undisturbed = await outputs(read(world, 200))
+
+    readers = read(world, 200)
+    await world.all_have(readers, 20)
+    holder = await groups.holder()
+    assert await groups.kill(holder, rank=1) == 1
+    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in world.fleet.log(holder)
+    groups.start("w2")
+    assert await groups.kill("w2", rank=1) == 1  # while it loads
+    assert "rank 1 of 2 ended in its phase" in world.fleet.log("w2")
+    groups.start("w3")
+    assert await outputs(readers) == undisturbed
+
+    await world.has_ready("w3")
+    readers = read(world, 200)
+    await world.all_have(readers[:1], 1)  # the others are being prefilled
+    assert await groups.kill(await groups.holder(), rank=0) == -signal.SIGKILL
+    assert await outputs(readers) == undisturbed
+    assert max(await world.attempts(readers)) == 2
+    await world.nothing_is_left()
+
+
+async def test_a_follower_that_stands_still_a_broken_message_and_an_orderly_end(
+    start_world: StartWorld, model_dir: Path
+) -> None:
+    groups = Groups(world := await start_world(), model_dir)
+    groups.start("w0", "--step-timeout-seconds", HANG_SECONDS)
+    groups.start("w1")
+    await world.has_ready("w0", "w1")
+    undisturbed = await outputs(read(world, 60))
+
+    # Neither stands still for good: one is found by the watchdog of steps, the other one reads what is no message.
+    stopped = await groups.follower("w0")
+    os.kill(stopped, signal.SIGSTOP)
+    readers = [*read(world, 60), *read(world, 60)]
+    assert await groups.end_of("w0") == 86
+    await gone(stopped)
+    log = world.fleet.log("w0")
+    assert "no engine step ended for 3 s: this process ends" in log
+    assert "in follow" in log and "engine_thread.py" in log  # the stacks of both ranks
+    assert await outputs(readers) == undisturbed * 2
+
+    broken = await groups.follower("w1")
+    os.kill(broken, signal.SIGTERM)  # not heard: rank 0 drains for all
+    os.kill(broken, signal.SIGSTOP)
+    readers = read(world, 60)
+    await break_the_next_message(world.fleet.processes["w1"].pid)
+    os.kill(broken, signal.SIGCONT)
+    assert await groups.end_of("w1") == 1
+    log = world.fleet.log("w1")
+    assert "rank 1 of 2 ended in its phase 'serve' with exit status 87" in log
+    assert "its CRC32 is" in log
+
+    groups.start("w2")
+    assert await outputs(readers) == undisturbed
+    last = await groups.follower("w2")
+    world.fleet.processes["w2"].send_signal(signal.SIGTERM)
+    assert await groups.end_of("w2") == 0
+    await gone(last)
+    await world.nothing_is_left()
+
+
+async def break_the_next_message(pid: int) -> None:
+    """Wait for one that the follower has not read, and change a byte of it."""
+    memory = next(path for path in Path(f"/proc/{pid}/fd").iterdir() if "pagestream-steps" in os.readlink(path))
+    fd = os.open(memory, os.O_RDWR)
+    slot_bytes = (os.fstat(fd).st_size - 2 * 4096) // 4
+    starts = [2 * 4096 + slot * slot_bytes for slot in range(4)]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            (read_number,) = struct.unpack("<q", os.pread(fd, 8, 4096))
+            for start in starts:
+                (number,) = struct.unpack("<q", os.pread(fd, 8, start + 8))
+                if number == read_number + 1:
+                    os.pwrite(fd, bytes([os.pread(fd, 1, start + 24)[0] ^ 1]), start + 24)
+                    os.close(fd)
+                    return
+            await asyncio.sleep(0.01)
