@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from gateway.answers.answer_kinds import KINDS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
@@ -133,6 +134,7 @@ async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> 
 async def _settle(state: GatewayState) -> None:
     await state.models_loaded.wait()
     search_rarely()
+    state.keep_reader_ready(*KINDS.values())
 
 
 class _CannotListen(Exception):

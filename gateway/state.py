@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from gateway.http.media_type import charset_of, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_service import ModelOptions, ModelService, ModelTable
 from gateway.requests.generation_fields import Timeouts
+from gateway.requests.planning import get_ready
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.settings import GatewaySettings
 from gateway.store.inference_client import InferenceClient
@@ -101,6 +103,13 @@ class GatewayState:
         """Do as work(), for what is made of requests: if it is long it is sent to a process (work_process.py), where it
         does not keep this interpreter."""
         return await self._done(self.readers, account, num_bytes, work)
+
+    def keep_reader_ready(self, *readers: object) -> None:
+        """Once the models are loaded, have a process ready for the next long request, which would wait half a second
+        for its start. `readers`: what it reads by, to be loaded there."""
+        if self._processes is not None:
+            models = [service.require_model() for service in self.models]
+            self._processes.keep_one_ready(partial(get_ready, models, readers), NUM_PROCESSES)
 
     def close(self) -> None:
         """End the pools: nothing is waited for."""

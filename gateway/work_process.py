@@ -4,15 +4,17 @@ loop for as long as one call of C takes: 36 ms for a body of 10^6 token ids.
     processes = WorkProcesses()
     result = processes.run(work)    # blocking, from any thread; raises what `work` raises
 
-There are as many as were ever needed at one time. Work and result go through pipes by pickle: a work is a function of a
-module with its arguments. A served model among them is only named (served_model.py), and loaded there once. The
-processes yield to whatever else wants to run, and end with this one. Run as a module it is the other end.
+There are as many as were ever needed at one time, and one more if one is to be ready. Work and result go through pipes
+by pickle: a work is a function of a module with its arguments. A served model among them is only named
+(served_model.py), and loaded there once. The processes yield to whatever else wants to run, and end with this one. Run
+as a module it is the other end.
 
 A chat's way in, where its body is long: it is decoded, validated and planned here. It knows nothing of keys, queues or
 the event loop.
 """
 
 import fcntl
+import logging
 import os
 import pickle
 import signal
@@ -32,34 +34,74 @@ _PIPE_BYTES = 2**20  # the most that Linux gives to anybody: a body of 2 MiB in 
 
 _Result = TypeVar("_Result")
 
+logger = logging.getLogger("gateway")
+
 
 class WorkProcesses:
     def __init__(self) -> None:
         self._idle: list[_WorkProcess] = []  # the last that worked is the first to work again
         self._all: list[_WorkProcess] = []
-        self._lock = threading.Lock()
+        self._num_preparing = 0  # that are not idle yet
+        self._first_work: Callable[[], object] | None = None
+        self._most = 0
+        self._changed = threading.Condition()
 
     def run(self, work: Callable[[], _Result]) -> _Result:
         """Return what the work does, or raise what it does; InternalError if its process dies."""
         process = self._taken()
+        self._prepare_one()
         try:
             return process.run(work)
         finally:
-            with self._lock:
-                self._idle.append(process)
+            self._give_back(process)
+
+    def keep_one_ready(self, first_work: Callable[[], object], most: int) -> None:
+        """From now on have one more than are at work, of at most so many: it was started, and has done `first_work`,
+        before somebody waits for it. Returns at once."""
+        self._first_work, self._most = first_work, most
+        self._prepare_one()
 
     def close(self) -> None:
         """Whoever still waits for a result hears InternalError."""
-        with self._lock:
+        with self._changed:
+            self._first_work = None
             for process in self._all:
                 process.end()
 
     def _taken(self) -> "_WorkProcess":
-        with self._lock:
+        with self._changed:
+            while not self._idle and self._num_preparing:
+                self._changed.wait()
             if not self._idle:
-                self._idle.append(_WorkProcess())
-                self._all.append(self._idle[0])
+                self._idle.append(self._added())
             return self._idle.pop()
+
+    def _give_back(self, process: "_WorkProcess") -> None:
+        with self._changed:
+            self._idle.append(process)
+            self._changed.notify()
+
+    def _added(self) -> "_WorkProcess":
+        process = _WorkProcess()
+        self._all.append(process)
+        return process
+
+    def _prepare_one(self) -> None:
+        with self._changed:
+            if self._first_work is None or self._idle or self._num_preparing or len(self._all) >= self._most:
+                return
+            self._num_preparing = 1
+            arguments = self._added(), self._first_work
+        threading.Thread(target=self._prepare, args=arguments, name="prepare", daemon=True).start()
+
+    def _prepare(self, process: "_WorkProcess", work: Callable[[], object]) -> None:
+        try:
+            process.run(work)
+        except Exception as error:  # whoever works there next is told, if it is so then
+            logger.warning("a process for long requests is not prepared: %r", error)
+        finally:
+            self._num_preparing = 0
+            self._give_back(process)
 
 
 class _WorkProcess:

@@ -35,7 +35,7 @@ from gateway.text.served_model import ServedModel
 from gateway.text.tokenization import PromptEncoder
 from shared.choice_seeds import SEED_BITS
 from shared.grammars import GrammarError, check_grammar
-from shared.messages import GenerationRequest, GrammarKind, SamplingParams
+from shared.messages import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from shared.redis_keys import PRIORITY_CLASSES
 
 # One answer's tokens, and every log-probability that is told beside them. Prompts, choices, tokens and
@@ -76,6 +76,13 @@ def prepared(
             param="thinking",
         )
     return request, planned
+
+
+def get_ready(models: Sequence[ServedModel], *_: object) -> None:
+    """Do nothing with them: where they are sent, their tokenizers are loaded, and the code that reads requests."""
+    for model in models:
+        model.encoder.encode_text(" ", add_special_tokens=False)
+    check_grammar(Grammar(GrammarKind.REGEX, "a"))
 
 
 def has_more_work(request: CompletionRequest) -> bool:

@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import tempfile
 import threading
 import time
 import weakref
@@ -16,12 +17,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.answers.answer_kinds import COMPLETION
+from gateway.answers.answer_kinds import COMPLETION, KINDS
 from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
 from gateway.requests.planning import ModelLimits, encode_prompts
 from gateway.text.served_model import ServedModel
 from gateway.work_process import NICENESS, WorkProcesses
 from tests.gateway.fake_inference import says
+from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.e2e  # it starts processes
 
@@ -61,6 +63,44 @@ def test_who_needs_one_at_the_same_time_has_another(processes: WorkProcesses, tm
             assert processes.run(os.getpid) != first
             assert not reading.done()
         assert reading.result() == b""
+
+
+def test_one_more_than_are_at_work_is_ready_up_to_the_most(processes: WorkProcesses, tmp_path: Path) -> None:
+    """Each that is prepared leaves a directory behind."""
+    os.mkfifo(tmp_path / "fifo")
+    (prepared := tmp_path / "prepared").mkdir()
+
+    def wait_for(count: int) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while len(list(prepared.iterdir())) < count:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    processes.keep_one_ready(partial(tempfile.mkdtemp, dir=prepared), most=2)
+    wait_for(1)  # before there is any work
+    with ThreadPoolExecutor() as threads:
+        reading = threads.submit(processes.run, partial(Path.read_bytes, tmp_path / "fifo"))
+        with (tmp_path / "fifo").open("wb"):
+            wait_for(2)
+            first = processes.run(os.getpid)
+            assert processes.run(os.getpid) == first
+        assert reading.result() == b""
+    assert len({processes.run(os.getpid) for _ in range(3)} | {first}) <= 2
+    assert len(list(prepared.iterdir())) == 2
+
+
+def test_what_prepares_may_fail(processes: WorkProcesses) -> None:
+    processes.keep_one_ready(partial(divmod, 1, 0), most=1)
+    assert processes.run(partial(int, "7")) == 7
+
+
+async def test_a_reader_is_ready_when_the_models_are_loaded(start_gateway: Callable[..., Any]) -> None:
+    processes = _Counted()
+    gateway = await start_gateway(processes=processes)
+    assert processes.first_works == []
+    gateway.state.keep_reader_ready(*KINDS.values())
+    (work,) = processes.first_works
+    assert processes.run(work) is None
 
 
 def test_one_that_dies_costs_its_work_alone(processes: WorkProcesses) -> None:
@@ -157,6 +197,13 @@ ROUTES = {
 
 class _Counted(WorkProcesses):
     num_works = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_works: list[Any] = []
+
+    def keep_one_ready(self, first_work: Any, most: int) -> None:
+        self.first_works.append(first_work)
 
     def run(self, work: Any) -> Any:
         self.num_works += 1
