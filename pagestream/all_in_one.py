@@ -24,7 +24,7 @@ from secrets import token_hex
 
 from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
-from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, usable_cores, visible_gpus, worker_base_id
+from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
 from pagestream.crew import Crew
 from pagestream.directories import state_directory
@@ -32,6 +32,7 @@ from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
 from pagestream.gateway_count import GatewayCount, count_gateways, counts_for_keys
 from pagestream.gguf_model import ModelUnavailable
+from pagestream.gpus import check_gpus, visible_gpus
 from pagestream.installation import foreign_packages
 from pagestream.phases import PhaseConsole
 from pagestream.restart_policy import GiveUp, RestartPolicy
@@ -96,9 +97,11 @@ class _AllInOne:
         started_at = time.monotonic()
         settings = self.settings
         models = served_models(settings)
+        gpus = [] if self.flags.is_for_cpu else visible_gpus(os.environ)
+        check_gpus(models, gpus)
         require_free_port(settings.host, settings.port)
         num_workers = sum(model.num_workers for model in models)
-        gateways = self._count_gateways(num_workers)
+        gateways = self._count_gateways(num_workers, gpus)
         settings = self.settings = replace(settings, gateways=gateways.number)
         self.console.print(banner.opening([model.name for model in models], gateways, num_workers))
         for foreign in foreign_packages():
@@ -119,11 +122,11 @@ class _AllInOne:
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
                 await self.crew.while_all_live(asyncio.Event().wait())
 
-    def _count_gateways(self, num_workers: int) -> GatewayCount:
+    def _count_gateways(self, num_workers: int, gpus: Sequence[str]) -> GatewayCount:
         return count_gateways(
             self.settings.gateways,
             num_workers=num_workers,
-            gpus=[] if self.flags.is_for_cpu else visible_gpus(os.environ),
+            gpus=gpus,
             num_cores=usable_cores(),
             counts_for_keys=counts_for_keys(self.flags, os.environ, self.config_path),
         )

@@ -1,7 +1,4 @@
-"""The command lines of the gateway and the workers that `pagestream serve` runs, and the GPU that each worker sees.
-
-GPUs are found without CUDA, because the supervisor never loads torch. Each worker sees one of them alone, so that
-several workers are several copies of the model on as many GPUs.
+"""The command lines of the gateway and the workers that `pagestream serve` runs, with their environment.
 
 It is used at a start and after each death, for all_in_one.py. It starts nothing, and knows options by their names
 alone.
@@ -14,13 +11,12 @@ from pathlib import Path
 
 from pagestream.child_process import ChildCommand
 from pagestream.directories import state_directory
+from pagestream.gpus import environ_of_worker, visible_gpus
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, files_folder
 
 # Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
 WORKER_ID_PREFIX = "serve"
-DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU; in a container only those it was given
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_base_id(fleet_id: str, number: int, life: int) -> str:
@@ -78,11 +74,18 @@ class ChildCommands:
         argv = [*_model(model, [model.name]), *_max_model_len(max_model_len), *self._common, "--worker-id", base_id]
         if not told.worker_has("--metrics-port"):
             argv += ["--metrics-port", "0"]  # several workers share this machine: each takes a free one and prints it
-        num_workers = sum(other.num_workers for other in self._models)
-        if num_workers > 1 and not told.worker_has("--num-threads"):
-            argv += ["--num-threads", str(max(1, usable_cores() // num_workers))]
-        environ = environ_of_worker(number, os.environ, visible_gpus(os.environ))
+        size, num_ranks = model.tensor_parallel_size, sum(other.num_ranks for other in self._models)
+        if size > 1:
+            argv += ["--tensor-parallel-size", str(size)]
+        if num_ranks > 1 and not told.worker_has("--num-threads"):
+            argv += ["--num-threads", str(max(1, usable_cores() // num_ranks))]
+        environ = environ_of_worker(self._ranks_before(number), size, os.environ, visible_gpus(os.environ))
         return self._command(f"worker-{number}", "engine_worker", [*argv, *told.worker], environ)
+
+    def _ranks_before(self, number: int) -> int:
+        """Count the ranks of the workers before this one."""
+        sizes = [model.tensor_parallel_size for model in self._models for _ in range(model.num_workers)]
+        return sum(sizes[:number])
 
     def _command(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ
@@ -103,16 +106,3 @@ def _model(model: ServedModel, names: Sequence[str]) -> list[str]:
 
 def _max_model_len(num_tokens: int | None) -> list[str]:
     return [] if num_tokens is None else ["--max-model-len", str(num_tokens)]
-
-
-def visible_gpus(environ: Mapping[str, str], driver_gpus: Path = DRIVER_GPUS) -> list[str]:
-    """Names as CUDA_VISIBLE_DEVICES has them: its own entries if it is set, else 0, 1, ... for those of the driver."""
-    chosen = environ.get(VISIBLE)
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip()]
-    return [str(index) for index, _ in enumerate(driver_gpus.iterdir())] if driver_gpus.is_dir() else []
-
-
-def environ_of_worker(number: int, environ: Mapping[str, str], gpus: list[str]) -> dict[str, str]:
-    """That of worker `number`: in turn one GPU of several, else as it is."""
-    return {**environ, VISIBLE: gpus[number % len(gpus)]} if len(gpus) > 1 else dict(environ)

@@ -71,6 +71,9 @@ class ServeSettings:
         "of several workers on GPUs as far as cores reach, else one",
     )
     workers: int = setting(1, help="engine workers to run, of each model; of several GPUs each takes one")
+    tensor_parallel_size: int = setting(
+        1, help="GPUs of each worker, which share its model; must divide its heads and its intermediate size"
+    )
     redis_url: str = setting("", help="a running Redis or Valkey; default: an embedded Valkey of your own")
     store_max_memory_bytes: int = setting(256 * 2**20, parse=parse_bytes, help="memory of the embedded store")
     max_model_len: int | None = setting(
@@ -92,6 +95,8 @@ class ServeSettings:
             raise SettingsError("--models-file: has the models and their names; give no --model beside it")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise SettingsError(f"--workers: expected 1 to {MAX_WORKERS}, got {self.workers}")
+        if self.tensor_parallel_size < 1:
+            raise SettingsError(f"--tensor-parallel-size: at least 1; got {self.tensor_parallel_size}")
         if self.gateways is not None and not 1 <= self.gateways <= MAX_GATEWAYS:
             raise SettingsError(f"--gateways: expected auto, or 1 to {MAX_GATEWAYS}, got {self.gateways}")
         if self.drain_seconds < 0:

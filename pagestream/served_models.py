@@ -14,6 +14,7 @@ from pagestream.serve_settings import DEMO, SET_BY_SERVE, ServeSettings
 from shared.models_file import ModelEntry, check_names, read_models
 from shared.settings import SettingsError
 
+_SIZE_FLAG = "--tensor-parallel-size"
 _OWN_FLAGS = SET_BY_SERVE | {"--model", "--served-model-name"}
 
 
@@ -24,10 +25,16 @@ class ServedModel:
     entry: ModelEntry
     num_workers: int
     worker_flags: tuple[str, ...] = ()  # of this model's workers alone
+    tensor_parallel_size: int = 1  # ranks of each worker
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have a part of the model, of all workers."""
+        return self.num_workers * self.tensor_parallel_size
 
     @property
     def resolved(self) -> ModelEntry:
@@ -54,12 +61,24 @@ def files_folder(models: Sequence[ServedModel]) -> str:
 def _served(entry: ModelEntry, settings: ServeSettings) -> ServedModel:
     source = find_model(entry.model, settings.revision)
     flags: list[str] = []
+    size = settings.tensor_parallel_size
     for key, value in entry.worker.items():
         flag = "--" + key.replace("_", "-")
+        if flag == _SIZE_FLAG:
+            size = _size(value)
+            continue
         if flag in _OWN_FLAGS:
             raise SettingsError(f"--models-file: worker.{key}: is set by serve itself")
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
             flags += [flag, str(value)]
-    return ServedModel(entry.names or (source.name,), source, entry, entry.workers or settings.workers, tuple(flags))
+    return ServedModel(
+        entry.names or (source.name,), source, entry, entry.workers or settings.workers, tuple(flags), size
+    )
+
+
+def _size(value: object) -> int:
+    if isinstance(value, int) and value >= 1:
+        return value
+    raise SettingsError(f"--models-file: worker.{_SIZE_FLAG.removeprefix('--')}: 1 or more; got {value!r}")

@@ -31,8 +31,8 @@ DANGEROUS_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "numpy
 
 # A new option is a decision: it is added here, to docs/operations.md, and to the CHANGELOG.
 SERVE_OPTIONS = """
-    model revision served_model_name models_file host port gateways workers redis_url store_max_memory_bytes
-    max_model_len files_dir drain_seconds log_format otlp_traces_endpoint vllm_metric_names
+    model revision served_model_name models_file host port gateways workers tensor_parallel_size redis_url
+    store_max_memory_bytes max_model_len files_dir drain_seconds log_format otlp_traces_endpoint vllm_metric_names
 """
 GATEWAY_OPTIONS = """
     model served_model_name models_file redis_url host port reuse_port own_port api_key api_keys_file ui
