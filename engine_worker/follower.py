@@ -60,7 +60,8 @@ def _follow(channel: RingReceiver, rank: int, size: int, rendezvous_fd: int) -> 
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
     ranks = meet(rank, size, plan.device, rendezvous_fd)
-    stop_listening()
+    if plan.device.type == "cpu":  # gloo has all its connections; NCCL makes them when it first needs a path
+        stop_listening()
     loaded = load_replica(plan, lambda phase, progress, detail: channel.enter(phase), ranks)
     search_rarely()
     channel.enter(SERVING)

@@ -102,7 +102,7 @@ class ProcessGroup:
             return self.all_reduce(tensor)
         if tensor.numel():
             parts = tensor.new_empty(self.size, *tensor.shape)
-            dist.all_gather_into_tensor(parts.flatten(0, 1), tensor.contiguous(), group=self._group)
+            dist.all_gather(list(parts.unbind()), tensor.contiguous(), group=self._group)
             tensor.copy_(parts[0])
             for part in parts[1:]:
                 tensor.add_(part)
