@@ -31,6 +31,7 @@ WORDS_LEFT = {"gateway": 1, "tests": 1}  # an error message that clients have se
 DOCSTRINGS_LEFT = {"tests": 97}
 
 _NO_SUBJECT = re.compile(r"(Of|Those|The same|So many|What|Where)\b")
+_MAY_HAVE_NONE = re.compile(rf"""["']\s*{_NO_SUBJECT.pattern}""")  # a string that begins so; most files have none
 
 
 def forbidden() -> list[str]:
@@ -90,7 +91,7 @@ def test_forbidden_words_are_gone() -> None:
 def test_docstrings_have_a_subject() -> None:
     counts, places = Counter[str](), []
     for folder, path in files():
-        if path.suffix == ".py":
+        if path.suffix == ".py" and _MAY_HAVE_NONE.search(path.read_text()):
             found = [text.splitlines()[0] for text in docstrings(path.read_text()) if _NO_SUBJECT.match(text)]
             counts[folder] += len(found)
             places += [f"{path.relative_to(ROOT)}: {line}" for line in found]

@@ -14,7 +14,7 @@ from openai.types import Batch
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import Answer, Api, Fleet
 
-NUM_LINES = 2_000
+NUM_LINES = 600
 MAX_TOKENS = 3
 WORKER = str(Path(__file__).with_name("scripted_worker.py"))
 # Steps of 2 ms, so that the batch takes some seconds; a dead worker is missed after three instead of fifteen.

@@ -1,4 +1,4 @@
-"""/v1/batches: 2,000 lines beside a chat load, while the gateway that drives them and a worker are killed midway."""
+"""/v1/batches: 600 lines beside a chat load, while the gateway that drives them and a worker are killed midway."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

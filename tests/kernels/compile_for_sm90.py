@@ -211,7 +211,6 @@ def main(part: int, num_parts: int) -> None:
         "attention llama-8b fp32 block 16": attention("llama-8b", torch.float32, 16),
         "attention in splits llama-8b bf16": attention_in_splits("llama-8b"),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
-        "sampling smollm2-135m bf16": sampling(49_152, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),

@@ -166,7 +166,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(MAKERS)),
     st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join),
@@ -178,7 +178,6 @@ def test_how_the_text_is_cut_changes_nothing(name: str, text: str, data: st.Data
     assert read(name, pieces) == read(name, [text])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(["hermes", "llama3_json", "mistral", "offered", "offered llama3_json"]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION
@@ -152,7 +152,6 @@ _VALUES = st.recursive(
 
 
 @given(value=_VALUES, levels=st.integers(25, 40), indent=st.none() | st.integers(0, 1))
-@settings(max_examples=300, deadline=None)
 def test_depth_is_exact(value: object, levels: int, indent: int | None) -> None:
     for _ in range(levels):
         value = [value]
