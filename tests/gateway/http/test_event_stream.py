@@ -1,12 +1,13 @@
 """Silent and stalled streams, on a clock that the test moves."""
 
 import asyncio
+import socket
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from gateway.http.event_stream import PIECE_BYTES, EventStream, StreamWatch
+from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, EventStream, StreamWatch
 from gateway.text.served_model import ServedModel
 from shared.messages import TokenEvent
 from tests.gateway.conftest import Gateway
@@ -121,6 +122,35 @@ async def test_a_client_that_stops_reading_is_aborted_and_cancelled(
             await flood()
         response.close()
     assert gateway.metric("pagestream_gateway_write_stalls_total") == 1
+
+
+async def test_little_is_written_for_a_client_that_reads_nothing() -> None:
+    """The kernel would take 4 MiB of it, and the gateway write as much, for each of its streams."""
+    written = asyncio.get_running_loop().create_future()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        stream = EventStream(request, {}, StreamWatch(10.0, 30.0))
+        await stream.open()
+        num_bytes = 0
+        while num_bytes < 16 * MAX_UNSENT_BYTES and stream.push(bytes(1000)):
+            num_bytes += 1000
+            await asyncio.sleep(0)
+        written.set_result(num_bytes)
+        stream.abort()
+        return stream.response
+
+    app = web.Application()
+    app.router.add_get("/", endless)
+    async with TestServer(app) as server:
+        assert server.port is not None
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            # What is unsent, as much again in the process, and what is on its way.
+            assert await written <= 3 * MAX_UNSENT_BYTES
 
 
 async def test_a_long_end_is_written_in_pieces() -> None:
