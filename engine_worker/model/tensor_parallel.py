@@ -2,8 +2,7 @@
 
     SINGLE         one rank: every operation hands back what it got, and launches nothing
     ProcessGroup   a process a rank, over torch.distributed: gloo on a CPU, NCCL on CUDA
-    join()         a ProcessGroup of processes of one host, which find each other by a file in a private directory
-    join_by()      one of processes that find each other by any store of torch.distributed
+    join_by()      a ProcessGroup of processes that find each other by a store of torch.distributed
 
 Every rank makes the same calls in the same order with the same shapes. On CUDA all but minimum() are enqueued on the
 current stream and may be captured in a graph: nothing in them waits for the device. It knows no network, and nothing of
@@ -11,20 +10,16 @@ steps: what a step is, ranks are told elsewhere.
 """
 
 import os
-import stat
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 _JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_RENDEZVOUS_FILE = "ranks"
 # On a shared host a program that uses multicast (NVLS) can put the GPUs of others out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -142,17 +137,6 @@ class ProcessGroup:
         self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
         self.broadcast(torch.zeros(1, device=self._device))
         self.minimum(0)
-
-
-def join(rank: int, size: int, device: torch.device, rendezvous: Path) -> ProcessGroup:
-    """Wait for the `size` ranks of this host and connect them, by a file in the directory `rendezvous`.
-
-    The directory is the caller's to make and, once all have joined, to remove. Raises ValueError where others than its
-    owner can read it.
-    """
-    if stat.S_IMODE(rendezvous.stat().st_mode) & 0o077:
-        raise ValueError(f"{rendezvous} is open to other users; ranks meet in a directory of mode 0700")
-    return join_by(FileStore(str(rendezvous / _RENDEZVOUS_FILE), size), rank, size, device)
 
 
 def join_by(store: Store, rank: int, size: int, device: torch.device, interface: str | None = "lo") -> ProcessGroup:

@@ -9,6 +9,7 @@ Jobs are functions of modules. All ranks are one group of torch.distributed, and
 import multiprocessing
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join
+from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join_by
 
 SECONDS = 100  # of a job, at most: a rank that waits for another one would wait for minutes
 
@@ -58,6 +59,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def _serve(rank: int, size: int, device_type: str, directory: str, connection: Connection) -> None:
+    warnings.simplefilter("error")  # as in the process of the tests
     torch.set_num_threads(1)
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     groups = _groups(rank, size, device, Path(directory))
@@ -72,7 +74,7 @@ def _serve(rank: int, size: int, device_type: str, directory: str, connection: C
 
 def _groups(rank: int, size: int, device: torch.device, directory: Path) -> dict[int, ProcessGroup]:
     """By how many ranks it has. Every rank takes part in making each group."""
-    groups = {size: join(rank, size, device, directory)}
+    groups = {size: join_by(dist.FileStore(str(directory / "ranks"), size), rank, size, device)}
     for members in range(2, size):
         group = dist.new_group(list(range(members)))
         if rank < members:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.tensor_parallel import SINGLE, SingleRank, TensorParallel, join
+from engine_worker.model.tensor_parallel import SINGLE, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
@@ -184,9 +184,3 @@ def test_one_rank_asks_nobody() -> None:
     found = operations(SINGLE, shards, 24)
     assert found.pop("smallest") == 10
     assert all(torch.equal(found[name], shards[0]) for name in ("sum", "sum in order", "gathered", "of rank 0"))
-
-
-def test_ranks_meet_in_private(tmp_path: Path) -> None:
-    tmp_path.chmod(0o750)
-    with pytest.raises(ValueError, match="open to other users"):
-        join(0, 1, torch.device("cpu"), tmp_path)
