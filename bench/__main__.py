@@ -9,6 +9,8 @@ PROGRAMS = {
     "gpu-check": "kernel.gpu_check",  # each kernel against its float64 reference
     "attention": "kernel.attention",
     "linear": "kernel.linear",
+    "skinny-tiles": "kernel.skinny_tiles",  # the fastest tiles of products of few rows, for a model or a rank of it
+    "all-reduce": "kernel.all_reduce",  # sums between GPUs of one host
     "sampling": "kernel.sampling",
     "kv-transfers": "kernel.kv_transfers",  # KV to host memory and back, and a decode beside it
     "engine": "engine.throughput",  # our engine without HTTP, and transformers beside it

@@ -1,0 +1,119 @@
+"""All-reduces of bfloat16 between GPUs of one host, inside CUDA graphs: NCCL, and torch's symmetric memory beside it.
+
+    python -m bench all-reduce --out DIR [--ranks N]
+
+A process a GPU, which meet as the ranks of a worker do; NVLink multicast is off. Every way is checked against the sum
+in float32, and its results against those of the other ranks, bit by bit, before it is timed as one of 64 in a graph.
+Writes DIR/all_reduce_N.json.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from engine_worker.model.tensor_parallel import ProcessGroup, join_by
+
+SIZES = tuple(2**exponent for exponent in (13, 14, 16, 18, 19, 20, 21, 22, 23, 25, 26))  # bytes
+LARGEST_ONE_SHOT = 2**22  # every rank reads all of every other rank's
+NUM_CALLS, NUM_REPLAYS = 64, 20
+AllReduce = Callable[[Tensor], Tensor]  # the sum, perhaps in place
+
+
+def ways(ranks: ProcessGroup, num_elements: int, device: torch.device) -> dict[str, AllReduce]:
+    import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC0415 - alpha in torch 2.11
+
+    group = dist.distributed_c10d._get_default_group()
+    group_name = group.group_name
+    buffer = symmetric_memory.empty(num_elements, dtype=torch.bfloat16, device=device)
+    symmetric_memory.rendezvous(buffer, group=group)
+
+    def one_shot(tensor: Tensor) -> Tensor:
+        shared = buffer[: tensor.numel()].copy_(tensor)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group_name)
+
+    def two_shot(tensor: Tensor) -> Tensor:
+        shared = buffer[: tensor.numel()].copy_(tensor)
+        return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group_name)
+
+    found: dict[str, AllReduce] = {"nccl": ranks.all_reduce, "two_shot": two_shot}
+    return {**found, "one_shot": one_shot} if num_elements * 2 <= LARGEST_ONE_SHOT else found
+
+
+def check(way: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
+    """Raises AssertionError where the sum is wrong, or has other bits on another rank."""
+    parts = [torch.empty_like(tensor) for _ in range(ranks.size)]
+    dist.all_gather(parts, tensor)
+    found = way(tensor.clone()).clone()
+    # Each addition rounds once to eight bits.
+    torch.testing.assert_close(found.float(), torch.stack(parts).float().sum(0), rtol=ranks.size * 2**-8, atol=1e-2)
+    first = ranks.broadcast(found.clone())
+    assert torch.equal(first, found), "ranks have different bits"
+
+
+def graph_microseconds(way: AllReduce, tensor: Tensor) -> float:
+    for _ in range(3):
+        way(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(NUM_CALLS):
+            way(tensor)
+        graph.capture_end()
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    milliseconds = []
+    for _ in range(NUM_REPLAYS):
+        started.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        milliseconds.append(started.elapsed_time(ended))
+    return statistics.median(milliseconds) * 1e3 / NUM_CALLS
+
+
+def measure(rank: int, size: int, directory: str, out: Path) -> None:
+    device = torch.device("cuda", rank)
+    ranks = join_by(FileStore(f"{directory}/ranks", size), rank, size, device)
+    results: list[dict[str, Any]] = []
+    for num_bytes in SIZES:
+        generator = torch.Generator(device).manual_seed(rank)
+        tensor = torch.randn(num_bytes // 2, dtype=torch.bfloat16, device=device, generator=generator)
+        row: dict[str, Any] = {"bytes": num_bytes}
+        for name, way in ways(ranks, num_bytes // 2, device).items():
+            check(way, ranks, tensor)
+            row[f"{name}_microseconds"] = graph_microseconds(way, torch.zeros_like(tensor))
+        results.append(row)
+        if rank == 0:
+            print(", ".join(f"{key} {value:,.1f}" for key, value in row.items()), flush=True)
+    if rank == 0:
+        result = {"device": torch.cuda.get_device_name(), "ranks": size, "torch": torch.__version__, "sizes": results}
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"all_reduce_{size}.json").write_text(json.dumps(result, indent=1))
+    ranks.close()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs (%(default)s)")
+    options = parser.parse_args(argv)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        start = partial(context.Process, target=measure)
+        processes = [start(args=(rank, options.ranks, directory, options.out)) for rank in range(options.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
