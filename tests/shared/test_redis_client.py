@@ -1,8 +1,13 @@
-"""What an observer hears of commands, on a real server."""
+"""What an observer hears of commands, and how they are sent: on a real server, and to one that reads nothing."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
+from shared import redis_client
 from shared.redis_client import connect
 from tests.conftest import Valkey
 
@@ -18,3 +23,61 @@ async def test_an_observer_hears_of_each_command_and_of_its_failure(valkey: Valk
         await connections.aclose()
     assert [(command, failed) for command, _, failed in heard] == [("SET", False), ("INCRBY", True)]
     assert all(0 < seconds < 10 for _, seconds, _ in heard)
+
+
+async def test_a_command_makes_no_task(valkey: Valkey) -> None:
+    """redis-py sends each in a task of its own, with a timer: they are the dearest part of a request's only command."""
+    loop, made = asyncio.get_running_loop(), list[Any]()
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        made.append(coroutine)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    connections = connect(valkey.url)
+    try:
+        await connections.commands.set("x", b"text")  # on an open connection now
+        loop.set_task_factory(make)
+        await connections.commands.set("x", b"y" * 100_000)
+        assert await connections.commands.get("x") == b"y" * 100_000
+        assert made == []
+    finally:
+        loop.set_task_factory(None)
+        await connections.aclose()
+
+
+async def test_what_a_server_does_not_read_is_waited_for_no_longer_than_its_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redis_client, "SOCKET_TIMEOUT_SECONDS", 0.5)
+    held = list[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        for _ in range(2):  # the client says who it is; nothing after that is read
+            await reader.readuntil(b"SETINFO")
+            writer.write(b"+OK\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        connections = connect(f"redis://{host}:{port}")
+        try:
+            with pytest.raises(TimeoutError):
+                await connections.commands.set("x", b"y" * 2**26)
+        finally:
+            await connections.aclose()
+            for writer in held:
+                writer.close()
+
+
+async def test_a_connection_that_was_lost_is_no_reply(valkey: Valkey) -> None:
+    connections = connect(valkey.url)
+    try:
+        await connections.commands.set("x", "text")
+        (connection,) = connections.commands.connection_pool._available_connections
+        connection._writer.transport.abort()
+        with pytest.raises(ConnectionError):
+            await connection.send_command("GET", "x")
+        assert await connections.commands.get("x") == b"text"  # on another one
+    finally:
+        await connections.aclose()
