@@ -1,11 +1,12 @@
-"""Which products go to skinny_linear, and with which tiles: measured, checked in, chosen by device and shape alone.
+"""Which products go to skinny_linear, and with which tiles: by rule from the shape, with what was measured as override.
 
     tiles_for(weight, num_rows, is_gated) -> Tiles, or None: the library's product is faster or the only one
 
-The rows are those for which the kernel won against cuBLAS in a graph of eight layers (bench/kernel/linear.py,
-bench/results/h200/linear.json). Nothing is tuned while serving.
+The rule was fitted to 59 products of ten models, whole and halved, at 1, 16, 64 and 128 rows against cuBLAS, each in a
+graph of layers that exceed the L2 cache (bench/results/h200/linear_tiles.jsonl): on average it is within 1 % of the
+best tiles that were tried. Nothing is tuned while serving.
 
-It is asked at a worker's start, for each weight. It knows shapes, and no weights.
+It is asked in each step, for each weight, where nothing is captured. It knows shapes, and no weights.
 """
 
 from functools import cache
@@ -13,32 +14,76 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.skinny_linear import NUM_SMS, Tiles
+from kernels.skinny_linear import MAX_ROWS, NUM_SMS, Tiles
 
-# (outputs, inputs, is gated): (rows up to, tiles), ascending. Of 4,096 columns and 14,336 inner ones; two heads.
-H200_TILES: dict[tuple[int, int, bool], tuple[tuple[int, Tiles], ...]] = {
-    (6144, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
-    (4096, 4096, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128)), (128, Tiles(64, 128, row_blocks=2))),
-    (14336, 4096, True): ((64, Tiles(128, 128)), (128, Tiles(128, 64))),
-    (4096, 14336, False): ((16, Tiles(64, 256)), (64, Tiles(64, 128))),
+Shape = tuple[int, int, bool]  # outputs, inputs, is gated: then gate and up are outputs each
+
+# Rows up to -> tiles, ascending, instead of the rule's; no tiles above. By the rule each would be 2 to 8 % slower than
+# cuBLAS at some number of rows.
+MEASURED: dict[Shape, tuple[tuple[int, Tiles], ...]] = {
     (49152, 4096, False): ((64, Tiles(64, 128)),),
-    (128256, 4096, False): ((64, Tiles(64, 128)),),
+    (2048, 8192, False): ((16, Tiles(64, 256)),),
+    (2560, 9728, False): ((16, Tiles(64, 256)),),
+    (5120, 25600, False): ((8, Tiles(128, 128)),),
+    (5120, 32768, False): (),
 }
+
+_HEAD_OUTPUTS = 32_768  # products with more are heads: their tiles are many, so wide ones are shared out evenly too
+_FEW_TILES = 64  # of 64 outputs: half of the SMs have one each
+_LITTLE_WASTE = 0.7  # of the SMs' time, where tiles are not a multiple of SMs
 
 
 def tiles_for(weight: Tensor, num_rows: int, is_gated: bool) -> Tiles | None:
     if weight.dtype != torch.bfloat16 or not _is_known(weight.device):
         return None
     num_outputs = len(weight) // 2 if is_gated else len(weight)
-    for max_rows, tiles in H200_TILES.get((num_outputs, weight.shape[1], is_gated), ()):
-        if num_rows <= max_rows:
-            return tiles
-    return None
+    return tiles_of((num_outputs, weight.shape[1], is_gated), num_rows)
+
+
+def tiles_of(shape: Shape, num_rows: int) -> Tiles | None:
+    """The tiles on a GPU that the rule was made for."""
+    if num_rows > MAX_ROWS:
+        return None
+    if shape in MEASURED:
+        return next((tiles for max_rows, tiles in MEASURED[shape] if num_rows <= max_rows), None)
+    num_outputs, num_inputs, is_gated = shape
+    tiles = _gated(num_outputs, num_rows) if is_gated else _plain(num_outputs, num_inputs, num_rows)
+    if tiles is None:
+        return None
+    fits = num_outputs % (tiles.block_n // 2 if is_gated else tiles.block_n) == 0 and num_inputs % tiles.block_k == 0
+    return tiles if fits else None
+
+
+def _gated(num_outputs: int, num_rows: int) -> Tiles | None:
+    num_tiles = num_outputs // 64
+    if num_rows <= 16 or (num_rows <= 64 and (num_tiles <= 2 * NUM_SMS or _busy(num_tiles) >= _LITTLE_WASTE + 0.02)):
+        return Tiles(128, 128)
+    return Tiles(128, 64) if num_rows > 64 and _busy(num_tiles) >= _LITTLE_WASTE + 0.1 else None
+
+
+def _plain(num_outputs: int, num_inputs: int, num_rows: int) -> Tiles | None:
+    num_tiles = num_outputs // 64
+    if num_outputs >= _HEAD_OUTPUTS:
+        return Tiles(128, 128) if num_rows <= 64 else None
+    if num_rows <= 16:
+        # Of 80 tiles (5,120 outputs) half as many are faster than 80 programs on 132 SMs, by 3 to 10 % of long rows.
+        is_uneven = _FEW_TILES < num_tiles < NUM_SMS and _busy(num_tiles) < _LITTLE_WASTE and num_inputs > 4_096
+        return Tiles(128, 128) if is_uneven else Tiles(64, 256 if num_inputs % 256 == 0 else 128)
+    if num_rows <= 64:
+        return Tiles(64, 128) if num_tiles <= _FEW_TILES or _busy(num_tiles) >= _LITTLE_WASTE else None
+    # Two programs share a tile, each with half of the rows: x is read again for every tile, which long rows make dear.
+    return Tiles(64, 128, row_blocks=2) if num_tiles <= _FEW_TILES and num_inputs <= 10_240 else None
+
+
+def _busy(num_tiles: int) -> float:
+    """The share of the SMs' time in which they have a tile, when all start at once."""
+    rounds = -(-num_tiles // NUM_SMS)
+    return num_tiles / (rounds * NUM_SMS)
 
 
 @cache
 def _is_known(device: torch.device) -> bool:
-    """A Hopper GPU with the SMs that the table was made for."""
+    """A Hopper GPU with the SMs that the rule was made for."""
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

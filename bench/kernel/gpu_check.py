@@ -37,13 +37,14 @@ from bench.kernel.cases import (
     rounding_tolerance,
     same_bits,
 )
+from bench.kernel.products import MODELS, Shape, products_of
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store, rotate_reference, store_kv_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import H200_TILES, tiles_for
+from kernels.skinny_linear_tiles import tiles_for, tiles_of
 
 READ_CEILING_BYTES_PER_SECOND = 4.62e12  # an H200, measured: reads only
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -190,11 +191,20 @@ def check_block_copies(shape: str, block_size: int, dtype: torch.dtype) -> Check
     return check
 
 
+# Of an 8B layer, with two heads; of two other layers, of which one has rows that no measured product has.
+CHECKED_PRODUCTS: tuple[Shape, ...] = (
+    *products_of(MODELS["Llama-3.1-8B"]).values(),
+    (49152, 4096, False),
+    *products_of(MODELS["Qwen3-0.6B"]).values(),
+    *products_of(MODELS["Llama-3.1-8B"], num_ranks=2).values(),
+)
+
+
 def _product_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
-    for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
+    for num_outputs, num_inputs, is_gated in CHECKED_PRODUCTS:
         for num_rows in (1, 7, 16, 31, 64, 100):
-            if num_rows <= choices[-1][0]:
+            if tiles_of((num_outputs, num_inputs, is_gated), num_rows) is not None:
                 name = f"linear {num_outputs} x {num_inputs}{' gated' if is_gated else ''} T={num_rows}"
                 checks[name] = check_skinny_linear(num_outputs, num_inputs, is_gated, num_rows)
     for vocab_size in (49152, 128256):

@@ -1,10 +1,11 @@
-"""The matrix products of a Llama-3.1-8B layer on one GPU: cuBLAS, what is served, and the floor.
+"""The matrix products of models on one GPU: cuBLAS, what is served, and the floor.
 
     python -m bench linear --out DIR [--deterministic]
 
-Every product is timed inside a CUDA graph over eight layers of distinct weights (3.5 GB), alone and as the chain of a
-layer's four; the served gated product includes SiLU * up, cuBLAS's does not. Then the small kernels beside them, and
-for which numbers of rows the served product has other bits than the same rows among 1024. Writes DIR/linear.json.
+Every product of a Llama-3.1-8B layer is timed inside a CUDA graph over eight layers of distinct weights (3.5 GB), alone
+and as the chain of a layer's four; the served gated product includes SiLU * up, cuBLAS's does not. Then the small
+kernels beside them, and for which numbers of rows the served product has other bits than the same rows among 1024. Then
+the products of ten models, where SiLU * up is on both sides. Writes DIR/linear.json.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
+from bench.kernel.products import Shape, all_shapes
 from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.model.quantisation.dense_cuda import CudaLinear
 from kernels.rms_norm import add_rms_norm
@@ -38,6 +40,8 @@ SHAPES = {
 }
 LAYER = ("qkv", "o", "gate_up", "down")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MODELS_ROWS = (1, 16, 64, 128)
+L2_BYTES = 400e6  # of weights in a graph: eight times an H200's L2
 INVARIANCE_ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 512, 513)
 
 Calls = list[Callable[[], object]]
@@ -109,6 +113,48 @@ def measure_products(layers: Layers) -> list[dict[str, Any]]:
     return results
 
 
+def measure_models() -> list[dict[str, Any]]:
+    """Every product of products.py: served against cuBLAS, and whether rows among few have the bits of many."""
+    return [row for shape, owners in all_shapes().items() for row in _measure_shape(shape, owners)]
+
+
+def _measure_shape(shape: Shape, owners: list[str]) -> list[dict[str, Any]]:
+    num_outputs, num_inputs, is_gated = shape
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    weight_bytes = num_outputs * (1 + is_gated) * num_inputs * 2
+    num_layers = max(2, min(8, int(L2_BYTES / weight_bytes) + 1))
+    weights = [random(num_outputs * (1 + is_gated), num_inputs) * 0.02 for _ in range(num_layers)]
+    x = random(1024, num_inputs)
+    many = served(x, weights[0], is_gated)
+    results = []
+    for rows in MODELS_ROWS:
+        few = x[:rows]
+        library = [lambda w=w, few=few: silu_and_mul(linear(few, w)) if is_gated else linear(few, w) for w in weights]
+        ours = [lambda w=w, few=few: served(few, w, is_gated) for w in weights]
+        times = {"cublas_microseconds": graph_microseconds(library), "served_microseconds": graph_microseconds(ours)}
+        results.append(
+            {"outputs": num_outputs, "inputs": num_inputs, "gated": is_gated, "rows": rows, **times}
+            | {"floor_microseconds": weight_bytes / READ_CEILING_BYTES_PER_SECOND * 1e6, "of": owners}
+            | {"same_bits": torch.equal(served(few, weights[0], is_gated), many[:rows])}
+        )
+    return results
+
+
+def print_models(results: list[dict[str, Any]]) -> None:
+    for rows in MODELS_ROWS:
+        of_rows = [row for row in results if row["rows"] == rows]
+        ratios = {row["of"][0]: row["served_microseconds"] / row["cublas_microseconds"] for row in of_rows}
+        worst = max(ratios, key=ratios.__getitem__)
+        mean = sum(ratios.values()) / len(ratios)
+        other = [row["of"][0] for row in of_rows if not row["same_bits"]]
+        print(f"{len(ratios)} products, {rows} rows: {mean:.3f} x cuBLAS, at most {ratios[worst]:.3f} ({worst})")
+        print(f"  other bits than among 1024: {other}")
+
+
 def measure_small_kernels(layers: Layers) -> list[dict[str, Any]]:
     results = []
     for rows in (1, 16, 64, 256, 512):
@@ -152,6 +198,9 @@ def main(argv: list[str]) -> int:
     products, small = measure_products(layers), measure_small_kernels(layers)
     other_bits = {name: layers.other_bits(name) for name in SHAPES}
     print_table(products, small, other_bits)
+    del layers
+    models = measure_models()
+    print_models(models)
     result = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
@@ -159,6 +208,7 @@ def main(argv: list[str]) -> int:
         "products": products,
         "small_kernels": small,
         "rows_with_other_bits": other_bits,
+        "models": models,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     name = "linear_deterministic.json" if options.deterministic else "linear.json"

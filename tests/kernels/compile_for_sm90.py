@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from bench.kernel.products import MODELS, products_of
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
@@ -31,7 +32,7 @@ from kernels.sampling.cuda import sample_tokens_triton
 from kernels.sampling.reference import SamplingRows
 from kernels.silu_and_mul import silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import H200_TILES
+from kernels.skinny_linear_tiles import tiles_of
 from kernels.token_bitmask import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 
@@ -152,18 +153,18 @@ def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def skinny_products() -> None:
-    """Every entry of the table, at its least and its greatest number of rows."""
-    for (num_outputs, num_inputs, is_gated), choices in H200_TILES.items():
+    """Every product of an 8B layer, at the least and the greatest number of rows for which its tiles are chosen."""
+    for num_outputs, num_inputs, is_gated in products_of(MODELS["Llama-3.1-8B"]).values():
         weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.bfloat16, device="meta")
-        least = 1
-        for max_rows, tiles in choices:
-            for num_rows in (least, max_rows):
-                x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
-                (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
-                if (num_outputs, num_rows) == (128_256, max_rows):  # a head, whose logits are float32
-                    logits = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="meta")
-                    skinny_linear(x, weight, tiles, logits)
-            least = max_rows + 1
+        for num_rows in (1, 16, 17, 64, 65, 128):
+            tiles = tiles_of((num_outputs, num_inputs, is_gated), num_rows)
+            if tiles is None:
+                continue
+            x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
+            (gated_skinny_linear if is_gated else skinny_linear)(x, weight, tiles)
+            if (num_outputs, num_rows) == (128_256, 64):  # a head, whose logits are float32
+                logits = torch.empty(num_rows, num_outputs, dtype=torch.float32, device="meta")
+                skinny_linear(x, weight, tiles, logits)
 
 
 def unpacking() -> None:

@@ -1,27 +1,47 @@
 """What can be known of skinny_linear without a GPU: its reference, the table of tiles, and who is sent to it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 import kernels.skinny_linear_tiles as table
+from bench.kernel.products import all_shapes
 from kernels.dependent_launch import dependent_launch
 from kernels.skinny_linear import MAX_ROWS, Tiles, gated_skinny_linear_reference, skinny_linear_reference
 
-ENTRIES = [(shape, max_rows, tiles) for shape, choices in table.H200_TILES.items() for max_rows, tiles in choices]
+ROWS = range(1, MAX_ROWS + 1)
+# Of models that were measured, and sizes that no measured model has: odd heads, a vocabulary that 64 does not divide.
+SHAPES = [*all_shapes(), (576, 576, False), (1536, 576, True), (49_152, 576, False), (100_003, 4096, False)]
 
 
-@pytest.mark.parametrize(("shape", "max_rows", "tiles"), ENTRIES, ids=str)
-def test_an_entry_cuts_its_product_without_remainder(shape: tuple[int, int, bool], max_rows: int, tiles: Tiles) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_cut_a_product_without_remainder(shape: tuple[int, int, bool]) -> None:
     num_outputs, num_inputs, is_gated = shape
-    box = tiles.block_n // 2 if is_gated else tiles.block_n
-    assert box % 64 == 0, "rows of a wgmma"
-    assert num_outputs % box == 0 and num_inputs % tiles.block_k == 0 and max_rows <= MAX_ROWS
+    for tiles in filter(None, (table.tiles_of(shape, num_rows) for num_rows in ROWS)):
+        box = tiles.block_n // 2 if is_gated else tiles.block_n
+        assert box % 64 == 0, "rows of a wgmma"
+        assert num_outputs % box == 0 and num_inputs % tiles.block_k == 0
 
 
-def test_entries_ascend() -> None:
-    for choices in table.H200_TILES.values():
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_more_rows_change_the_tiles_at_three_numbers_at_most(shape: tuple[int, int, bool]) -> None:
+    """Otherwise a decoding batch that grows by one would be compiled for again and again."""
+    chosen = [table.tiles_of(shape, num_rows) for num_rows in ROWS]
+    changes = [rows for rows, (one, next_one) in enumerate(pairwise(chosen), start=1) if one != next_one]
+    assert set(changes) <= {8, 16, 64}
+    assert table.tiles_of(shape, MAX_ROWS + 1) is None
+
+
+def test_every_entry_of_the_table_is_another_choice_than_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = dict(table.MEASURED)
+    for choices in entries.values():
         rows = [max_rows for max_rows, _ in choices]
-        assert rows == sorted(set(rows))
+        assert rows == sorted(set(rows)) and all(number <= MAX_ROWS for number in rows)
+    by_table = {shape: [table.tiles_of(shape, num_rows) for num_rows in ROWS] for shape in entries}
+    monkeypatch.setattr(table, "MEASURED", {})
+    by_rule = {shape: [table.tiles_of(shape, num_rows) for num_rows in ROWS] for shape in entries}
+    assert all(by_rule[shape] != by_table[shape] for shape in entries)
 
 
 def weight(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -32,11 +52,11 @@ def test_shape_rows_and_device_alone_choose(monkeypatch: pytest.MonkeyPatch) -> 
     qkv = weight(6144, 4096)
     assert table.tiles_for(qkv, 1, is_gated=False) is None, "not on an unknown device"
     monkeypatch.setattr(table, "_is_known", lambda device: True)
-    few, more = (tiles for _, tiles in table.H200_TILES[6144, 4096, False])
+    few, more = Tiles(64, 256), Tiles(64, 128)
     chosen = {rows: table.tiles_for(qkv, rows, is_gated=False) for rows in (1, 16, 17, 64, 65)}
     assert chosen == {1: few, 16: few, 17: more, 64: more, 65: None}
     assert table.tiles_for(weight(28672, 4096), 100, is_gated=True) == Tiles(128, 64)
-    assert table.tiles_for(weight(28672, 4096), 1, is_gated=False) is None
+    assert table.tiles_for(weight(28672, 4096), 100, is_gated=False) is None
     assert table.tiles_for(weight(6144, 4096, torch.float16), 1, is_gated=False) is None
 
 
