@@ -75,6 +75,7 @@ def _load(options: argparse.Namespace) -> tuple[ModelRunner, float]:
             max_num_batched_tokens=4096,
             max_model_len=longest,
             num_threads=options.num_threads,
+            tensor_parallel_size=options.tensor_parallel_size,
         ),
         lambda phase, progress, detail: print(f"{phase} {progress:4.0%}  {detail}", flush=True),
     )
@@ -203,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
     parser.add_argument("--num-threads", type=int, default=None)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
     parser.add_argument("--output", type=Path, default=Path("bench/results"), help="directory of the JSON")
     return parser
 

@@ -16,11 +16,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine_worker.execution.step_channel import RingSender
 
 logger = logging.getLogger("worker")
 
+_ROOT = Path(__file__).parents[2]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
 DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang or are stopped
 
@@ -103,7 +105,11 @@ class Followers:
         fds = self._channel.fds(rank)
         argv = [sys.executable, "-P", "-m", "engine_worker.follower", str(os.getpid()), str(rank), str(self.size)]
         argv += [str(fd) for fd in (self._rendezvous_fd, *fds)]
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(self._rendezvous_fd, *fds))
+        # From where this code is, whatever the current directory has: of a clone it may not be installed.
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        fds_passed = (self._rendezvous_fd, *fds)
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds_passed, env=environ)
 
     def _first_end(self) -> FollowerEnd | None:
         """Wait for it; None: close() was called."""

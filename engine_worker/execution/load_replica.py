@@ -10,7 +10,7 @@ It is used once, at a start, by load.py on rank 0 and by follower.py on the othe
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -111,16 +111,23 @@ def load_replica(
     return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes)
 
 
+def check_alike(devices: Sequence[str]) -> None:
+    """Raise ValueError where the GPUs of a group, by name, are not all of one kind: the slowest would be waited for."""
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"--tensor-parallel-size {len(devices)}: the GPUs of a group must be alike; {', '.join(devices)}"
+        )
+
+
 def _device(settings: ExecutionSettings, rank: int) -> torch.device:
-    size = settings.tensor_parallel_size
-    device = chosen_device(settings.device, has_cuda=torch.cuda.is_available())
+    """That of a rank. Does not start CUDA, of which something is chosen before."""
+    size, has_cuda = settings.tensor_parallel_size, torch.cuda.is_available()
+    device = chosen_device(settings.device, has_cuda=has_cuda)
     if device != "cuda" or size == 1:
         return torch.device(device)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if size > len(names):
-        raise ValueError(f"--tensor-parallel-size {size}: this process sees {len(names)} GPUs; give 1 to {len(names)}")
-    if len(set(names[:size])) > 1:
-        raise ValueError(f"--tensor-parallel-size {size}: the GPUs of a group must be alike; {', '.join(names[:size])}")
+    found = torch.cuda.device_count()
+    if size > found:
+        raise ValueError(f"--tensor-parallel-size {size}: this process sees {found}; at most {found}, or --device cpu")
     return torch.device(device, rank)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from engine_worker.execution.follower_processes import FollowerEnd, Followers, end_process
 from engine_worker.execution.group_health import GroupHealth
 from engine_worker.execution.group_messages import GroupStart, encode
-from engine_worker.execution.load_replica import LoadPlan, Report
+from engine_worker.execution.load_replica import LoadPlan, Report, check_alike
 from engine_worker.execution.step_channel import RingSender
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
@@ -37,6 +37,8 @@ class RankGroup:
     def start(cls, plan: LoadPlan, report: Report, on_end: Callable[[FollowerEnd], None] = end_process) -> "RankGroup":
         """Start the followers and wait until all have joined. `on_end`: see Followers."""
         size = plan.settings.tensor_parallel_size
+        if plan.device.type == "cuda":
+            check_alike([torch.cuda.get_device_name(rank) for rank in range(size)])
         report("load", 0.0, f"{size} ranks")
         channel = RingSender(size, _slot_bytes(plan))
         channel.send(encode(GroupStart(plan.settings)))

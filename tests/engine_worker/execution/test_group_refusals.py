@@ -1,0 +1,65 @@
+"""A group that cannot be is refused in a sentence, before weights are read and before another process is started."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution import load_replica, rank_group
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load_replica import check_alike
+from engine_worker.execution.settings import ExecutionSettings
+from shared.settings import SettingsError
+from tests.engine_worker.execution.reference import write_model
+
+pytestmark = pytest.mark.tp
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights are read, or a process is started")
+
+    monkeypatch.setattr(rank_group, "Followers", refuse)
+    monkeypatch.setattr(load_replica, "SafetensorsWeights", refuse)
+
+
+def load(model_dir: Path, size: int, **changes: str) -> None:
+    settings = ExecutionSettings(model=model_dir, tensor_parallel_size=size, **{"device": "cpu", **changes})  # type: ignore[arg-type]
+    load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_that_is_none(model_dir: Path, size: int) -> None:
+    with pytest.raises(SettingsError, match=rf"--tensor-parallel-size: at least 1; got {size}"):
+        load(model_dir, size)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_size_that_does_not_divide_the_model_is_answered_with_those_that_do(model_dir: Path, size: int) -> None:
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size.* 1.* 2"):
+        load(model_dir, size)
+
+
+def test_a_model_by_transformers_has_one_rank(model_dir: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="--tensor-parallel-size"):
+        load(model_dir, 2, model_impl="transformers")
+
+
+def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2: this process sees 1; at most 1"):
+        load(model_dir, 2, device="cuda")
+
+
+def test_gpus_of_two_kinds() -> None:
+    check_alike(["H200", "H200"])
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2: the GPUs of a group must be alike; H200, A10"):
+        check_alike(["H200", "A10"])
