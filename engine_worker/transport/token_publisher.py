@@ -101,7 +101,7 @@ class TokenPublisher:
                 self._claims.remove(ending.request_id)
 
     def _claimed(self, events: Iterable[_Event]) -> list[tuple[_Event, ClaimedRequest]]:
-        """Those of claimed requests, each with its claim."""
+        """The events whose requests are claimed here, each with its claim."""
         return [(event, claim) for event in events if (claim := self._claims.get(event.request_id)) is not None]
 
     def _messages(
