@@ -1,6 +1,7 @@
 """Which products go to skinny_linear, and with which tiles: by rule from the shape, with what was measured as override.
 
     tiles_for(weight, num_rows, is_gated) -> Tiles, or None: the library's product is faster or the only one
+    most_rows(weight, is_gated)              up to how many rows there are tiles
 
 The rule was fitted to 59 products of ten models, whole and halved, at 1, 16, 64 and 128 rows against cuBLAS, each in a
 graph of layers that exceed the L2 cache (bench/results/h200/linear_tiles.jsonl): on average it is within 1 % of the
@@ -79,6 +80,14 @@ def _busy(num_tiles: int) -> float:
     """The share of the SMs' time in which they have a tile, when all start at once."""
     rounds = -(-num_tiles // NUM_SMS)
     return num_tiles / (rounds * NUM_SMS)
+
+
+def most_rows(weight: Tensor, is_gated: bool) -> int:
+    """The largest number of rows for which there are tiles; 0: the library's product is the only one."""
+    for num_rows in range(MAX_ROWS, 0, -1):
+        if tiles_for(weight, num_rows, is_gated) is not None:
+            return num_rows
+    return 0
 
 
 @cache

@@ -12,25 +12,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec
+from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Role
 from engine_worker.model.weights import WeightSource
 
 
 def method(device_type: str) -> LinearMethod:
     if device_type == "cuda":
-        from engine_worker.model.quantisation.dense_cuda import CudaHead, CudaLinear  # noqa: PLC0415 - imports triton
+        from engine_worker.model.quantisation.dense_cuda import (  # noqa: PLC0415 - imports triton
+            CudaHead,
+            CudaLinear,
+            tell_product,
+        )
 
-        return DenseMethod(CudaLinear, CudaHead)
-    return DenseMethod(CpuLinear, CpuHead)
+        return DenseMethod(CudaLinear, CudaHead, tell_product)
+    return DenseMethod(CpuLinear, CpuHead, lambda name, weight, is_gated: None)
 
 
 class DenseMethod:
-    def __init__(self, linear: Callable[[Tensor, Tensor | None], Linear], head: Callable[[Tensor], Head]) -> None:
-        self._linear, self.head = linear, head
+    def __init__(
+        self,
+        linear: Callable[[Tensor, Tensor | None], Linear],
+        head: Callable[[Tensor], Head],
+        tell: Callable[[str, Tensor, bool], None],
+    ) -> None:
+        """`tell`: of a product's name, its weight and whether it is gated; what serves it is said once."""
+        self._linear, self._head, self._tell = linear, head, tell
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         weight = _rows(spec, source, "weight", (spec.inputs,))
+        self._tell(spec.role, weight, spec.role is Role.GATE_UP)
         return self._linear(weight, _rows(spec, source, "bias", ()) if spec.bias else None)
+
+    def head(self, weight: Tensor) -> Head:
+        self._tell("head", weight, False)
+        return self._head(weight)
 
 
 def _rows(spec: LinearSpec, source: WeightSource, part: str, rest: tuple[int, ...]) -> Tensor:

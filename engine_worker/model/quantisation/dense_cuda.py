@@ -3,13 +3,29 @@
 Knows no layer and no network.
 """
 
+import logging
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
-from kernels.skinny_linear_tiles import tiles_for
+from kernels.skinny_linear_tiles import most_rows, tiles_for
+
+logger = logging.getLogger("worker")
+
+
+def tell_product(name: str, weight: Tensor, is_gated: bool) -> None:
+    """Log which kernel serves products of this name and shape, once."""
+    _tell(name, *weight.shape, most_rows(weight, is_gated))
+
+
+@cache
+def _tell(name: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
+    served = f"skinny_linear up to {num_rows} rows" if num_rows else "the library's product"
+    logger.info("%s, %d x %d: %s", name, num_outputs, num_inputs, served)
 
 
 class CudaLinear:

@@ -91,3 +91,14 @@ def test_products_that_end_a_part_are_sums_over_ranks() -> None:
     spec = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
     splits = {role: LinearSpec(role=role, **spec).split for role in Role}
     assert [role for role, split in splits.items() if split is Split.INPUTS] == [Role.OUT, Role.DOWN]
+
+
+def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a width that no other test has; on a CPU the tiles of a GPU are not known."""
+    method, source = linear_method("dense", "cuda"), RandomWeights(CPU, torch.float32)
+    caplog.set_level("INFO", logger="worker")
+    for index in range(3):
+        names = (f"{index}.gate", f"{index}.up")
+        method.load(LinearSpec(role=Role.GATE_UP, names=names, outputs=(41, 41), inputs=43, bias=False), source)
+    method.head(torch.zeros(47, 43))
+    assert caplog.messages == ["gate_up, 82 x 43: the library's product", "head, 47 x 43: the library's product"]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
+from engine_worker.model.network import Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
@@ -177,6 +179,29 @@ def test_what_ranks_ask_of_each_other(ranks: Ranks, size: int, dtype: torch.dtyp
         assert torch.equal(found["gathered"], whole if rank == 0 else shards[rank])
         assert torch.equal(found["written"], whole if rank == 0 else shards[rank])
         assert found["no logits"].shape == (0, vocab_size if rank == 0 else 24)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.names.append(str(operator))
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_one_rank_launches_what_a_network_of_its_own_does(model_type: str) -> None:
+    found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
+    by_network = []
+    for model in (Network(found.shape, NamedWeights(), 64), found.build(NamedWeights(), 64, False, SINGLE)):
+        layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+        device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5)))
+        with Operators() as operators:
+            model.forward(step(0, PROMPT), device)
+        by_network.append(operators.names)
+    assert by_network[0] == by_network[1]
 
 
 def test_one_rank_asks_nobody() -> None:
