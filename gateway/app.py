@@ -17,7 +17,7 @@ from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
-from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace
+from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.models.model_service import ModelOptions
 from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import (
@@ -109,6 +109,7 @@ def create_app(
             errors_to_json,
             authenticate(access),
             charge,
+            write_out,
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
     )

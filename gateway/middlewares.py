@@ -23,8 +23,9 @@ from gateway.auth.rate_limits import Charge
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
 from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
 from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
+from gateway.http.long_body import write_long
 from gateway.metrics import GatewayMetrics
-from gateway.state import TRACEPARENT, UNKNOWN_ROUTE, route_name
+from gateway.state import STATE, TRACEPARENT, UNKNOWN_ROUTE, route_name
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 
@@ -162,3 +163,9 @@ async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
     generates = request.method == "POST" and route in GENERATING and NAME_HEADER not in request.headers
     with Charge(request[ACCOUNT], generates=generates) as request[CHARGE]:
         return await handler(request)
+
+
+@web.middleware
+async def write_out(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What is long is written here, while its request is still open to its key."""
+    return await write_long(request, await handler(request), request.app[STATE].watch)

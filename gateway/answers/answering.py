@@ -21,6 +21,7 @@ from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.kept_answers import AnswerChanged, find_named
 from gateway.answers.retention import NAME_HEADER, Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission
+from gateway.http.long_body import write_long
 from gateway.models.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.requests.openai_schema import CompletionRequest
@@ -45,7 +46,7 @@ async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None 
             body = await complete(context, body)
         submission = await submitted(context, kind, body)
         try:
-            return await submission.respond(http)
+            return await write_long(http, await submission.respond(http), context.state.watch)
         finally:
             submission.release()
 

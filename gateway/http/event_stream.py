@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from aiohttp import hdrs, web
 
@@ -109,6 +110,20 @@ def _start_of_last(num_bytes: int) -> int:
     return max(0, -(-num_bytes // PIECE_BYTES) - 1) * PIECE_BYTES
 
 
+class Watched(Protocol):
+    """The part of a response that the watch looks at."""
+
+    last_write_at: float
+    write_began_at: float | None
+
+    @property
+    def is_silent(self) -> bool: ...
+
+    def push(self, data: bytes) -> bool: ...
+
+    def abort(self) -> None: ...
+
+
 class StreamWatch:
     def __init__(
         self, keep_alive_seconds: float, stall_seconds: float, on_stall: Callable[[], None] = lambda: None
@@ -116,12 +131,12 @@ class StreamWatch:
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
         self._on_stall = on_stall
-        self._streams: set[EventStream] = set()
+        self._streams: set[Watched] = set()
 
-    def add(self, stream: EventStream) -> None:
+    def add(self, stream: Watched) -> None:
         self._streams.add(stream)
 
-    def discard(self, stream: EventStream) -> None:
+    def discard(self, stream: Watched) -> None:
         self._streams.discard(stream)
 
     async def run(self) -> None:

@@ -1,0 +1,57 @@
+"""A long body on its way to its client: written piece by piece, and ended where its client reads nothing.
+
+aiohttp writes a body at one time: what the client does not read is copied into this process, tens of megabytes for an
+answer with log-probabilities, and stays there for as long as the client likes. By then its request has long let go of
+its place, so one key could have any number of them.
+
+The way back, in its very last step, of an answer that is not streamed. It knows the bytes of no format.
+"""
+
+import asyncio
+import socket
+import time
+
+from aiohttp import web
+
+from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
+
+
+class _BodyWrite:
+    """The part of an EventStream that the watch looks at."""
+
+    is_silent = False
+
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
+        self._transport = transport
+        self.last_write_at = time.monotonic()
+        self.write_began_at: float | None = self.last_write_at
+
+    def push(self, data: bytes) -> bool:
+        raise AssertionError("a body has no comments")
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+async def write_long(request: web.Request, response: web.StreamResponse, watch: StreamWatch) -> web.StreamResponse:
+    """The response, written if its body is long. ConnectionResetError: the client has gone, or reads nothing."""
+    body = response.body if isinstance(response, web.Response) and not response.prepared else None
+    if not isinstance(body, bytes) or len(body) <= PIECE_BYTES or request.method == "HEAD":
+        return response
+    written = web.StreamResponse(status=response.status, headers=response.headers)
+    written.content_length = len(body)
+    await written.prepare(request)
+    if (transport := request.transport) is None:
+        raise ConnectionResetError("the client has gone")
+    connection = transport.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    writing = _BodyWrite(transport)
+    watch.add(writing)
+    try:
+        for start in range(0, len(body), PIECE_BYTES):
+            writing.write_began_at = time.monotonic()
+            await written.write(body[start : start + PIECE_BYTES])
+        await written.write_eof()
+    finally:
+        watch.discard(writing)
+    return written

@@ -1,0 +1,108 @@
+"""Long bodies: whole for who reads them, and little of them in this process for who does not."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway.answers import answering
+from gateway.app import RUNNER_OPTIONS
+from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
+from gateway.http.long_body import write_long
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import says
+from tests.gateway.test_charging import HEADERS, limited
+from tests.patience import PATIENCE_SECONDS
+
+BODY = bytes(range(256)) * 2**15  # 8 MiB
+STALL_SECONDS = 30.0
+
+
+class Server:
+    def __init__(self) -> None:
+        self.stalls: list[float] = []
+        self.watch = StreamWatch(10.0, STALL_SECONDS, lambda: self.stalls.append(STALL_SECONDS))
+        self.transports: list[asyncio.WriteTransport] = []
+        self.ends: list[BaseException | None] = []
+        self.port = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.transports.append(request.transport)
+        try:
+            response = await write_long(request, web.Response(body=BODY, status=201, headers={"X": "y"}), self.watch)
+        except BaseException as error:
+            self.ends.append(error)
+            raise
+        self.ends.append(None)
+        return response
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made, app = Server(), web.Application()
+    app.router.add_get("/", made.answer)
+    runner = web.AppRunner(app, **RUNNER_OPTIONS)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.port = runner.addresses[0][1]
+    yield made
+    await runner.cleanup()
+
+
+async def test_who_reads_has_all_of_it(server: Server) -> None:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
+        for _ in range(2):  # on one connection
+            async with session.get("/") as reply:
+                assert (reply.status, reply.headers["X"], reply.content_length) == (201, "y", len(BODY))
+                assert await reply.read() == BODY
+        async with session.head("/") as reply:
+            assert (reply.status, reply.content_length) == (201, len(BODY))
+    server.watch.look(time.monotonic() + STALL_SECONDS)
+    assert (server.ends, server.stalls) == ([None] * 3, [])
+
+
+async def test_who_does_not_is_dropped_and_holds_little(server: Server) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", server.port))
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (server.transports and server.transports[0].get_write_buffer_size() > 0):
+                await asyncio.sleep(0.01)
+            assert server.transports[0].get_write_buffer_size() <= MAX_UNSENT_BYTES + PIECE_BYTES
+            server.watch.look(time.monotonic() + STALL_SECONDS + 1)
+            while not server.ends:
+                await asyncio.sleep(0.01)
+    assert server.stalls == [STALL_SECONDS]
+    assert isinstance(server.ends[0], (ConnectionResetError, asyncio.CancelledError))
+
+
+async def test_an_answer_has_its_place_until_it_is_written(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway: Gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
+    gateway.engine.script = says([5])
+    while_written: list[int] = []
+
+    async def write(http: web.Request, response: web.StreamResponse, watch: StreamWatch) -> web.StreamResponse:
+        if not while_written:
+            while_written.append(0)
+            while_written[0] = await asked()
+        return await write_long(http, response, watch)
+
+    async def asked() -> int:
+        async with gateway.session.post("/v1/completions", json={"prompt": "a"}, headers=HEADERS) as reply:
+            return reply.status
+
+    monkeypatch.setattr(answering, "write_long", write)
+    assert (await asked(), while_written) == (200, [429])
+    assert await asked() == 200
