@@ -94,7 +94,7 @@ def test_products_that_end_a_part_are_sums_over_ranks() -> None:
 
 
 def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a width that no other test has; on a CPU the tiles of a GPU are not known."""
+    """The width is no other test's; on a CPU the tiles of a GPU are not known."""
     method, source = linear_method("dense", "cuda"), RandomWeights(CPU, torch.float32)
     caplog.set_level("INFO", logger="worker")
     for index in range(3):
