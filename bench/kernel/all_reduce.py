@@ -1,4 +1,4 @@
-"""All-reduces of bfloat16 between GPUs of one host, inside CUDA graphs: NCCL, and torch's symmetric memory beside it.
+"""All-reduces of bfloat16 between GPUs of one host, inside CUDA graphs: NCCL, symmetric memory, and both by size.
 
     python -m bench all-reduce --out DIR [--ranks N]
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from engine_worker.model.symmetric_memory import SymmetricMemory
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 SIZES = tuple(2**exponent for exponent in (13, 14, 16, 18, 19, 20, 21, 22, 23, 25, 26))  # bytes
@@ -30,24 +31,16 @@ NUM_CALLS, NUM_REPLAYS = 64, 20
 AllReduce = Callable[[Tensor], Tensor]  # the sum, perhaps in place
 
 
-def ways(ranks: ProcessGroup, num_elements: int, device: torch.device) -> dict[str, AllReduce]:
-    import torch.distributed._symmetric_memory as symmetric_memory  # noqa: PLC0415 - alpha in torch 2.11
-
-    group = dist.distributed_c10d._get_default_group()
-    group_name = group.group_name
-    buffer = symmetric_memory.empty(num_elements, dtype=torch.bfloat16, device=device)
-    symmetric_memory.rendezvous(buffer, group=group)
-
-    def one_shot(tensor: Tensor) -> Tensor:
-        shared = buffer[: tensor.numel()].copy_(tensor)
-        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group_name)
-
-    def two_shot(tensor: Tensor) -> Tensor:
-        shared = buffer[: tensor.numel()].copy_(tensor)
-        return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group_name)
-
-    found: dict[str, AllReduce] = {"nccl": ranks.all_reduce, "two_shot": two_shot}
-    return {**found, "one_shot": one_shot} if num_elements * 2 <= LARGEST_ONE_SHOT else found
+def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
+    found: dict[str, AllReduce] = {"nccl": ranks.all_reduce}
+    found["two_shots"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=0).all_reduce
+    chosen = ProcessGroup(device)
+    if not chosen.reduce_by(SymmetricMemory(device)):
+        raise RuntimeError("sums by symmetric memory are wrong on some rank")
+    found["by_size"] = chosen.all_reduce
+    if num_bytes <= LARGEST_ONE_SHOT:
+        found["one_shot"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=num_bytes).all_reduce
+    return found
 
 
 def check(way: AllReduce, ranks: ProcessGroup, tensor: Tensor) -> None:
@@ -90,7 +83,7 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
         generator = torch.Generator(device).manual_seed(rank)
         tensor = torch.randn(num_bytes // 2, dtype=torch.bfloat16, device=device, generator=generator)
         row: dict[str, Any] = {"bytes": num_bytes}
-        for name, way in ways(ranks, num_bytes // 2, device).items():
+        for name, way in ways(ranks, num_bytes, device).items():
             check(way, ranks, tensor)
             row[f"{name}_microseconds"] = graph_microseconds(way, torch.zeros_like(tensor))
         results.append(row)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 _JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
+_TRIED_ELEMENTS = tuple(2**exponent for exponent in range(6, 25))  # up to 32 MiB of bfloat16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # On a shared host a program that uses multicast (NVLS) can put the GPUs of others out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -31,7 +32,7 @@ class TensorParallel(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks, in place; every rank gets the same bits. In the tensor's own dtype."""
+        """Return the sum of `tensor` over the ranks, in its dtype and perhaps its place; the same bits on all."""
 
     def all_reduce_in_order(self, tensor: Tensor) -> Tensor:
         """Sum as all_reduce() does, rank after rank: an element's bits do not depend on where in `tensor` it stands."""
@@ -73,6 +74,13 @@ class SingleRank:
 SINGLE: TensorParallel = SingleRank()
 
 
+class PeerMemory(Protocol):
+    """Sums between devices that reach each other's memory: symmetric_memory.py."""
+
+    def serves(self, tensor: Tensor) -> bool: ...
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+
 class ProcessGroup:
     """A TensorParallel over an initialised group of torch.distributed.
 
@@ -85,9 +93,18 @@ class ProcessGroup:
         """`group`: torch's default one unless given. Connects the ranks, which a capture could not."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._group = device, group
+        self._peers: PeerMemory | None = None
         self._connect()
 
+    def reduce_by(self, peers: "PeerMemory") -> bool:
+        """Let `peers` sum what it serves, if it does so rightly on every rank; return whether it will."""
+        is_right = self.minimum(int(_sums_rightly(peers, self, self._device))) == 1
+        self._peers = peers if is_right else None
+        return is_right
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.serves(tensor):
+            return self._peers.all_reduce(tensor)
         if tensor.numel():  # a step may have no rows left, on all ranks alike
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -137,6 +154,21 @@ class ProcessGroup:
         self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
         self.broadcast(torch.zeros(1, device=self._device))
         self.minimum(0)
+
+
+def _sums_rightly(peers: PeerMemory, ranks: ProcessGroup, device: torch.device) -> bool:
+    """Whether sums of every size are those in float32, but for their rounding, and have the same bits as rank 0's."""
+    is_right = True
+    for num_elements in _TRIED_ELEMENTS:
+        generator = torch.Generator(device).manual_seed(ranks.rank)
+        mine = torch.randn(num_elements, device=device, generator=generator).to(torch.bfloat16)
+        if not peers.serves(mine):
+            continue
+        found = peers.all_reduce(mine.clone()).clone()
+        exact, of_first = ranks.all_reduce(mine.float()), ranks.broadcast(found.clone())
+        rounding = 2.0**-8 * ranks.size * exact.abs().amax()  # of each addition, at the largest sum
+        is_right &= bool((found - exact).abs().amax() <= rounding) and torch.equal(found, of_first)
+    return is_right
 
 
 def join_by(store: Store, rank: int, size: int, device: torch.device, interface: str | None = "lo") -> ProcessGroup:

@@ -14,7 +14,7 @@ from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.tensor_parallel import SINGLE, SingleRank, TensorParallel
+from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
@@ -209,3 +209,35 @@ def test_one_rank_asks_nobody() -> None:
     found = operations(SINGLE, shards, 24)
     assert found.pop("smallest") == 10
     assert all(torch.equal(found[name], shards[0]) for name in ("sum", "sum in order", "gathered", "of rank 0"))
+
+
+class Peers:
+    """Sums by gathering, for tensors of 256 elements or fewer; `error` is what it is off by on one rank."""
+
+    def __init__(self, ranks: TensorParallel, error: float) -> None:
+        self.ranks, self.error, self.calls = ranks, error, 0
+
+    def serves(self, tensor: Tensor) -> bool:
+        return tensor.dtype == torch.bfloat16 and tensor.numel() <= 256
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.calls += 1
+        return self.ranks.all_reduce_in_order(tensor.clone()).add_(self.error)
+
+
+def sums_by_peers(ranks: ProcessGroup, error: float) -> tuple[bool, int, Tensor]:
+    """Whether they are taken, how many of two sums of a step then go there, and one of these."""
+    other = ProcessGroup(torch.device("cpu"))
+    peers = Peers(ranks, error if ranks.rank == 1 else 0.0)
+    is_taken = other.reduce_by(peers)
+    tried = peers.calls
+    found = other.all_reduce(torch.full((4, 24), 1.0 + ranks.rank, dtype=torch.bfloat16))
+    other.all_reduce(torch.ones(8, 96, dtype=torch.bfloat16))
+    return is_taken, peers.calls - tried, found
+
+
+@pytest.mark.parametrize(("error", "is_taken"), [(0.0, True), (2.0**-9, False), (4.0, False), (float("nan"), False)])
+def test_peers_sum_where_they_do_so_rightly_on_every_rank(ranks: Ranks, error: float, is_taken: bool) -> None:
+    for taken, calls, found in ranks.run(4, sums_by_peers, error):
+        assert (taken, calls) == (is_taken, int(is_taken))
+        assert torch.equal(found, torch.full((4, 24), 10.0, dtype=torch.bfloat16))

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine_worker.model.implementation import blueprint
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
+from engine_worker.model.symmetric_memory import SymmetricMemory
+from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from engine_worker.model.weights import RandomWeights
 from tests.engine_worker.model.named_weights import step
 from tests.engine_worker.model.ranks import Ranks
@@ -40,13 +41,19 @@ def ranks() -> Iterator[Ranks]:
 
 
 def answers(
-    ranks: TensorParallel, dtype: torch.dtype, num_replays: int, is_deterministic: bool, alone: bool
+    ranks: TensorParallel, dtype: torch.dtype, num_replays: int, is_deterministic: bool, by_peers: bool
 ) -> dict[str, Any]:
-    """The logits of a decoding step, kernel by kernel and after replays of its graph; the pool; seconds a replay."""
+    """The logits of a decoding step, kernel by kernel and after replays of its graph; the pool; seconds a replay.
+
+    `by_peers`: sums go through each other's memory.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
+    if by_peers:
+        ranks = ProcessGroup(device)
+        assert ranks.reduce_by(SymmetricMemory(device))
     found = blueprint(CONFIG, {}, "native")
     weights = RandomWeights(device, dtype)
-    model = found.build(weights, 256, is_deterministic, tensor_parallel=SINGLE if alone else ranks)
+    model = found.build(weights, 256, is_deterministic, tensor_parallel=ranks)
     layout = kv_layout(model.spec, 8, str(dtype).removeprefix("torch."))
     pool = torch.zeros(layout.pool_shape(*layout.groups, 5), dtype=dtype, device=device)
     attached = model.attach(pool)
@@ -84,11 +91,12 @@ def on(device: torch.device, model_input: ModelInput) -> ModelInput:
     )
 
 
+@pytest.mark.parametrize("by_peers", [False, True], ids=["nccl", "peers"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_two_gpus_answer_as_one_does(ranks: Ranks, dtype: torch.dtype, is_deterministic: bool) -> None:
-    (alone,) = ranks.run(1, answers, dtype, 1, is_deterministic, True)
-    first, second = ranks.run(2, answers, dtype, 10_000, is_deterministic, False)
+def test_two_gpus_answer_as_one_does(ranks: Ranks, dtype: torch.dtype, is_deterministic: bool, by_peers: bool) -> None:
+    (alone,) = ranks.run(1, answers, dtype, 100, is_deterministic, False)
+    first, second = ranks.run(2, answers, dtype, 10_000, is_deterministic, by_peers)
     assert torch.equal(first["graph"], first["eager"])
     assert torch.equal(first["pool"], second["pool"])
     difference = (first["eager"] - alone["eager"]).abs().max() / alone["eager"].std()
