@@ -167,5 +167,5 @@ async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def write_out(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What is long is written here, while its request is still open to its key."""
+    """A long body is written here, while its request still counts for its key."""
     return await write_long(request, await handler(request), request.app[STATE].watch)

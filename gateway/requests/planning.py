@@ -43,6 +43,10 @@ from shared.redis_keys import PRIORITY_CLASSES
 # body hold is their product. A value is about 14 bytes of a journal, 70 of a body and 300 of memory while the body is
 # made: 2**19 of them are a tenth of the longest journal that is read, and 150 MB here.
 MAX_VALUES = 2**19
+# What an answer has to follow (grammar, allowed tokens, bad words) is said once, and stored with the request of each
+# prompt: two times the longest body for all together.
+MAX_RULE_BYTES = 4 * 2**20
+_BYTES_OF_ID = 5  # the longest in MessagePack
 # Dividing logits by less overflows; vLLM draws the line between sampling and argmax at the same place.
 _GREEDY_BELOW_TEMPERATURE = 1e-5
 # Fields that the engine is told as they came, but for those that are made of several.
@@ -189,6 +193,7 @@ def plan_requests(
     traceparent: str = "",
 ) -> list[GenerationRequest]:
     """One a prompt, with all its choices. The answer has those of the first prompt first, as OpenAI's."""
+    check_rules(request)
     planned, most = [], most_tokens(request, prompts_token_ids)
     for token_ids in prompts_token_ids:
         check_prompt(token_ids, request.prompt_param, limits)
@@ -204,6 +209,23 @@ def plan_requests(
         )
         planned.append(generation)
     return planned
+
+
+def check_rules(request: CompletionRequest) -> None:
+    """Raises InvalidRequest. One prompt may have rules as long as a body."""
+    num_prompts, of_each = len(request.prompts), _rule_bytes(request)
+    if num_prompts > 1 and num_prompts * of_each > MAX_RULE_BYTES:
+        raise InvalidRequest(
+            f"{request.prompt_param}: {num_prompts} prompts, each with {of_each} bytes that its answer has to follow "
+            f"(grammar, allowed_token_ids, bad_words); at most {MAX_RULE_BYTES // of_each} such prompts at one time.",
+            param=request.prompt_param,
+        )
+
+
+def _rule_bytes(request: CompletionRequest) -> int:
+    grammar = len(request.grammar.grammar.text.encode()) if request.grammar else 0
+    num_ids = len(request.fields.allowed_token_ids or ()) + sum(map(len, request.bad_words))
+    return grammar + _BYTES_OF_ID * num_ids
 
 
 def with_deadlines(

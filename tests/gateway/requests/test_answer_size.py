@@ -7,7 +7,7 @@ import pytest
 
 from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest, parse_chat, parse_completion
-from gateway.requests.planning import MAX_VALUES, ModelLimits, plan_requests
+from gateway.requests.planning import MAX_RULE_BYTES, MAX_VALUES, ModelLimits, plan_requests
 from gateway.requests.request_body import decode_body
 from shared.messages import (
     MAX_JOURNAL_BYTES,
@@ -62,6 +62,27 @@ def test_a_product_that_is_too_large_is_named_with_what_is_allowed(
     with pytest.raises(InvalidRequest) as refused:
         planned(request_, prompt_tokens, num_prompts)
     assert refused.value.param == param and allowed in refused.value.message
+
+
+LONG_SCHEMA = {"guided_json": {"type": "integer", "description": "x" * 500_000}}
+MANY_IDS = {"allowed_token_ids": list(range(100_000))}
+
+
+@pytest.mark.parametrize(("rules", "most"), [(LONG_SCHEMA, 8), (MANY_IDS, 8)])
+def test_what_is_stored_with_each_prompt_is_bounded_for_all_together(rules: dict[str, Any], most: int) -> None:
+    """The body says it once: 32 prompts made 64 MB of one of 2 MB, which the event loop and the store had to take."""
+    for num_prompts in (1, most):
+        requests = planned(completion(prompt=[[1]] * num_prompts, max_tokens=1, **rules), 1, num_prompts)
+        assert sum(len(encode(request)) for request in requests) <= MAX_RULE_BYTES + 10_000
+    with pytest.raises(InvalidRequest, match=f"at most {most} such prompts") as refused:
+        planned(completion(prompt=[[1]] * (most + 1), max_tokens=1, **rules), 1, most + 1)
+    assert refused.value.param == "prompt"
+
+
+def test_one_prompt_has_whatever_a_body_has_room_for() -> None:
+    rules = {"guided_json": {"type": "integer", "description": "x" * 1_900_000}}
+    (request,) = planned(completion(max_tokens=1, **rules))
+    assert request.sampling.grammar is not None
 
 
 @pytest.mark.parametrize(
