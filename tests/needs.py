@@ -22,8 +22,9 @@ import pytest
 
 NEEDS = ("redis", "model", "e2e", "gpu")
 STORE_FIXTURE, WEIGHTS_FIXTURE = "valkey_server", "demo_model_dir"
-# What `quick` does not even import: folders where each test starts processes, and those with torch, whose import takes
-# longer than all the tests that do without.
+# What `quick` does not even import: folders where each test starts processes; those with torch, whose import takes
+# longer than all the tests that do without; and files whose tests are seconds of work each: bodies of 2 MiB in every
+# hostile shape, random requests and histories, batches that take turns.
 NEVER_QUICK = (
     "tests/browser/",
     "tests/faults/",
@@ -40,6 +41,13 @@ NEVER_QUICK = (
     "tests/clients/",
     "tests/e2e/",
     "tests/weights/",
+    "tests/engine_worker/scheduling/test_kv_world.py",
+    "tests/gateway/batches/test_missing_keys.py",
+    "tests/gateway/batches/test_shares.py",
+    "tests/gateway/test_loop_is_free.py",
+    "tests/gateway/test_no_500.py",
+    "tests/gateway/test_spec_bodies.py",
+    "tests/shared/test_garbage_collection.py",
 )
 # A function in which one of these names stands starts processes; functions of these roots are followed to find one.
 STARTERS = frozenset(("subprocess", "multiprocessing", "create_subprocess_exec", "Popen", "_fork_exec"))

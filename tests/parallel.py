@@ -28,6 +28,10 @@ LONGEST_FIRST = (
     "tests/engine_worker/model",
     "tests/pagestream",
     "tests/deploy",
+    "tests/gateway/batches",
+    "tests/shared/test_messages.py",
+    "tests/test_architecture.py",
+    "tests/docs",
 )
 ONE_SERVER = ("tests/browser", "tests/clients")
 ONE_PROCESS_A_TEST = ("tests/kernels/test_interpreter.py",)

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = Path(__file__).parent / "interpreted"
+END_SECONDS = 1200  # 25 CPU seconds each, or fewer
 # Those of many seconds have processes of their own. The others together take less than a process takes to import torch.
 LONG = ("test_paged_attention", "test_paged_attention_shares", "test_sampling")
 FILES = {name: [INTERPRETED / f"{name}.py"] for name in LONG}
@@ -20,11 +21,12 @@ def run(files: list[Path]) -> subprocess.CompletedProcess[str]:
     # depends on the number of rows, so bits would differ that do not on a GPU; with those for AVX it does not.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Sandybridge"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
+    command += ["-o", f"timeout={END_SECONDS}"]  # a test of 15 CPU seconds takes as long as the machine lets it
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process runs interpreted/ itself")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(END_SECONDS)
 @pytest.mark.parametrize("name", FILES)
 def test_kernels_in_the_interpreter(name: str) -> None:
     finished = run(FILES[name])

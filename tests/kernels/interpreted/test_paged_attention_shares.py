@@ -32,7 +32,7 @@ def cuts(made: SharePlan) -> list[tuple[int, int]]:
 SEQUENCES = st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 5]), st.integers(0, 9000)), min_size=1, max_size=12)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
 @given(lengths=SEQUENCES, programs=st.sampled_from([2, 10, 32]), tail=st.sampled_from([0, 1, 3]))
 def test_every_tile_lies_in_one_share_which_knows_its_row(
     lengths: list[tuple[int, int]], programs: int, tail: int

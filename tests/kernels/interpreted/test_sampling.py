@@ -153,7 +153,7 @@ def test_a_row_does_not_see_the_batch() -> None:
 
 def test_draws_follow_the_exact_distribution() -> None:
     """Chi-square against the exact probabilities of 8 tokens in 3 groups, alpha = 0.001; the seeds are fixed."""
-    num_draws, tokens = 300, [3, 60, 127, 128, 200, 256, 257, 299]
+    num_draws, tokens = 150, [3, 60, 127, 128, 200, 256, 257, 299]
     scores = torch.full((1, VOCAB_SIZE), -1e4)
     scores[0, tokens] = torch.tensor([1.0, 0.2, -0.5, 0.7, 0.0, 0.3, 0.9, -0.2])
     token_ids, _ = sample_tokens_triton(scores.expand(num_draws, -1), rows_of([{}] * num_draws))
