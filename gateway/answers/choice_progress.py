@@ -54,11 +54,6 @@ class ChoiceUpdate(msgspec.Struct, frozen=True, gc=False):
     stop_string: str | None = None  # that ended it; only in the last update
 
     @property
-    def is_text(self) -> bool:
-        """A token whose text is content, as nearly all are: no end, no reasoning, no call."""
-        return self.reason is None and not self.reasoning and not self.tool_calls
-
-    @property
     def finish_name(self) -> str:
         """The API's word for the end: that of a call is none of the engine's."""
         assert self.reason is not None

@@ -74,9 +74,11 @@ class _Chunks:
     def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
         chunks = []
         for update in updates:
-            is_first = update.index not in self._begun
-            if self._is_plain and update.is_text and not is_first:
-                chunks.append(self._format.text(update.index, update.text, None, update.logprobs))
+            index = update.index
+            is_first = index not in self._begun
+            is_text = update.reason is None and not update.reasoning and not update.tool_calls
+            if is_text and self._is_plain and not is_first:  # as nearly all are: no end, no reasoning, no call
+                chunks.append(self._format.text(index, update.text, None, update.logprobs))
                 continue
             events = self._first(update.index) if is_first else b""
             usage = None if self._counts is None else self._counts.with_tokens_of(update)

@@ -1,18 +1,22 @@
 """The same figures as the client library's own histogram, at the bounds themselves too."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from gateway.metrics import LatencyHistogram
+from gateway.metrics import TOKEN_BUCKETS, LatencyHistogram
 
 
-def test_it_is_scraped_as_the_librarys_own() -> None:
+@pytest.mark.parametrize(
+    ("bounds", "values"),
+    [((0.001, 0.5, 1), (0.0, 0.001, 0.002, 0.5, 0.75, 1.0, 3.0)), (TOKEN_BUCKETS, (0, 1, 7, 50, 51, 10**6))],
+)
+def test_it_is_scraped_as_the_librarys_own(bounds: tuple[float, ...], values: tuple[float, ...]) -> None:
     disable_created_metrics()
-    bounds = (0.001, 0.5, 1)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     histogram = LatencyHistogram("waits_seconds", "Waits", bounds, ours)
     library = Histogram("waits_seconds", "Waits", buckets=bounds, registry=theirs)
     assert generate_latest(ours) == generate_latest(theirs)
-    for seconds in (0.0, 0.001, 0.002, 0.5, 0.75, 1.0, 3.0):
-        histogram.observe(seconds)
-        library.observe(seconds)
+    for value in values:
+        histogram.observe(value)
+        library.observe(value)
     assert generate_latest(ours) == generate_latest(theirs)
