@@ -1,6 +1,7 @@
-"""How the ranks of a worker are, as values for who tells of them. Made by rank_group.py; it knows no process."""
+"""How the ranks of a worker are, as values for who tells of them. Made by its group; it knows no process."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,3 +12,16 @@ class GroupHealth:
 
 
 ALONE = GroupHealth()
+
+
+class Group(Protocol):
+    """The ranks of a worker: a RankGroup of one host, or a SpanningGroup."""
+
+    def health(self) -> GroupHealth:
+        """From any thread; costs nothing."""
+
+    def dump_stacks(self) -> None:
+        """Have the other ranks write their stacks to stderr, where they can be asked."""
+
+    def close(self) -> None:
+        """End the group. For programs that go on without it."""

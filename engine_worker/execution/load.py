@@ -24,6 +24,7 @@ from engine_worker.execution.replica import StepReplica
 from engine_worker.execution.replica_group import ReplicaGroup
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.spanning_group import SpanningGroup
 from engine_worker.execution.speeds import measure_speeds
 from engine_worker.execution.step_memory import sample_largest
 from engine_worker.execution.warmup import warm_up
@@ -37,7 +38,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     """Raises ValueError with what of settings, model and machine does not fit together."""
     plan = load_plan(settings)
     prepare_process(plan.settings)
-    group = RankGroup.start(plan, report) if settings.tensor_parallel_size > 1 else None
+    group = _group(plan, report) if settings.tensor_parallel_size > 1 else None
     config, bounds = plan.blueprint.shape, plan.settings.bounds
     grammars = _grammar_masks(plan)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, plan.device, grammars)
@@ -54,6 +55,10 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     if runner.num_host_blocks:
         runner.speeds = measure_speeds(runner)
     return runner
+
+
+def _group(plan: LoadPlan, report: Report) -> RankGroup | SpanningGroup:
+    return (SpanningGroup if plan.settings.rendezvous_endpoint else RankGroup).start(plan, report)
 
 
 def _grammar_masks(plan: LoadPlan) -> "GrammarMasks | None":

@@ -28,6 +28,7 @@ from engine_worker.execution.kv_cache import (
 )
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.replica import Replica
+from engine_worker.execution.same_model import check_same_model
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout
@@ -95,6 +96,7 @@ def load_replica(
     Raises ValueError with what does not fit the machine.
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+    check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
@@ -126,6 +128,8 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
     if device != "cuda" or size == 1:
         return torch.device(device)
     found = torch.cuda.device_count()
+    if settings.rendezvous_endpoint:  # hosts have as many GPUs each, and ranks in their order
+        return torch.device(device, rank % found)
     if size > found:
         raise ValueError(f"--tensor-parallel-size {size}: this process sees {found}; at most {found}, or --device cpu")
     return torch.device(device, rank)

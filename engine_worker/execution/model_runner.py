@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine_worker.execution.beam_candidates import DeviceCandidates, launch_beam_candidates
 from engine_worker.execution.describe import StepDescriber
+from engine_worker.execution.group_health import Group
 from engine_worker.execution.prompt_scores import PromptScores
-from engine_worker.execution.rank_group import RankGroup
 from engine_worker.execution.replica import StepReplica
 from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
@@ -76,7 +76,7 @@ class ModelRunner:
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
         self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool
-        self.group: RankGroup | None = None  # set by the loader if there are other ranks
+        self.group: Group | None = None  # set by the loader if there are other ranks
         self.compile_grammar: Callable[[Grammar], object] | None = None  # set by the loader if it can; any thread
         self.block_size = kv_cache.block_size
         self.max_model_len = replica.max_model_len

@@ -43,6 +43,9 @@ class ExecutionSettings:
     tensor_parallel_size: int = setting(
         1, help="GPUs that share the model, a process each; must divide its heads and its intermediate size"
     )
+    rendezvous_endpoint: str = setting(
+        "", help="HOST:PORT where the ranks of a group on several hosts meet; rank 0 listens there; default: one host"
+    )
     num_threads: int | None = setting(None, help="CPU threads of the model; default: the physical cores")
 
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
@@ -79,6 +82,10 @@ class ExecutionSettings:
     def __post_init__(self) -> None:
         for flag in _AT_LEAST_ONE:
             check_at_least_one(flag, getattr(self, flag))
+        if self.rendezvous_endpoint:
+            parse_endpoint(self.rendezvous_endpoint)
+            if self.tensor_parallel_size == 1:
+                raise SettingsError("--rendezvous-endpoint: is of groups; give --tensor-parallel-size 2 or more")
         if self.kv_cache_memory_ratio is not None and not 0.0 < self.kv_cache_memory_ratio <= 1.0:
             raise SettingsError(f"--kv-cache-memory-ratio: over 0 and at most 1; got {self.kv_cache_memory_ratio}")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_ratio is not None:
@@ -126,6 +133,13 @@ _AT_LEAST_ONE = (
     "max_num_seqs",
     "max_num_batched_tokens",
 )
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise SettingsError(f"--rendezvous-endpoint: HOST:PORT with a port from 1 to 65535; got {text!r}")
+    return host, int(port)
 
 
 def check_at_least_one(field: str, value: int | None) -> None:

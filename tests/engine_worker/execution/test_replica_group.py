@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.rank_group import RankGroup
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.messages import GenerationRequest, Grammar, GrammarKind, TokenEvent, TokenLogprobs, scores_by_index
 from tests.builders import Transcript, make_prompt, make_request
@@ -159,7 +160,7 @@ def values(scores: Any) -> list[float]:
 
 
 def test_followers_have_no_store_and_no_socket_that_listens(group: ModelRunner) -> None:
-    assert group.group is not None
+    assert isinstance(group.group, RankGroup)
     assert group.group.health().ranks_up == (True,) * (len(group.group.pids) + 1)
     listening = inodes_that_listen()
     for pid in group.group.pids:
@@ -170,7 +171,7 @@ def test_followers_have_no_store_and_no_socket_that_listens(group: ModelRunner) 
 
 
 def test_idle_followers_take_a_hundredth_of_a_core_at_most(group: ModelRunner) -> None:
-    assert group.group is not None
+    assert isinstance(group.group, RankGroup)
     before = [cpu_seconds(pid) for pid in group.group.pids]
     threading.Event().wait(IDLE_SECONDS)  # what is measured, not a wait for anything
     used = [cpu_seconds(pid) - earlier for pid, earlier in zip(group.group.pids, before, strict=True)]

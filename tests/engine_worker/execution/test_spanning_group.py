@@ -1,0 +1,110 @@
+"""Ranks that share no file and no parent form a group by an address, and give what one rank gives."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.serving.free_port import free_port
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import ExecutionSettings
+from shared.messages import GenerationRequest
+from shared.settings import SettingsError
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import run_engine, write_model
+
+pytestmark = [pytest.mark.tp, pytest.mark.e2e]
+ROOT = Path(__file__).parents[3]
+CONFIG = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("first") / "model", num_hidden_layers=2)
+
+
+def load(model_dir: Path, endpoint: str = "") -> ModelRunner:
+    settings = ExecutionSettings(
+        model=model_dir,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        tensor_parallel_size=2 if endpoint else 1,
+        rendezvous_endpoint=endpoint,
+        kv_cache_memory_bytes=2**21,
+        swap_space_bytes=0,
+        max_model_len=128,
+        **CONFIG,
+    )
+    return load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+def start_follower(endpoint: str, model: Path) -> "subprocess.Popen[str]":
+    """As on another host: from another directory, with a model of its own, and nothing inherited."""
+    argv = [sys.executable, "-m", "engine_worker.remote_follower", "--rendezvous-endpoint", endpoint]
+    argv += ["--rank", "1", "--tensor-parallel-size", "2", "--model", str(model)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(argv, cwd=model, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+def requests() -> list[GenerationRequest]:
+    return [make_request(length, f"r{length}", max_tokens=12, prompt_logprobs=1) for length in (1, 9, 50)]
+
+
+def test_it_gives_what_one_rank_gives_and_ends_with_rank_0(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the host's name may be none that it answers to
+    expected = run_engine(load(model_dir), requests(), **CONFIG)
+    elsewhere = shutil.copytree(model_dir, tmp_path / "model")
+    endpoint = f"127.0.0.1:{free_port()}"
+    follower = start_follower(endpoint, elsewhere)
+    runner = load(model_dir, endpoint)
+    assert run_engine(runner, requests(), async_scheduling=True, **CONFIG).tokens == expected.tokens
+    assert runner.group is not None and runner.group.health().ranks_up == (True, True)
+    runner.group.close()
+    _, log = follower.communicate(timeout=SECONDS)
+    assert follower.returncode == 1, log
+    assert "rank 1 of 2: allocate_kv" in log and "rank 1 ends" in log
+
+
+def test_rank_0_hears_of_a_dead_rank_with_the_next_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    endpoint = f"127.0.0.1:{free_port()}"
+    follower = start_follower(endpoint, model_dir)
+    runner = load(model_dir, endpoint)
+    follower.kill()
+    follower.communicate(timeout=SECONDS)
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset)|Broken pipe"):
+        run_engine(runner, requests(), **CONFIG)
+    assert runner.group is not None
+    runner.group.close()
+
+
+def test_ranks_of_different_models_refuse_each_other(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    other = write_model(tmp_path / "model", num_hidden_layers=3)
+    endpoint = f"127.0.0.1:{free_port()}"
+    follower = start_follower(endpoint, other)
+    with pytest.raises(ValueError, match=r"the ranks have different models: .* of rank 0 has the checksum"):
+        load(model_dir, endpoint)
+    _, log = follower.communicate(timeout=SECONDS)
+    assert follower.returncode == 2 and "rank 1 cannot start: the ranks have different models" in log
+
+
+@pytest.mark.parametrize("endpoint", ["host", "host:0", ":1", "host:65536", "host:x"])
+def test_an_address_that_is_none(tmp_path: Path, endpoint: str) -> None:
+    with pytest.raises(SettingsError, match="--rendezvous-endpoint: HOST:PORT with a port from 1 to 65535; got"):
+        ExecutionSettings(model=tmp_path, tensor_parallel_size=2, rendezvous_endpoint=endpoint)
+
+
+def test_an_address_without_a_group(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="give --tensor-parallel-size 2 or more"):
+        ExecutionSettings(model=tmp_path, rendezvous_endpoint="host:1")
