@@ -25,6 +25,7 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
+from shared.tasks import cancel_and_wait
 from tests.engine_worker.worker_harness import WorkerHarness
 from tests.patience import PATIENCE_SECONDS
 
@@ -146,8 +147,21 @@ class World:
         finally:
             await runner.cleanup()
 
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """The worker is heard of; after ten seconds without it counts as gone, and a busy machine takes those."""
+
+        async def beat_on() -> None:
+            while True:
+                await self.beat()
+                await asyncio.sleep(1.0)  # the rhythm of the beats, not a wait for anything
+
+        task = asyncio.create_task(beat_on())
+        yield
+        await cancel_and_wait([task])
+
     async def beat(self) -> None:
-        """Of the worker, which counts as dead after some seconds without."""
+        """Once, of the worker."""
         beat = encode(WorkerHeartbeat(worker_id="w.1", phase=WorkerPhase.READY))
         await self.connections.commands.publish(self.keys.heartbeat_channel, beat)
 
@@ -188,6 +202,7 @@ async def make_world(
             for _ in range(2):
                 await stack.enter_async_context(world.another_gateway(demo_model_dir))
             await stack.enter_async_context(worker.serving())
+            await stack.enter_async_context(world.beating())
             return world
 
         yield make
