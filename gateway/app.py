@@ -102,7 +102,7 @@ def create_app(
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[
-            leave_unread,
+            leave_unread(),
             identify,
             measure(metrics),
             trace(tracing),

@@ -1,4 +1,4 @@
-"""What an observer hears of commands, and how they are sent: on a real server, and to one that reads nothing."""
+"""Commands as an observer hears of them, and as they are sent: on a real server, and to one that reads nothing."""
 
 import asyncio
 from collections.abc import Coroutine

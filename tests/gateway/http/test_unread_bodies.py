@@ -1,4 +1,4 @@
-"""A body that is long and left unread: no more of it is read, and its client has the answer."""
+"""A body that is long and left unread: little more of it is read, and its client has the answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,12 +12,12 @@ from gateway.http.unread_bodies import leave_unread
 from gateway.requests.request_body import MAX_BODY_BYTES
 
 NUM_BYTES = 16 * 2**20
-BUFFERED_BYTES = 2**20  # aiohttp stops reading at two times 64 KiB that nobody takes, and a read has 256 KiB at most
+BUFFERED_BYTES = 384 * 2**10  # aiohttp stops reading at two times 64 KiB that nobody takes; a read has 256 KiB at most
+PAUSE_SECONDS = 0.05  # so that the time which a busy machine takes has few of them
 
 
 @pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, list[StreamReader]]]:
-    monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 0.05)
+async def server() -> AsyncIterator[tuple[int, list[StreamReader]]]:
     bodies: list[StreamReader] = []
 
     async def refuse(request: web.Request) -> web.Response:
@@ -28,7 +28,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
         bodies.append(request.content)
         raise web.HTTPPermanentRedirect("/refuse")
 
-    app = web.Application(middlewares=[leave_unread])
+    app = web.Application(middlewares=[leave_unread()])
     app.add_routes([web.post("/refuse", refuse), web.post("/redirect", redirect)])
     runner = web.AppRunner(app, **RUNNER_OPTIONS)
     await runner.setup()
@@ -54,16 +54,39 @@ async def answer_of(port: int, head: bytes, body: bytes) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("length", [b"Content-Length: %d" % NUM_BYTES, b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize(("path", "status"), [(b"/refuse", b"429"), (b"/redirect", b"308")])
-async def test_of_a_long_body_nothing_more_is_read(
-    server: tuple[int, list[StreamReader]], path: bytes, status: bytes, length: bytes
+async def test_of_long_bodies_little_more_is_read(
+    server: tuple[int, list[StreamReader]],
+    path: bytes,
+    status: bytes,
+    length: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """However many there are at one time."""
+    monkeypatch.setattr(unread_bodies, "PAUSE_SECONDS", PAUSE_SECONDS)
+    monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 4 * PAUSE_SECONDS)
     port, bodies = server
+    began_at = asyncio.get_running_loop().time()
     body = b"%x\r\n" % NUM_BYTES + bytes(NUM_BYTES) if b"chunked" in length else bytes(NUM_BYTES)
-    line, rest = await answer_of(port, b"POST " + path + b" HTTP/1.1\r\nHost: a\r\n" + length, body)
-    assert status in line
-    assert b"Connection: close" in rest
-    (content,) = bodies
-    assert content.total_bytes <= BUFFERED_BYTES
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: a\r\n" + length
+    for line, rest in await asyncio.gather(*(answer_of(port, head, body) for _ in range(4))):
+        assert status in line
+        assert b"Connection: close" in rest
+    # What is there when they are answered, the reads that they share, and what comes behind the last one of each.
+    num_reads = (asyncio.get_running_loop().time() - began_at) / PAUSE_SECONDS
+    assert sum(content.total_bytes for content in bodies) <= (4 + num_reads + 4) * BUFFERED_BYTES
+
+
+async def test_who_writes_all_of_it_has_the_answer_and_an_end(server: tuple[int, list[StreamReader]]) -> None:
+    """A connection that ended while its client writes would be an error to it, whatever had been answered."""
+    port, bodies = server
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /refuse HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % NUM_BYTES + bytes(NUM_BYTES))
+    await writer.drain()
+    answer = await reader.read()  # to the end
+    assert answer.endswith(b'{"refused": true}')
+    assert bodies[0].total_bytes == NUM_BYTES
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_after_a_short_body_the_connection_serves_on(server: tuple[int, list[StreamReader]]) -> None:
