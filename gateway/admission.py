@@ -13,6 +13,7 @@ A chat's way in, before its prompt is made. It knows no HTTP, no metrics and no 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ class Fleet:
         self._clock = clock
         self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
         self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
+        self._ready_now: list[WorkerHeartbeat] = []
+        self._ready_until = 0.0  # by the clock, unless a heartbeat is heard
 
     def heard(self, heartbeat: WorkerHeartbeat) -> None:
         now = self._clock()
@@ -52,6 +55,18 @@ class Fleet:
         self._seen[heartbeat.worker_id] = (heartbeat, now, progress_at if stands_still else now)
         if heartbeat.phase is WorkerPhase.READY and heartbeat.worker_id != SUPERVISOR_ID:
             self._ready = heartbeat, now
+        self._ready_until = now
+
+    @property
+    def ready(self) -> list[WorkerHeartbeat]:
+        """The workers that take requests now. Each request asks several times, so the list is kept while it stays the
+        same: but for a heartbeat only silence changes it."""
+        now = self._clock()
+        if now >= self._ready_until:
+            self._ready_now = ready_workers(self.snapshot())
+            seen_at = (self._seen[heartbeat.worker_id][1] for heartbeat in self._ready_now)
+            self._ready_until = min(seen_at, default=math.inf) + STALE_AFTER_SECONDS
+        return self._ready_now
 
     @property
     def last_ready(self) -> WorkerStatus | None:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Limits, Load, OpenRequests, Readiness, Rejected, admit, assess, ready_workers, unavailable
+from gateway.admission import Limits, Load, OpenRequests, Readiness, Rejected, admit, assess, unavailable
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound
@@ -149,15 +149,19 @@ class ModelService:
             logger.info("what requests to %s do not say is as its generation_config.json has it: %s", self.name, told)
 
     def readiness(self) -> Readiness:
-        last_ready = self.client.fleet.last_ready
         return assess(
             self.client.fleet.snapshot(),
             model_loaded=self.model is not None,
-            was_ready=last_ready is not None,
-            is_waited_for=last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds,
+            was_ready=self.client.fleet.last_ready is not None,
+            is_waited_for=self._is_waited_for(),
             draining=self._open_requests.draining,
             elapsed_seconds=time.monotonic() - self._started_at,
         )
+
+    def _is_waited_for(self) -> bool:
+        """Whether requests are taken while no worker is ready: one was, a short time ago."""
+        last_ready = self.client.fleet.last_ready
+        return last_ready is not None and last_ready.seconds_since_seen < self._worker_wait_seconds
 
     def require_model(self) -> ServedModel:
         """The tokenizer, for routes that need no worker. Raises Unavailable."""
@@ -167,13 +171,13 @@ class ModelService:
 
     def admit(self) -> ServedModel:
         """Raises Unavailable."""
-        readiness = self.readiness()
+        num_ready = len(self.client.fleet.ready)
         load = Load(
             draining=self._open_requests.draining,
             model_loaded=self.model is not None,
-            ready_workers=readiness.ready_workers,
-            was_ready=self.client.fleet.last_ready is not None,
-            is_waited_for=readiness.state == "waiting",
+            ready_workers=num_ready,
+            was_ready=num_ready > 0 or self.client.fleet.last_ready is not None,
+            is_waited_for=num_ready == 0 and self._is_waited_for(),
             open_requests=self._open_requests.num_open,
             store_has_room=self.client.store_memory.has_room,
         )
@@ -185,7 +189,7 @@ class ModelService:
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
         """The timeouts of a request that is admitted now: nobody waits for ever for a worker that is to come."""
-        return timeouts if ready_workers(self.client.fleet.snapshot()) else without_worker(timeouts)
+        return timeouts if self.client.fleet.ready else without_worker(timeouts)
 
     def share_of(self, account: Account) -> Share | None:
         """The bytes that the account's requests may hold in the store; None: as much as there is."""
@@ -195,7 +199,7 @@ class ModelService:
     def limits(self, model: ServedModel) -> ModelLimits:
         """The smallest context of all: any worker may be the one that takes the request. While none is ready, the next
         one is taken to be like the last."""
-        ready = ready_workers(self.client.fleet.snapshot())
+        ready = self.client.fleet.ready
         if not ready and (last_ready := self.client.fleet.last_ready) is not None:
             ready = [last_ready.heartbeat]
         told = [beat.max_model_len for beat in ready if beat.max_model_len]

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
+from gateway.admission import ready_workers
 from gateway.store.delivery_counts import DeliveryCounts
 from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
 from gateway.store.queue_stats import QueueLoad
@@ -165,6 +166,10 @@ class FakeInferenceClient:
             if beat.phase is WorkerPhase.READY and beat.worker_id != "supervisor":
                 self._last_ready = beat
         return self._last_ready and WorkerStatus(self._last_ready, self.seconds_without_worker)
+
+    @property
+    def ready(self) -> list[WorkerHeartbeat]:
+        return ready_workers(self.snapshot())
 
     def snapshot(self) -> list[WorkerStatus]:
         return [WorkerStatus(beat, 0.1) for beat in self.workers]

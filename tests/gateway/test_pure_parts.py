@@ -2,10 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gateway.admission import RETRY_AFTER_SECONDS, Admitted, Limits, Load, Rejected, admit
+from gateway.admission import (
+    RETRY_AFTER_SECONDS,
+    STALE_AFTER_SECONDS,
+    Admitted,
+    Fleet,
+    Limits,
+    Load,
+    Rejected,
+    admit,
+    ready_workers,
+)
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
 from gateway.models.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
@@ -13,6 +24,7 @@ from gateway.requests.planning import ModelLimits, plan_requests
 from gateway.requests.request_body import decode_body
 from gateway.settings import GatewaySettings
 from shared.choice_seeds import choice_seed
+from shared.messages import WorkerHeartbeat, WorkerPhase
 from shared.settings import SettingsError, load_settings
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
@@ -43,6 +55,37 @@ def test_admission(changes: dict[str, int], reason: str | None) -> None:
     else:
         assert isinstance(decision, Rejected) and decision.reason == reason
         assert decision.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
+
+
+def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
+    """However often they are asked for in between."""
+    now = 100.0
+    fleet = Fleet(clock=lambda: now)
+
+    def beat(worker_id: str, **fields: Any) -> None:
+        fleet.heard(WorkerHeartbeat(worker_id=worker_id, **{"phase": WorkerPhase.READY, "running": 1, **fields}))
+
+    def ready() -> list[str]:
+        assert fleet.ready == ready_workers(fleet.snapshot())
+        return [heartbeat.worker_id for heartbeat in fleet.ready]
+
+    assert ready() == []
+    beat("a", step=1)
+    assert ready() == ["a"]
+    now += 5.0
+    beat("b", step=1)
+    beat("supervisor")
+    assert ready() == ["a", "b"]
+    now += STALE_AFTER_SECONDS - 5.0
+    assert ready() == ["b"]  # a is silent for as long
+    for second in range(15):
+        now += 1.0
+        beat("a", step=second)
+        beat("b", step=1)  # stands still
+    assert ready() == ["a"]
+    beat("b", step=2)
+    beat("a", step=15, phase=WorkerPhase.DRAINING)
+    assert ready() == ["b"]
 
 
 @pytest.mark.parametrize(
