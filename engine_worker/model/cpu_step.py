@@ -10,7 +10,7 @@ sampling.
 import torch
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, NormWeight
+from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
@@ -68,6 +68,8 @@ class CpuStep:
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         """Over the last dimension."""
+        if isinstance(norm, NormOverRanks):
+            return norm(x)
         exact = x.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype)

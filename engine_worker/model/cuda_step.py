@@ -9,7 +9,7 @@ and no sampling.
 import torch
 from torch import Tensor
 
-from engine_worker.model.layers import AttentionWeights, NormWeight
+from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
@@ -54,6 +54,8 @@ class CudaStep:
         return add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        if isinstance(norm, NormOverRanks):
+            return norm(x)
         return rms_norm(x, norm.weight, norm.eps)
 
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:

@@ -62,7 +62,7 @@ class NativeBlueprint:
         method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)
-        model = Network(spec, own, max_len, is_deterministic, method)
+        model = Network(spec, own, max_len, is_deterministic, method, ranks)
         own.check_all_used()
         return model
 

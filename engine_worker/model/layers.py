@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_worker.model.linear import Linear, LinearMethod, LinearSpec, Role
 from engine_worker.model.rotary import rotary_order
 from engine_worker.model.spec import AttentionSpec, NamesSpec, QkNorm
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 
 
@@ -29,12 +30,26 @@ class NormWeight:
         self.scaled_eps = torch.tensor(math.sqrt(len(weight) * eps), device=weight.device)
 
 
+class NormOverRanks(NormWeight):
+    """The scale of an RMSNorm over elements of which every rank has equally many, some perhaps as others have them."""
+
+    def __init__(self, weight: Tensor, eps: float, ranks: TensorParallel) -> None:
+        super().__init__(weight, eps)
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        mean = self._ranks.all_reduce_in_order(exact.square().mean(-1, keepdim=True)) / self._ranks.size
+        return (exact * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The size and the epsilon that all norms of a network share."""
+    """The size and the epsilon that all norms of a network share, and the ranks that norms over all heads span."""
 
     size: int
     eps: float
+    ranks: TensorParallel = SINGLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +105,8 @@ def load_attention(
         cos_sin_table=table.cos_sin,
         qkv=method.load(qkv, source),
         out=method.load(out, source),
-        query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm.eps, order),
-        key_norm=_qk_norm(source, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm.eps, order),
+        query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),
+        key_norm=_qk_norm(source, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
     )
 
 
@@ -103,7 +118,7 @@ def _row_order(spec: AttentionSpec, order: Tensor) -> Tensor:
 
 
 def _qk_norm(
-    source: WeightSource, name: str, spec: AttentionSpec, num_heads: int, eps: float, order: Tensor | None
+    source: WeightSource, name: str, spec: AttentionSpec, num_heads: int, norm: NormShape, order: Tensor | None
 ) -> NormWeight | None:
     if spec.qk_norm is QkNorm.NONE:
         return None
@@ -111,4 +126,6 @@ def _qk_norm(
     weight = source.get(name, (heads * spec.head_dim,))
     if order is not None:
         weight = weight.view(heads, -1)[:, order.to(weight.device)].flatten()
-    return NormWeight(weight, eps)
+    if spec.qk_norm is QkNorm.WHOLE and norm.ranks.size > 1:
+        return NormOverRanks(weight, norm.eps, norm.ranks)
+    return NormWeight(weight, norm.eps)

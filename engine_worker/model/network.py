@@ -23,12 +23,19 @@ from engine_worker.model.quantisation import linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 
 
 class DecoderLayer:
     def __init__(
-        self, model: ModelSpec, weights: WeightSource, method: LinearMethod, index: int, table: RotaryTable
+        self,
+        model: ModelSpec,
+        weights: WeightSource,
+        method: LinearMethod,
+        index: int,
+        table: RotaryTable,
+        ranks: TensorParallel,
     ) -> None:
         spec, names, hidden = model.layers[index], model.names, model.hidden_size
         prefix = names.layer.format(index=index)
@@ -39,7 +46,7 @@ class DecoderLayer:
         self._index, self._residual_scale = index, spec.residual_scale
         self._before_attention = norm(names.before_attention, spec.norms_before)
         self._attention = load_attention(
-            weights, method, names, prefix, spec.attention, NormShape(hidden, model.norm_eps), table
+            weights, method, names, prefix, spec.attention, NormShape(hidden, model.norm_eps, ranks), table
         )
         self._after_attention = norm(names.after_attention, spec.norms_after)
         self._before_mlp = norm(names.before_mlp, spec.norms_before)
@@ -102,8 +109,12 @@ class Network:
         max_len: int,
         is_deterministic: bool = False,
         method: LinearMethod | None = None,
+        ranks: TensorParallel = SINGLE,
     ) -> None:
-        """`method`: that of the checkpoint on the device of `weights`, unless told otherwise."""
+        """`method`: that of the checkpoint on the device of `weights`, unless told otherwise.
+
+        `spec`, `weights` and `method` are those of a rank where there are several `ranks`.
+        """
         self.spec, self._is_deterministic = spec, is_deterministic
         method = method or linear_method(spec.quantisation, weights.device.type)
         names = spec.names
@@ -115,7 +126,7 @@ class Network:
             for index, rope in enumerate(ropes)
         }
         self._layers = [
-            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope])
+            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope], ranks)
             for index, layer in enumerate(spec.layers)
         ]
         self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)

@@ -52,8 +52,6 @@ def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
         return
     layer = spec.layers[0]
     facts = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads, {layer.mlp.intermediate_size} intermediate"
-    if layer.attention.qk_norm is QkNorm.WHOLE:
-        facts += ", queries and keys normed over all heads together"
     raise ValueError(f"{facts}: --tensor-parallel-size may be {_listed(valid)}, not {size}")
 
 
@@ -96,9 +94,7 @@ def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
 def _divides(size: int, layer: LayerSpec) -> bool:
     attention, num_kv_heads = layer.attention, layer.attention.num_kv_heads
     heads_fit = attention.num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
-    # Ranks would have to add up squares in the middle of a layer.
-    is_local = attention.qk_norm is not QkNorm.WHOLE or size == 1
-    return heads_fit and is_local and layer.mlp.intermediate_size % size == 0
+    return heads_fit and layer.mlp.intermediate_size % size == 0
 
 
 def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
@@ -123,6 +119,9 @@ def _layer_parts(spec: ModelSpec, layer: LayerSpec, rank: int, size: int) -> Ite
     qkv = (_share(queries, rank, size), kv_range, kv_range)
     gate_up = (_share(inner, rank, size),) * 2
     yield from _by_outputs(names.qkv, (queries, attention.kv_size, attention.kv_size), qkv)
+    if attention.qk_norm is QkNorm.WHOLE:
+        yield f"{names.query_norm}.weight", Part(0, qkv[:1])
+        yield f"{names.key_norm}.weight", Part(0, qkv[1:2])
     yield from _by_inputs(names.out, queries, rank, size)
     yield from _by_outputs(names.gate_up, (inner, inner), gate_up)
     yield from _by_inputs(names.down, inner, rank, size)

@@ -56,11 +56,6 @@ def test_another_size_is_refused_with_those_there_are(size: int) -> None:
     assert str(refused.value) == f"{facts}: --tensor-parallel-size may be 1 or 3, not {size}"
 
 
-def test_norms_over_all_heads_are_not_shared() -> None:
-    with pytest.raises(ValueError, match="normed over all heads together: --tensor-parallel-size may be 1, not 2"):
-        sharded(spec_of("olmo2"), 0, 2)
-
-
 def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     check_files(directory, tensor_parallel_size=2)
@@ -81,7 +76,7 @@ CHANGES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True,
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 12])
-@pytest.mark.parametrize("model_type", sorted(set(MODULES) - {"olmo2"}))
+@pytest.mark.parametrize("model_type", sorted(MODULES))
 def test_ranks_together_have_every_element_once(model_type: str, size: int) -> None:
     """But norms and the embedding, which all have, and keys and values, of which there may be fewer heads than ranks"""
     spec = spec_of(model_type, **CHANGES)
@@ -94,12 +89,16 @@ def test_ranks_together_have_every_element_once(model_type: str, size: int) -> N
         taken = Counter(index for part in parts if part for bounds in part.ranges for index in range(*bounds))
         dims = {part.dim for part in parts if part and part.ranges}
         assert len(dims) == 1 and sorted(taken) == list(range(shape[dims.pop()])), name
-        most = max(1, size // spec.num_kv_heads) if any(word in name for word in ("k_proj", "v_proj", "qkv")) else 1
+        most = (
+            max(1, size // spec.num_kv_heads)
+            if any(word in name for word in ("k_proj", "v_proj", "qkv", "k_norm"))
+            else 1
+        )
         assert set(taken.values()) <= {1, most}, name
 
 
 @pytest.mark.parametrize("size", [2, 3, 12])
-@pytest.mark.parametrize("model_type", sorted(set(MODULES) - {"olmo2"}))
+@pytest.mark.parametrize("model_type", sorted(MODULES))
 def test_a_rank_counts_what_it_has(model_type: str, size: int) -> None:
     """The parameters of a rank's spec are the elements of its parts, but for biases that rank 0 alone has."""
     spec = spec_of(model_type, **CHANGES)
