@@ -29,6 +29,11 @@ MAX_THREADS = 8
 _Result = TypeVar("_Result")
 
 
+def is_short(num_bytes: int | None) -> bool:
+    """Whether work on so many bytes is done at once; None: their number tells nothing of its time."""
+    return num_bytes is not None and num_bytes <= INLINE_BYTES
+
+
 class TooMuchWaits(Exception):
     """This key has as much waiting as it may have; come again a little later."""
 
@@ -91,7 +96,7 @@ class FairPool:
 
         Raises TooMuchWaits, unless the work is part of what was accepted before.
         """
-        if num_bytes is not None and num_bytes <= INLINE_BYTES:
+        if is_short(num_bytes):
             return work()
         queue = self._queues.setdefault(key, _Queue())
         if may_refuse and not queue.has_room(num_bytes or 0):
