@@ -12,10 +12,13 @@ import signal
 import socket
 import stat
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
+from engine_worker.execution.follower_processes import BEAT_SECONDS
 from engine_worker.execution.step_channel import ChannelCorrupted, ChannelFds, RingReceiver
 from shared.garbage_collection import search_rarely
 from shared.processes import exit_with_parent
@@ -31,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # when the watchdog of rank 0 asks what it does
     exit_with_parent(parent_pid, signal.SIGKILL)
     channel = RingReceiver(ChannelFds(*fds), rank, size)
+    threading.Thread(target=_beat, args=(channel,), name="beats", daemon=True).start()
     try:
         _follow(channel, rank, size, rendezvous_fd)
     except ChannelCorrupted as error:
@@ -43,6 +47,12 @@ def main(argv: Sequence[str]) -> int:
         channel.tell_cause(traceback.format_exc()[-3000:])
         return EXIT_FAILED
     return EXIT_FAILED
+
+
+def _beat(channel: RingReceiver) -> None:
+    while True:
+        channel.beat()
+        time.sleep(BEAT_SECONDS)
 
 
 def _follow(channel: RingReceiver, rank: int, size: int, rendezvous_fd: int) -> None:

@@ -2,7 +2,8 @@
 
 A thread of its own starts them and sees each end at once, whatever the engine waits for: a rank that is gone never
 answers a collective, so rank 0 ends too, without a further word to the device. What the group held is taken over like
-that of any dead worker. The kernel ends the followers with that thread, which lives as long as this process.
+that of any dead worker. So it is when a follower stands still, while it loads or idles too: each beats once a second.
+The kernel ends the followers with that thread, which lives as long as this process.
 
 It stands beside a worker of several ranks from its load to its end. It knows no model and no step.
 """
@@ -24,23 +25,28 @@ logger = logging.getLogger("worker")
 
 _ROOT = Path(__file__).parents[2]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
+BEAT_SECONDS = 1.0
+LATE_BEATS = 5  # missed in a row, and it counts as down
+PATIENCE_BEATS = 60  # a native call may keep the interpreter to itself for long, a page of a file for longer
 DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang or are stopped
 
 
 @dataclass(frozen=True, slots=True)
 class FollowerEnd:
-    """A follower that has ended while it was needed."""
+    """A follower that has ended while it was needed, or that stands still."""
 
     rank: int
     size: int
     phase: str
-    status: int  # minus the signal's number if one ended it
+    status: int | None  # minus the signal's number if one ended it; None: it is there, and gives no sign of life
     cause: str  # by its own account; empty: it had no time to tell
 
     def __str__(self) -> str:
+        rank, phase = f"rank {self.rank} of {self.size}", f"in its phase {self.phase or 'start'!r}"
+        if self.status is None:
+            return f"{rank} stands still {phase}"
         how = f"by signal {-self.status}" if self.status < 0 else f"with exit status {self.status}"
-        told = f": {self.cause}" if self.cause else ""
-        return f"rank {self.rank} of {self.size} ended in its phase {self.phase or 'start'!r} {how}{told}"
+        return f"{rank} ended {phase} {how}" + (f": {self.cause}" if self.cause else "")
 
 
 def end_process(end: FollowerEnd) -> None:
@@ -52,12 +58,18 @@ def end_process(end: FollowerEnd) -> None:
 
 class Followers:
     def __init__(
-        self, size: int, channel: RingSender, rendezvous_fd: int, on_end: Callable[[FollowerEnd], None] = end_process
+        self,
+        size: int,
+        channel: RingSender,
+        rendezvous_fd: int,
+        on_end: Callable[[FollowerEnd], None] = end_process,
+        patience_beats: int = PATIENCE_BEATS,
     ) -> None:
         """Start ranks 1 to `size` - 1; OSError if one cannot be. `on_end` is called once, in a thread of its own.
 
-        `rendezvous_fd`: a memfd for the ranks to find each other by.
+        `rendezvous_fd`: a memfd for the ranks to find each other by. `patience_beats`: that one may miss in a row.
         """
+        self._silence = {rank: _Silence(patience_beats) for rank in range(1, size)}
         self.size = size
         self._channel = channel
         self._rendezvous_fd = rendezvous_fd
@@ -75,6 +87,10 @@ class Followers:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
+
+    def lives(self, rank: int) -> bool:
+        """Whether a follower has beaten of late."""
+        return self._silence[rank].missed < LATE_BEATS
 
     def dump_stacks(self) -> None:
         """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes DUMP_SECONDS."""
@@ -117,11 +133,39 @@ class Followers:
         poll = select.poll()
         for fd in (self._closing, *ranks):
             poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll()}
+        silent: int | None = None
+        while not (ready := {fd for fd, _ in poll.poll(1e3 * BEAT_SECONDS)}) and silent is None:
+            silent = self._silent_rank()
         for fd in ranks:
             os.close(fd)
         if self._closing in ready:
             return None
-        rank = next(ranks[fd] for fd in ready)
-        status = self._processes[rank].wait()
-        return FollowerEnd(rank, self.size, self._channel.phase(rank), status, self._channel.cause(rank))
+        if ready:
+            rank = next(ranks[fd] for fd in ready)
+            return self._end(rank, self._processes[rank].wait(), self._channel.cause(rank))
+        assert silent is not None
+        self.dump_stacks()
+        return self._end(silent, None, "")
+
+    def _end(self, rank: int, status: int | None, cause: str) -> FollowerEnd:
+        return FollowerEnd(rank, self.size, self._channel.phase(rank), status, cause)
+
+    def _silent_rank(self) -> int | None:
+        """To be asked once a beat: time is counted in these, so a stop of this process is none of theirs."""
+        lasts = {rank: silence.lasts(self._channel.beats(rank)) for rank, silence in self._silence.items()}
+        return next((rank for rank, too_long in lasts.items() if too_long), None)
+
+
+@dataclass(slots=True)
+class _Silence:
+    """How long a follower has given no sign of life, counted from its first one."""
+
+    patience_beats: int
+    beats: int = 0
+    missed: int = 0
+
+    def lasts(self, beats: int) -> bool:
+        """Whether too many were missed; `beats` is the count now."""
+        self.missed = self.missed + 1 if beats == self.beats and beats else 0
+        self.beats = beats
+        return self.missed >= self.patience_beats

@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHealth:
-    ranks_up: tuple[bool, ...] = (True,)  # whether it has loaded; one that ends, ends the group
+    ranks_up: tuple[bool, ...] = (True,)  # whether it has loaded and lives; one that ends, ends the group
     messages_behind: tuple[int, ...] = (0,)  # by rank, what rank 0 has told and it has not read
     channel_wait_seconds: float = 0.0  # of rank 0, for others to read what was in the way
 

@@ -58,10 +58,13 @@ class RankGroup:
     def health(self) -> GroupHealth:
         """From any thread; costs nothing."""
         return GroupHealth(
-            ranks_up=(True, *(self.channel.phase(rank) == SERVING for rank in range(1, self.tensor_parallel.size))),
+            ranks_up=(True, *map(self._is_up, range(1, self.tensor_parallel.size))),
             messages_behind=(0, *self.channel.messages_behind()),
             channel_wait_seconds=self.channel.wait_seconds,
         )
+
+    def _is_up(self, rank: int) -> bool:
+        return self.channel.phase(rank) == SERVING and self._followers.lives(rank)
 
     def close(self) -> None:
         """End the followers. For programs that go on without their group."""

@@ -1,6 +1,6 @@
 """The step channel of a group on one host: rank 0 writes messages into a ring in a memfd, followers read them in order.
 
-    page of each rank     what a follower tells: how many messages it has read, its phase, why it ended
+    page of each rank     what a follower tells: how many messages it has read, that it lives, its phase, why it ended
     NUM_SLOTS slots       magic, version, number, length, CRC32, then the message: bytes that nobody here looks into
 
 A memfd has no name: nothing is left over, whoever dies how. A follower blocks on an eventfd of its own and takes no
@@ -24,9 +24,10 @@ _PAGE_BYTES = 4096
 _HEADER = struct.Struct("<4sHxxqI")  # magic, version, number, length
 _CRC32 = struct.Struct("<I")
 _PREFIX_BYTES = _HEADER.size + _CRC32.size
-_ACKNOWLEDGED = struct.Struct("<q")
+_COUNT = struct.Struct("<q")
 _TEXT = struct.Struct("<H")
-_PHASE_OFFSET, _PHASE_BYTES = 8, 120
+_READ_OFFSET, _BEATS_OFFSET = 0, 8
+_PHASE_OFFSET, _PHASE_BYTES = 16, 112
 _CAUSE_OFFSET, _CAUSE_BYTES = 128, _PAGE_BYTES - 128
 
 
@@ -92,11 +93,11 @@ class _Memory:
         _check(number, "CRC32", zlib.crc32(message, zlib.crc32(header)), crc32)
         return message
 
-    def acknowledged(self, rank: int) -> int:
-        return int(_ACKNOWLEDGED.unpack_from(self._map, rank * _PAGE_BYTES)[0])
+    def count(self, rank: int, offset: int) -> int:
+        return int(_COUNT.unpack_from(self._map, rank * _PAGE_BYTES + offset)[0])
 
-    def acknowledge(self, rank: int, number: int) -> None:
-        _ACKNOWLEDGED.pack_into(self._map, rank * _PAGE_BYTES, number)
+    def set_count(self, rank: int, offset: int, count: int) -> None:
+        _COUNT.pack_into(self._map, rank * _PAGE_BYTES + offset, count)
 
     def text(self, rank: int, offset: int) -> str:
         start = rank * _PAGE_BYTES + offset
@@ -140,7 +141,11 @@ class RingSender:
 
     def messages_behind(self) -> list[int]:
         """Count the messages that each follower has not read."""
-        return [self._number - self._memory.acknowledged(rank) for rank in self._followers]
+        return [self._number - self._memory.count(rank, _READ_OFFSET) for rank in self._followers]
+
+    def beats(self, rank: int) -> int:
+        """Count what a follower has beaten: another number than a while ago, and it lives."""
+        return self._memory.count(rank, _BEATS_OFFSET)
 
     def phase(self, rank: int) -> str:
         return self._memory.text(rank, _PHASE_OFFSET)
@@ -179,9 +184,13 @@ class RingReceiver:
         os.eventfd_read(self._fds.wake)
         message = self._memory.read_slot(self._number + 1)
         self._number += 1
-        self._memory.acknowledge(self._rank, self._number)
+        self._memory.set_count(self._rank, _READ_OFFSET, self._number)
         os.eventfd_write(self._fds.acknowledge, 1)
         return message
+
+    def beat(self) -> None:
+        """Tell that this process lives. From one thread, whichever."""
+        self._memory.set_count(self._rank, _BEATS_OFFSET, self._memory.count(self._rank, _BEATS_OFFSET) + 1)
 
     def enter(self, phase: str) -> None:
         """Tell what this follower does now; rank 0 names it should the follower end."""

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def test_one_that_is_killed_says_nothing(channel: RingSender) -> None:
     end = end_of_follower(channel, kill=True)
     assert (end.status, end.cause) == (-signal.SIGKILL, "")
     assert str(end) == f"rank 1 of 2 ended in its phase {end.phase or 'start'!r} by signal 9"
+
+
+def test_one_that_stands_still_is_found_and_its_stacks_are_written(
+    channel: RingSender, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it serves: here it waits for a first message that does not come."""
+    ends: queue.SimpleQueue[FollowerEnd] = queue.SimpleQueue()
+    followers = Followers(2, channel, os.memfd_create("ranks"), ends.put, patience_beats=3)
+    while not channel.beats(1):
+        assert ends.empty()
+        threading.Event().wait(0.01)  # polls another process
+    os.kill(followers.pids[0], signal.SIGSTOP)
+    end = ends.get(timeout=SECONDS)
+    followers.close()
+    assert (end.status, end.cause) == (None, "")
+    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}"
+    assert "follower.py" in capfd.readouterr().err
 
 
 def test_a_follower_imports_no_store_no_http_and_no_metrics() -> None:
