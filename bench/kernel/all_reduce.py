@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from engine_worker.model.paired_memory import peer_memory
 from engine_worker.model.symmetric_memory import SymmetricMemory
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
@@ -35,9 +36,9 @@ def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str,
     found: dict[str, AllReduce] = {"nccl": ranks.all_reduce}
     found["two_shots"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=0).all_reduce
     chosen = ProcessGroup(device)
-    if not chosen.reduce_by(SymmetricMemory(device)):
-        raise RuntimeError("sums by symmetric memory are wrong on some rank")
-    found["by_size"] = chosen.all_reduce
+    if not chosen.reduce_by(peer_memory(device, ranks.size)):
+        raise RuntimeError("sums by peers' memory are wrong on some rank")
+    found["served"] = chosen.all_reduce
     if num_bytes <= LARGEST_ONE_SHOT:
         found["one_shot"] = SymmetricMemory(device, num_bytes, most_bytes_of_one_shot=num_bytes).all_reduce
     return found

@@ -7,6 +7,7 @@ They meet by a memfd that followers inherit, so there is no file to be left over
 afterwards the group is asked how its ranks are. It knows no step.
 """
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from engine_worker.execution.group_messages import GroupStart, encode
 from engine_worker.execution.load_replica import LoadPlan, Report, check_alike
 from engine_worker.execution.step_channel import RingSender
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
+
+logger = logging.getLogger("worker")
 
 # Beside a step's arrays: block moves, 11 bytes each at most. A slot takes memory only as far as it was written.
 _MOVES_BYTES = 64 * 2**20
@@ -75,7 +78,13 @@ class RankGroup:
 
 def meet(rank: int, size: int, device: torch.device, rendezvous_fd: int) -> ProcessGroup:
     """Wait for all ranks. The store of torch.distributed opens the memfd anew each time, so it must stay open."""
-    return join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, device)
+    ranks = join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, device)
+    if device.type == "cuda":
+        from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
+
+        if not ranks.reduce_by(peer_memory(device, size)):
+            logger.warning("all-reduces are NCCL's")
+    return ranks
 
 
 def _slot_bytes(plan: LoadPlan) -> int:

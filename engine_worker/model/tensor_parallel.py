@@ -96,8 +96,13 @@ class ProcessGroup:
         self._peers: PeerMemory | None = None
         self._connect()
 
-    def reduce_by(self, peers: "PeerMemory") -> bool:
-        """Let `peers` sum what it serves, if it does so rightly on every rank; return whether it will."""
+    def reduce_by(self, peers: "PeerMemory | None") -> bool:
+        """Let `peers` sum what it serves, if it does so rightly on every rank; return whether it will.
+
+        All ranks ask together. None: this rank has none, so no rank will use its own.
+        """
+        if self.minimum(int(peers is not None)) == 0 or peers is None:
+            return False
         is_right = self.minimum(int(_sums_rightly(peers, self, self._device))) == 1
         self._peers = peers if is_right else None
         return is_right

@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.kernel.products import MODELS, products_of
+from kernels.all_reduce import MOST_BLOCKS, SLOT_ELEMENTS, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
@@ -167,6 +168,17 @@ def skinny_products() -> None:
                 skinny_linear(x, weight, tiles, logits)
 
 
+def summing() -> None:
+    def shared(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    buffers = [shared(2 * SLOT_ELEMENTS, torch.bfloat16) for _ in range(2)]
+    own_flags, peer_flags, counts = (shared(MOST_BLOCKS, torch.int32) for _ in range(3))
+    exchange = Exchange(buffers[0], own_flags, buffers[1], peer_flags, counts)
+    for num_rows in (1, 256):
+        all_reduce_two(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta"), exchange)
+
+
 def unpacking() -> None:
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -216,6 +228,7 @@ def main(part: int, num_parts: int) -> None:
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "products llama-8b bf16": skinny_products,
+        "sums of two": summing,
         "unpacking": unpacking,
     }
     with compile_only() as compiled:

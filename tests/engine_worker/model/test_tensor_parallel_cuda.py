@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine_worker.model.implementation import blueprint
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.paired_memory import PairedMemory, peer_memory
 from engine_worker.model.spec import kv_layout
-from engine_worker.model.symmetric_memory import SymmetricMemory
 from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from engine_worker.model.weights import RandomWeights
 from tests.engine_worker.model.named_weights import step
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here"),
 ]
 
+MOST_ELEMENTS = 2**20  # of a pair's sum: 2 MiB
 # One head of keys and values: both ranks have it, so their pools are equal if their hidden states are.
 CONFIG = {
     "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
@@ -50,7 +52,7 @@ def answers(
     device = torch.device("cuda", torch.cuda.current_device())
     if by_peers:
         ranks = ProcessGroup(device)
-        assert ranks.reduce_by(SymmetricMemory(device))
+        assert ranks.reduce_by(peer_memory(device, 2))
     found = blueprint(CONFIG, {}, "native")
     weights = RandomWeights(device, dtype)
     model = found.build(weights, 256, is_deterministic, tensor_parallel=ranks)
@@ -104,3 +106,28 @@ def test_two_gpus_answer_as_one_does(ranks: Ranks, dtype: torch.dtype, is_determ
     print(
         f"{first['seconds'] * 1e6:.0f} us a step of two, {alone['seconds'] * 1e6:.0f} of one; off by {difference:.1e}"
     )
+
+
+def sums(ranks: ProcessGroup) -> list[bool]:
+    """Whether sums of a pair have the bits of NCCL's: of sizes up to the largest, again and again, and in graphs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    pair, same = PairedMemory(device), []
+    for num_elements in (1, 8, 2047, 2048, 2049, 4096, 100_000, MOST_ELEMENTS):
+        generator = torch.Generator(device).manual_seed(ranks.rank + num_elements)
+        tensor = torch.randn(num_elements, dtype=torch.bfloat16, device=device, generator=generator)
+        expected = tensor.clone()
+        dist.all_reduce(expected)
+        same.append(torch.equal(pair.all_reduce(tensor.clone()), expected))
+        repeated = tensor.clone()
+        graph = captured(lambda value=repeated: pair.all_reduce(value))
+        for _ in range(5):  # the two slots of a buffer take turns
+            repeated.copy_(tensor)
+            graph.replay()
+            same.append(torch.equal(repeated, expected))
+    assert not pair.serves(torch.empty(MOST_ELEMENTS + 1, dtype=torch.bfloat16, device=device))
+    assert not pair.serves(torch.empty(8, dtype=torch.float32, device=device))
+    return same
+
+
+def test_sums_of_a_pair_have_the_bits_of_nccl(ranks: Ranks) -> None:
+    assert all(all(same) for same in ranks.run(2, sums))

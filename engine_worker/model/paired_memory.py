@@ -1,0 +1,80 @@
+"""All-reduces of bfloat16 between two GPUs, by kernels/all_reduce.py in memory that each reaches of the other.
+
+    PairedMemory(device)            the memory of this rank, and the other's
+    peer_memory(device, size)       what sums for a group of `size`: that of a pair, torch's above its 2 MiB or for more
+
+Two H200s, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json. It knows no network and no NCCL.
+"""
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_worker.model.symmetric_memory import SymmetricMemory
+from engine_worker.model.tensor_parallel import PeerMemory
+
+logger = logging.getLogger("worker")
+
+
+class PairedMemory:
+    def __init__(self, device: torch.device) -> None:
+        """Both ranks of the default group make one at the same time. Raises RuntimeError where they share no memory."""
+        from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha: imported by who uses it
+
+        from kernels import all_reduce  # noqa: PLC0415 - imports triton
+
+        self._kernel = all_reduce
+        group = dist.distributed_c10d._get_default_group()
+        own, peer = group.rank(), 1 - group.rank()
+        num_bytes = all_reduce.BUFFER_BYTES + all_reduce.FLAGS_BYTES
+        self._memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        handle = _symmetric_memory.rendezvous(self._memory, group=group)
+        values, flags = (all_reduce.BUFFER_BYTES // 2,), (all_reduce.MOST_BLOCKS,)
+        before_flags = all_reduce.BUFFER_BYTES // 4  # in elements of their type
+        self._exchange = all_reduce.Exchange(
+            own_buffer=handle.get_buffer(own, values, torch.bfloat16),
+            own_flags=handle.get_buffer(own, flags, torch.int32, before_flags),
+            peer_buffer=handle.get_buffer(peer, values, torch.bfloat16),
+            peer_flags=handle.get_buffer(peer, flags, torch.int32, before_flags),
+            counts=torch.zeros(flags, dtype=torch.int32, device=device),
+        )
+        torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the other's flags are zeros too
+        torch.cuda.synchronize(device)
+
+    def serves(self, tensor: Tensor) -> bool:
+        is_small = 0 < tensor.numel() <= self._kernel.SLOT_ELEMENTS
+        return is_small and tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum in place."""
+        return self._kernel.all_reduce_two(tensor, self._exchange)
+
+
+class _InTurn:
+    """The first of several that serves a tensor."""
+
+    def __init__(self, *ways: PeerMemory) -> None:
+        self._ways = ways
+
+    def serves(self, tensor: Tensor) -> bool:
+        return any(way.serves(tensor) for way in self._ways)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return next(way for way in self._ways if way.serves(tensor)).all_reduce(tensor)
+
+
+def peer_memory(device: torch.device, size: int) -> PeerMemory | None:
+    """None, and a line of the log, where the GPUs do not reach each other: NCCL sums then."""
+    others = [index for index in range(size) if index != device.index]
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        logger.warning("the GPUs of this group do not reach each other's memory: NCCL sums")
+        return None
+    try:
+        everything = SymmetricMemory(device)
+        return _InTurn(PairedMemory(device), everything) if size == 2 else everything
+    except (RuntimeError, ImportError, AttributeError) as error:  # its interface is alpha, and NCCL always there
+        logger.warning("the GPUs of this group cannot share memory, so NCCL sums: %s", error)
+        return None
