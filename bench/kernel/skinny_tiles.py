@@ -2,8 +2,8 @@
 
     python -m bench skinny-tiles --out DIR [--model 8b | 70b] [--tensor-parallel-size N]
 
-Every product is timed inside a CUDA graph over copies of its weight that the L2 cache cannot hold. The table of
-kernels/skinny_linear_tiles.py is made of the rows where tiles won. Writes DIR/skinny_tiles_MODEL_tpN.json.
+Every product is timed inside a CUDA graph over copies of its weight that the L2 cache cannot hold. Beside the rule of
+kernels/skinny_linear_tiles.py it tells what the rule misses. Writes DIR/skinny_tiles_MODEL_tpN.json.
 """
 
 import argparse
