@@ -41,7 +41,7 @@ async def with_history(
 ) -> JsonBody:
     """The fields to be read and stored. Raises InvalidRequest, or BodyTooLarge: with all its items it has the most of
     any body, or a conversation could grow turn by turn beyond what is read and stored at one time."""
-    if body.given.get(PARAM) is None:
+    if PARAM not in body.names or body.given[PARAM] is None:
         return body
     fields = await context.read(body.num_bytes, partial(body.typed, kind))
     assert fields.previous_response_id is not None

@@ -124,7 +124,7 @@ class LineAnswers:
         )
 
         body = await context.read(len(line.body), partial(self._kind.decode, line.body))
-        if body.given.get("stream") is True:
+        if "stream" in body.names and body.given["stream"] is True:
             raise InvalidRequest("stream: a batch has no streams; leave it out.", param="stream")
         if self._kind is RESPONSE:
             body = await with_history(context, body)

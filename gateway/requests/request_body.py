@@ -20,7 +20,6 @@ A chat's way in, where its bytes are decoded.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
@@ -135,16 +134,40 @@ _decoder = msgspec.json.Decoder(dict[_Name, Any], dec_hook=_as_name)
 _splitter = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=_as_name)
 
 
-@dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A body that was decoded: what it gives by its top-level names, and how long it was."""
+    """A body that was decoded: what it gives by its top-level names, and how long it was.
 
-    given: dict[str, Any]
-    num_bytes: int
+    Another process gets it as the bytes that it came as, and decodes these where something looks at what they give: one
+    that only hands it on has no part in a million token ids.
+    """
+
+    __slots__ = ("_data", "_given", "names", "num_bytes")
+
+    def __init__(self, given: dict[str, Any], num_bytes: int, data: bytes = b"") -> None:
+        """`data`: what `given` was decoded of, if it is as it came."""
+        self.num_bytes = num_bytes
+        self.names = frozenset(given)
+        self._given: dict[str, Any] | None = given
+        self._data = data
+
+    @property
+    def given(self) -> dict[str, Any]:
+        if self._given is None:
+            self._given = _by_name(_decoder.decode(self._data))
+        return self._given
 
     def typed(self, kind: type[_Body]) -> _Body:
         """The fields that `kind` has. Raises InvalidRequest."""
         return typed_fields(self.given, kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_as_it_came, (self._data, self.names)) if self._data else (JsonBody, (self._given, self.num_bytes))
+
+
+def _as_it_came(data: bytes, names: frozenset[str]) -> JsonBody:
+    body = JsonBody({}, len(data), data)
+    body._given, body.names = None, names
+    return body
 
 
 def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
@@ -156,7 +179,7 @@ def decode_body(data: bytes, *, ids: str = "") -> JsonBody:
     if data.count(b",") > MAX_VALUES:  # so many that the fields are told apart before they are decoded
         check_values(bytes(raw) for name, raw in _split(text).items() if name != ids)
     try:
-        return JsonBody(_by_name(_decoder.decode(text)), len(data))
+        return JsonBody(_by_name(_decoder.decode(text)), len(data), data)
     except msgspec.ValidationError as error:  # it does not tell in which field, so they are looked at one by one
         for name, raw in _split(text).items():
             _value(name, raw)

@@ -19,6 +19,7 @@ import pytest
 
 from gateway.answers.answer_kinds import COMPLETION, KINDS
 from gateway.errors import GatewayError, InternalError, InvalidJson, MethodNotAllowed, RateLimited, Unavailable
+from gateway.requests import request_body
 from gateway.requests.planning import ModelLimits, encode_prompts
 from gateway.text.served_model import ServedModel
 from gateway.work_process import NICENESS, WorkProcesses
@@ -44,6 +45,18 @@ def test_it_gives_what_the_work_gives_and_raises_what_it_raises(processes: WorkP
     with pytest.raises(ZeroDivisionError) as unexpected:
         processes.run(partial(divmod, 1, 0))
     assert "work_process" in unexpected.value.__notes__[0], "the log tells where it was"
+
+
+def test_who_hands_a_body_on_does_not_decode_it(processes: WorkProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = msgspec.json.encode({"prompt": list(range(100_000)), "max_tokens": 1})
+    expected = COMPLETION.parse(COMPLETION.decode(data))
+    monkeypatch.setattr(request_body, "_decoder", None)
+    body = processes.run(partial(COMPLETION.decode, data))
+    assert (body.names, body.num_bytes) == ({"prompt", "max_tokens"}, len(data))
+    assert len(pickle.dumps(body)) < len(data) + 1000
+    assert processes.run(partial(COMPLETION.parse, body)) == expected
+    monkeypatch.undo()
+    assert body.given == msgspec.json.decode(data)
 
 
 def test_one_process_serves_works_that_follow_each_other_and_yields_to_others(processes: WorkProcesses) -> None:
