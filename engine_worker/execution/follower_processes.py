@@ -92,6 +92,10 @@ class Followers:
         """Whether a follower has beaten of late."""
         return self._silence[rank].missed < LATE_BEATS
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Give the thread that watches so long to see an end, which in a worker is this process's end too."""
+        self._thread.join(seconds)
+
     def dump_stacks(self) -> None:
         """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes DUMP_SECONDS."""
         for pid in self.pids:

@@ -20,6 +20,9 @@ class Group(Protocol):
     def health(self) -> GroupHealth:
         """From any thread; costs nothing."""
 
+    def blame(self) -> None:
+        """To be called where a collective failed: the rank that ended is told of, where it can be seen."""
+
     def dump_stacks(self) -> None:
         """Have the other ranks write their stacks to stderr, where they can be asked."""
 

@@ -43,10 +43,15 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     grammars = _grammar_masks(plan)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, plan.device, grammars)
     ranks = group.tensor_parallel if group is not None else SINGLE
-    loaded = load_replica(plan, report, ranks, partial(sample_largest, sampler))
+    try:
+        loaded = load_replica(plan, report, ranks, partial(sample_largest, sampler))
+    except RuntimeError:
+        if group is not None:
+            group.blame()
+        raise
     replica: StepReplica = loaded.replica
     if group is not None:
-        replica = ReplicaGroup(loaded.replica, ranks, group.channel)
+        replica = ReplicaGroup(loaded.replica, ranks, group.channel, group.blame)
     runner = ModelRunner(replica, sampler, loaded.weights_bytes)
     runner.group = group
     for progress, detail in warm_up(runner, bounds):

@@ -27,6 +27,7 @@ logger = logging.getLogger("worker")
 _MOVES_BYTES = 64 * 2**20
 
 
+_SEEN_SECONDS = 2.0  # some ms, but on a machine that is busy
 SERVING = "serve"  # the phase of a follower that has loaded
 
 
@@ -47,12 +48,20 @@ class RankGroup:
         channel.send(encode(GroupStart(plan.settings)))
         rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)
         followers = Followers(size, channel, rendezvous_fd, on_end)
-        return cls(meet(0, size, plan.device, rendezvous_fd), channel, followers)
+        try:
+            return cls(meet(0, size, plan.device, rendezvous_fd), channel, followers)
+        except RuntimeError:
+            followers.wait_for_end(_SEEN_SECONDS)
+            raise
 
     @property
     def pids(self) -> list[int]:
         """The followers' process ids."""
         return self._followers.pids
+
+    def blame(self) -> None:
+        """To be called where a collective failed: a rank's end breaks it a moment before that end is seen and told."""
+        self._followers.wait_for_end(_SEEN_SECONDS)
 
     def dump_stacks(self) -> None:
         """Have every follower write its stacks to stderr."""

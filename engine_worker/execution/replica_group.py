@@ -27,8 +27,11 @@ from engine_worker.scheduling.batch import Transfers, TransferTime
 
 
 class ReplicaGroup:
-    def __init__(self, replica: Replica, tensor_parallel: TensorParallel, channel: MessageSender) -> None:
-        """`replica`: that of rank 0."""
+    def __init__(
+        self, replica: Replica, tensor_parallel: TensorParallel, channel: MessageSender, blame: Callable[[], None]
+    ) -> None:
+        """`replica`: that of rank 0; `blame`: called when a collective fails, before its error is raised."""
+        self._blame = blame
         self._replica = replica
         self._tensor_parallel = tensor_parallel
         self._channel = channel
@@ -74,10 +77,18 @@ class ReplicaGroup:
         return self._replica.begin(description, graph)
 
     def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
-        return self._replica.run(prepared, look)
+        try:
+            return self._replica.run(prepared, look)
+        except RuntimeError:
+            self._blame()
+            raise
 
     def keep_samples(self, token_ids: Tensor) -> None:
-        self._replica.keep_samples(self._tensor_parallel.broadcast(token_ids))
+        try:
+            self._replica.keep_samples(self._tensor_parallel.broadcast(token_ids))
+        except RuntimeError:
+            self._blame()
+            raise
 
 
 def follow(replica: Replica, tensor_parallel: TensorParallel, channel: MessageReceiver, device: torch.device) -> None:

@@ -43,6 +43,9 @@ class SpanningGroup:
         ranks = join_by(store, 0, settings.tensor_parallel_size, plan.device, interface=None)
         return cls(ranks, BroadcastSender(_channel_group()))
 
+    def blame(self) -> None:
+        """Nothing: the error of the collective is all that this host hears of another one's end."""
+
     def dump_stacks(self) -> None:
         """Nothing: processes of other hosts hear no signal of this one, and write their own logs."""
 

@@ -53,7 +53,7 @@ class Groups:
         await gone(follower)
         seconds = time.monotonic() - killed_at
         print(f"{name}: the group was gone {1e3 * seconds:.0f} ms after the end of rank {rank}")
-        assert seconds < 1.0 * os.getloadavg()[0]  # on an idle machine a few ms; neighbours take their turns
+        assert seconds < max(1.0, os.getloadavg()[0])  # on an idle machine a few ms; neighbours take their turns
         return status
 
     async def holder(self) -> str:
