@@ -13,8 +13,6 @@ The sum is rounded once to bfloat16, and a + b is b + a, so both have the same b
 same on both GPUs, in the same order. It knows no process: symmetric_memory.py maps the memory. Without two GPUs the
 kernel can only be compiled.
 """
-# Arguments of a launch are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from dataclasses import dataclass
 
@@ -29,24 +27,21 @@ from kernels.dependent_launch import dependent_launch
 BLOCK = 2048  # elements: 8 of each of 256 threads, 16 bytes
 MOST_BLOCKS = 512  # 2 MiB of bfloat16; all of their programs are on the GPU at once, as each waits for its twin
 SLOT_ELEMENTS = MOST_BLOCKS * BLOCK
-BUFFER_BYTES = 2 * SLOT_ELEMENTS * 2  # two slots
-FLAGS_BYTES = MOST_BLOCKS * 4
+MEMORY_BYTES = 2 * SLOT_ELEMENTS * 2 + MOST_BLOCKS * 4  # two slots, and behind them a flag of int32 for each block
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Zeros at the start, on both GPUs, before either uses them."""
 
-    own_buffer: Tensor  # [2 * SLOT_ELEMENTS] bfloat16, which the peer writes
-    own_flags: Tensor  # [MOST_BLOCKS] int32, which the peer writes
-    peer_buffer: Tensor  # the peer's two, as this GPU reaches them
-    peer_flags: Tensor
+    own: Tensor  # [MEMORY_BYTES / 2] bfloat16, which the peer writes
+    peer: Tensor  # the peer's own, as this GPU reaches it
     counts: Tensor  # [MOST_BLOCKS] int32, of this GPU alone: exchanges of each block so far
 
 
 @triton.jit
 def _all_reduce_two_kernel(
-    values, own_buffer, own_flags, peer_buffer, peer_flags, counts, num_elements,
+    values, own, peer, counts, num_elements,
     BLOCK: tl.constexpr, SLOT_ELEMENTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -57,16 +52,18 @@ def _all_reduce_two_kernel(
         gdc_wait()
     count = tl.load(counts + block) + 1
     slot = (count & 1) * SLOT_ELEMENTS
-    own = tl.load(values + places, mask=inside, other=0.0)
-    tl.store(peer_buffer + slot + places, own, mask=inside)
+    part = tl.load(values + places, mask=inside, other=0.0)
+    tl.store(peer + slot + places, part, mask=inside)
     tl.debug_barrier()  # the stores of all threads come before the flag that one of them releases
+    peer_flags = (peer + 2 * SLOT_ELEMENTS).to(tl.pointer_type(tl.int32))
+    own_flags = (own + 2 * SLOT_ELEMENTS).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(peer_flags + block, count, sem="release", scope="sys")
     # The peer may be one exchange ahead; the difference is right also where the counts wrap around.
     while tl.atomic_add(own_flags + block, 0, sem="acquire", scope="sys") - count < 0:
         pass
     tl.debug_barrier()
-    other = tl.load(own_buffer + slot + places, mask=inside, other=0.0, cache_modifier=".cg")  # L1 may hold old ones
-    total = own.to(tl.float32) + other.to(tl.float32)
+    other = tl.load(own + slot + places, mask=inside, other=0.0, cache_modifier=".cg")  # L1 may hold old ones
+    total = part.to(tl.float32) + other.to(tl.float32)
     tl.store(values + places, total.to(values.dtype.element_ty), mask=inside)
     tl.store(counts + block, count)
 
@@ -76,10 +73,8 @@ def all_reduce_two(tensor: Tensor, exchange: Exchange) -> Tensor:
     assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and 0 < num_elements <= SLOT_ELEMENTS
     _all_reduce_two_kernel[(triton.cdiv(num_elements, BLOCK),)](
         tensor,
-        exchange.own_buffer,
-        exchange.own_flags,
-        exchange.peer_buffer,
-        exchange.peer_flags,
+        exchange.own,
+        exchange.peer,
         exchange.counts,
         num_elements,
         BLOCK=BLOCK,

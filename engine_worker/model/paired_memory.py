@@ -28,17 +28,13 @@ class PairedMemory:
         self._kernel = all_reduce
         group = dist.distributed_c10d._get_default_group()
         own, peer = group.rank(), 1 - group.rank()
-        num_bytes = all_reduce.BUFFER_BYTES + all_reduce.FLAGS_BYTES
-        self._memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        num_elements = all_reduce.MEMORY_BYTES // 2
+        self._memory = _symmetric_memory.empty(num_elements, dtype=torch.bfloat16, device=device).zero_()
         handle = _symmetric_memory.rendezvous(self._memory, group=group)
-        values, flags = (all_reduce.BUFFER_BYTES // 2,), (all_reduce.MOST_BLOCKS,)
-        before_flags = all_reduce.BUFFER_BYTES // 4  # in elements of their type
         self._exchange = all_reduce.Exchange(
-            own_buffer=handle.get_buffer(own, values, torch.bfloat16),
-            own_flags=handle.get_buffer(own, flags, torch.int32, before_flags),
-            peer_buffer=handle.get_buffer(peer, values, torch.bfloat16),
-            peer_flags=handle.get_buffer(peer, flags, torch.int32, before_flags),
-            counts=torch.zeros(flags, dtype=torch.int32, device=device),
+            own=handle.get_buffer(own, (num_elements,), torch.bfloat16),
+            peer=handle.get_buffer(peer, (num_elements,), torch.bfloat16),
+            counts=torch.zeros(all_reduce.MOST_BLOCKS, dtype=torch.int32, device=device),
         )
         torch.cuda.synchronize(device)
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # from here on the other's flags are zeros too

@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.kernel.products import MODELS, products_of
-from kernels.all_reduce import MOST_BLOCKS, SLOT_ELEMENTS, Exchange, all_reduce_two
+from kernels.all_reduce import MEMORY_BYTES, MOST_BLOCKS, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
@@ -169,12 +169,8 @@ def skinny_products() -> None:
 
 
 def summing() -> None:
-    def shared(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    buffers = [shared(2 * SLOT_ELEMENTS, torch.bfloat16) for _ in range(2)]
-    own_flags, peer_flags, counts = (shared(MOST_BLOCKS, torch.int32) for _ in range(3))
-    exchange = Exchange(buffers[0], own_flags, buffers[1], peer_flags, counts)
+    own, peer = (torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    exchange = Exchange(own, peer, torch.empty(MOST_BLOCKS, dtype=torch.int32, device="meta"))
     for num_rows in (1, 256):
         all_reduce_two(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta"), exchange)
 

@@ -64,6 +64,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "_copy_kv_blocks_kernel",
+        "_all_reduce_two_kernel",
         "argmax_kernel",
         "group_kernel",
         "floor_kernel",
