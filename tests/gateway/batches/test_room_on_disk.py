@@ -367,7 +367,7 @@ async def test_uploads_of_one_key_are_written_one_at_a_time(
 
     def slow(part: file_store.Part, data: bytes, *, more: int) -> None:
         begun.release()
-        may_go.wait()
+        may_go.wait(PATIENCE_SECONDS)  # or the threads of a failed test would have no end
         write(part, data, more=more)
 
     monkeypatch.setattr(file_store.Part, "write", slow)
