@@ -153,7 +153,8 @@ def test_from_the_first_phase_to_the_last_process(serve: Serve) -> None:
     assert [model["id"] for model in serve.get("/v1/models")[1]["data"]] == [MODEL]
 
     family = serve.family()
-    assert len(family) == 3
+    # Store, gateway and worker; the gateway's processes for long requests are its own children.
+    assert len(psutil.Process(serve.process.pid).children()) == 3
     serve.process.send_signal(signal.SIGTERM)
     assert serve.process.wait(STOP_SECONDS) == 0
     assert gone(family)
