@@ -3,7 +3,7 @@
 By itself aiohttp reads it for ten seconds, as fast as it comes: refused uploads of one client, with a key or without,
 kept the event loop as busy as ones that are taken. To read none of it would end the connection of a client that still
 writes, and most asyncio clients then lose the answer. So where more is to come than a body may have, all such requests
-together have a read each 5 ms, 2 % of the loop; who is not through in five seconds is cut off. What is left of a
+together have a read each 5 ms, 2 % of the loop; who is not through in two seconds is cut off. What is left of a
 shorter body is read, and its connection serves on.
 
 A chat's way in, around all other steps. It knows no route, and not why the body was left.
@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 from gateway.requests.request_body import MAX_BODY_BYTES
 
 PAUSE_SECONDS = 0.005  # between two reads, of all requests together: 384 KiB at most, 75 MB/s
-OPEN_SECONDS = 5.0
+OPEN_SECONDS = 2.0
 
 
 def leave_unread() -> Middleware:
