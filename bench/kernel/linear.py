@@ -41,7 +41,7 @@ SHAPES = {
 LAYER = ("qkv", "o", "gate_up", "down")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MODELS_ROWS = (1, 16, 64, 128)
-L2_BYTES = 400e6  # of weights in a graph: eight times an H200's L2
+BYTES_OF_COPIES = 400e6  # of a weight in a graph: eight times the L2 cache of an H200
 INVARIANCE_ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 512, 513)
 
 Calls = list[Callable[[], object]]
@@ -126,7 +126,7 @@ def _measure_shape(shape: Shape, owners: list[str]) -> list[dict[str, Any]]:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
 
     weight_bytes = num_outputs * (1 + is_gated) * num_inputs * 2
-    num_layers = max(2, min(8, int(L2_BYTES / weight_bytes) + 1))
+    num_layers = max(2, min(8, int(BYTES_OF_COPIES / weight_bytes) + 1))
     weights = [random(num_outputs * (1 + is_gated), num_inputs) * 0.02 for _ in range(num_layers)]
     x = random(1024, num_inputs)
     many = served(x, weights[0], is_gated)

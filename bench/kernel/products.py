@@ -1,9 +1,11 @@
-"""The matrix products of models that people serve, whole and as one of two GPUs computes them: shapes, no weights.
+"""The matrix products of models that people serve, whole and as one of several GPUs computes them: shapes, no weights.
 
-Used by the bench of products and by the checks of their kernels.
+Used by the benches of products and by the checks of their kernels.
 """
 
 from dataclasses import dataclass
+
+from engine_worker.model.sharding import padded_head_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,13 @@ Shape = tuple[int, int, bool]  # outputs, inputs, is gated: then gate and up are
 def products_of(model: ModelSizes, num_ranks: int = 1) -> dict[str, Shape]:
     """The products of one of `num_ranks` GPUs, by the names of their weights."""
     query, inner = model.num_heads * model.head_dim // num_ranks, model.intermediate // num_ranks
-    kv = model.num_kv_heads * model.head_dim // num_ranks
+    kv = max(1, model.num_kv_heads // num_ranks) * model.head_dim
     return {
         "qkv": (query + 2 * kv, model.hidden, False),
         "o": (model.hidden, query, False),
         "gate_up": (inner, model.hidden, True),
         "down": (model.hidden, inner, False),
-        "head": (model.vocab // num_ranks, model.hidden, False),
+        "head": (padded_head_rows(model.vocab, num_ranks), model.hidden, False),
     }
 
 

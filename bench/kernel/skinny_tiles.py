@@ -1,15 +1,16 @@
 """The fastest tiles of skinny_linear for every product of a model, or of one of N ranks that share it, beside cuBLAS.
 
-    python -m bench skinny-tiles --out DIR [--model 8b | 70b] [--tensor-parallel-size N]
+    python -m bench skinny-tiles --out DIR [--model NAME] [--tensor-parallel-size N]
 
-Every product is timed inside a CUDA graph over copies of its weight that the L2 cache cannot hold. Beside the rule of
-kernels/skinny_linear_tiles.py it tells what the rule misses. Writes DIR/skinny_tiles_MODEL_tpN.json.
+The models are those of products.py. Every product is timed inside a CUDA graph over copies of its weight that the L2
+cache cannot hold. Beside the rule of kernels/skinny_linear_tiles.py it tells what the rule misses. Writes
+DIR/skinny_tiles_MODEL_tpN.json.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,36 +21,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.kernel.graph_time import graph_microseconds
-from engine_worker.model.sharding import padded_head_rows
+from bench.kernel.products import MODELS, products_of
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import Tiles, gated_skinny_linear, skinny_linear
 
 ROWS = (1, 8, 16, 32, 64, 128)
 BYTES_OF_COPIES = 400 * 2**20  # eight times the L2 cache of an H200
 SHARED_BYTES, FEWEST_STAGES = 225 * 1024, 3  # as in skinny_linear.py; with fewer stages nothing is ahead
-
-
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int
-
-    def products(self, num_ranks: int) -> dict[str, tuple[int, int]]:
-        """Rows and inputs of each weight of a rank, by name."""
-        num_kv_heads = max(1, self.num_kv_heads // num_ranks)
-        return {
-            "qkv": ((self.num_heads // num_ranks + 2 * num_kv_heads) * 128, self.hidden),
-            "o": (self.hidden, self.num_heads * 128 // num_ranks),
-            "gate_up": (2 * self.intermediate // num_ranks, self.hidden),
-            "down": (self.hidden, self.intermediate // num_ranks),
-            "head": (padded_head_rows(self.vocab_size, num_ranks), self.hidden),
-        }
-
-
-MODELS = {"8b": Model(4096, 14336, 32, 8, 49152), "70b": Model(8192, 28672, 64, 8, 128256)}
 
 
 def candidates(rows: int, num_outputs: int, num_inputs: int, is_gated: bool) -> Iterator[Tiles]:
@@ -100,11 +78,13 @@ def measure(name: str, num_rows: int, weights: list[Tensor]) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
     parser.add_argument("--tensor-parallel-size", type=int, choices=(1, 2, 4, 8), default=1)
     options = parser.parse_args(argv)
     results = []
-    for name, shape in MODELS[options.model].products(options.tensor_parallel_size).items():
+    products = products_of(MODELS[options.model], options.tensor_parallel_size)
+    for name, (num_outputs, num_inputs, is_gated) in products.items():
+        shape = (num_outputs * (1 + is_gated), num_inputs)
         num_copies = max(2, BYTES_OF_COPIES // (2 * shape[0] * shape[1]))
         weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02) for _ in range(num_copies)]
         for num_rows in ROWS:

@@ -1,10 +1,10 @@
-"""All-reduces of bfloat16 between GPUs that read each other's memory: torch's symmetric memory, in this file alone.
+"""All-reduces of bfloat16 between GPUs that read each other's memory: torch's symmetric memory and its sums.
 
     one shot    every rank reads what all have, and adds it up: one wait, and traffic that grows with the ranks
     two shots   every rank adds up a share of the elements, and reads the shares of the others
 
-Its interface is alpha in torch 2.11. Multicast stays off: tensor_parallel.py says so before a rank joins. Both ways may
-be captured in a graph. It knows no network and no NCCL.
+Its interface is alpha in torch 2.11; beside this file only paired_memory.py knows it. Multicast stays off:
+tensor_parallel.py says so before a rank joins. Both ways may be captured in a graph. It knows no network and no NCCL.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Two H200s, in a graph: one shot takes 6.3 us for 8 KiB, 13.0 for 1 MiB and 18.5 for 2 MiB; two shots take 9.9 and 13.0
-# for the last two, and a copy on either side. NCCL takes 16.0, 25.4 and 38.3; from 32 MiB on it is as fast.
+# Two H200s, in a graph (bench/results/h200/all_reduce_2.json): one shot takes 6.6 us for 8 KiB, 15.0 for 1 MiB and 21.6
+# for 2 MiB, two shots 13.6 and 16.8 for the last two. NCCL takes 11.6, 21.3 and 38.9; from 32 MiB on it is as fast.
 MOST_BYTES = 8 * 2**20
 MOST_BYTES_OF_ONE_SHOT = 2**20
 _MULTIPLE_BYTES = 16  # that every rank's share is of

@@ -75,7 +75,7 @@ SINGLE: TensorParallel = SingleRank()
 
 
 class PeerMemory(Protocol):
-    """Sums between devices that reach each other's memory: symmetric_memory.py."""
+    """Sums between devices that reach each other's memory: symmetric_memory.py, paired_memory.py."""
 
     def serves(self, tensor: Tensor) -> bool: ...
     def all_reduce(self, tensor: Tensor) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Dense products on CUDA: skinny_linear where its table says so, by shape and rows alone, else the library's.
+"""Dense products on CUDA: skinny_linear where its rule has tiles, by shape and rows alone, else the library's.
 
 Knows no layer and no network.
 """
