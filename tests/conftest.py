@@ -54,6 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m asks for the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        assert isinstance(item, pytest.Function)
         needs.mark(item)
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=lambda item: turn(item.nodeid))

@@ -106,7 +106,8 @@ def starts_a_process(function: Callable[..., Any]) -> bool:
 @cache
 def _names(function: Callable[..., Any]) -> tuple[frozenset[str], tuple[FunctionType, ...]]:
     """The names in it, and those of them that are functions of ours."""
-    plain = inspect.unwrap((getattr(function, "hypothesis", None) and function.hypothesis.inner_test) or function)
+    hypothesis = getattr(function, "hypothesis", None)
+    plain = inspect.unwrap(hypothesis.inner_test if hypothesis else function)
     if not isinstance(plain, FunctionType):
         return frozenset(), ()
     names = frozenset(name for code in _codes(plain.__code__) for name in code.co_names)

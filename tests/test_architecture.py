@@ -69,7 +69,7 @@ def source_files() -> Iterator[Path]:
 
 def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("lint-imports")
-    command = [program, "--no-cache", "--no-logo"]
+    command = [str(program), "--no-cache", "--no-logo"]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 

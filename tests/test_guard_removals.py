@@ -1,6 +1,7 @@
 """The table of guards is whole and fits the source; that each removal is caught is seen by `make mutants`."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def open(key):
         ),
     ],
 )
-def test_a_guard_is_found_by_its_function_and_few_words(changes: dict, old: str, new: str) -> None:
+def test_a_guard_is_found_by_its_function_and_few_words(changes: dict[str, Any], old: str, new: str) -> None:
     removal = Removal(**{"row": "", "caught_by": frozenset(), "file": "x.py", "function": "Door.open"} | changes)
     assert removal.remove_from(SOURCE) == SOURCE.replace(old, new, 1) != SOURCE
 
@@ -88,6 +89,6 @@ def test_a_guard_is_found_by_its_function_and_few_words(changes: dict, old: str,
         {"replace": ("self.check", "pass")},
     ],
 )
-def test_a_guard_that_is_not_there_or_there_twice_is_told(changes: dict) -> None:
+def test_a_guard_that_is_not_there_or_there_twice_is_told(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"there are|holds"):
         Removal(row="", caught_by=frozenset(), file="x.py", **changes).remove_from(SOURCE)

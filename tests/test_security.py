@@ -105,7 +105,7 @@ def test_versions_that_mend_known_holes() -> None:
 
 
 def test_the_parser_of_requests_is_the_strict_one() -> None:
-    assert http_parser.HttpRequestParser is http_parser.HttpRequestParserC  # type: ignore[attr-defined]
+    assert http_parser.HttpRequestParser is http_parser.HttpRequestParserC
 
 
 def test_no_check_of_input_is_an_assert() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from bench.plots import decode_points, http_points, main
 
-DECODE = [
+DECODE: list[dict[str, Any]] = [
     {"what": "origin"},
     {"what": "decode_itl", "batch": 8, "prompt": 1024, "mean_ms": 5.0},
     {"what": "decode_itl", "batch": 1, "prompt": 1024, "mean_ms": 4.0},

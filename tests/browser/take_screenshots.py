@@ -6,11 +6,12 @@ in the middle of their answers, one of them is picked: light and dark.
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 from playwright.sync_api import Page, expect, sync_playwright
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-PICTURES = {"light": "page.png", "dark": "page-dark.png"}
+PICTURES: dict[Literal["light", "dark"], str] = {"light": "page.png", "dark": "page-dark.png"}
 
 
 def main() -> None:

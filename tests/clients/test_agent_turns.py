@@ -30,7 +30,7 @@ def test_each_turn_calls_or_answers(served: Served) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         for choice in ("required", "auto", "none"):
             completion = client.chat.completions.parse(
-                model=MODEL, messages=messages, tools=tools, response_format=Answer, tool_choice=choice,  # type: ignore[arg-type]
+                model=MODEL, messages=messages, tools=tools, response_format=Answer, tool_choice=choice,
                 parallel_tool_calls=False, max_tokens=100, temperature=0, seed=1,
             )  # fmt: skip
             (turn,) = completion.choices

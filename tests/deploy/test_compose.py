@@ -143,7 +143,7 @@ def test_the_programs_are_users_of_the_store() -> None:
     users = {line.split()[1] for line in (ROOT / source).read_text().splitlines()}
     for name in built_services():
         url = SERVICES[name]["environment"]["PAGESTREAM_REDIS_URL"]
-        user = re.search(r"redis://(\w+)@redis:6379", url)[1]
+        (user,) = re.findall(r"redis://(\w+)@redis:6379", url)
         assert user == ("gateway" if name.startswith("gateway") else "worker")
         assert user in users
 
@@ -171,7 +171,7 @@ def test_the_store_has_a_most_below_that_of_its_container_as_in_kubernetes() -> 
 
 
 def test_the_containers_outlive_the_drain() -> None:
-    drains = {field.name: field.default for field in options(GatewaySettings)}
+    drains: dict[str, Any] = {field.name: field.default for field in options(GatewaySettings)}
     for name in built_services():
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > drains["drain_seconds"]
 

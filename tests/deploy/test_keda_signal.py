@@ -34,7 +34,7 @@ def scaled_object() -> dict[str, Any]:
         pytest.skip("kubectl, whose kustomize builds the overlay, is not on this machine")
     built = subprocess.run(["kubectl", "kustomize", str(OVERLAY)], check=True, capture_output=True, text=True).stdout
     (found,) = [item for item in yaml.safe_load_all(built) if item["kind"] == "ScaledObject"]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 async def as_keda_reads(redis: Redis, trigger: dict[str, Any], stream: str = "") -> int:
@@ -46,7 +46,7 @@ async def as_keda_reads(redis: Redis, trigger: dict[str, Any], stream: str = "")
     if "lagCount" in metadata:
         groups = await redis.xinfo_groups(stream)
         return next(group["lag"] or 0 for group in groups if group["name"].decode() == metadata["consumerGroup"])
-    return (await redis.xpending(stream, metadata["consumerGroup"]))["pending"]  # type: ignore[no-any-return]
+    return (await redis.xpending(stream, metadata["consumerGroup"]))["pending"]
 
 
 @dataclass
@@ -85,7 +85,7 @@ class History:
         some = self.random.sample(sorted(held), min(len(held), self.random.randint(1, 3)))
         ended = [(id_, held[id_]) for id_ in {*some, *(held.keys() & self.cancelled)}]
         endings = [Ending(id_, entry.queue, entry.entry_id, b"end") for id_, entry in ended]
-        await self.scripts.finish(worker, endings, {})
+        await self.scripts.finish(worker, endings, [])
         for request_id, _ in ended:
             del held[request_id], self.queue_of[request_id]
             self.cancelled.discard(request_id)

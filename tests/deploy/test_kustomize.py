@@ -132,7 +132,7 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
 
 def test_a_drain_fits_into_the_grace_time() -> None:
     for path, settings in (("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings)):
-        (drain,) = [field.default for field in options(settings) if field.name == "drain_seconds"]
+        (drain,) = list[Any](field.default for field in options(settings) if field.name == "drain_seconds")
         (workload,) = [item for item in documents(path) if item["kind"] == "Deployment"]
         assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= drain + 20
 

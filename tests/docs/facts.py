@@ -71,8 +71,11 @@ def error_codes() -> dict[int, set[str]]:
 
 def raised_codes() -> set[tuple[int, str]]:
     """(status, code) as the gateway's source raises them: each class's own, and those that are given as a constant."""
-    kinds = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
-    kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, errors.GatewayError)}
+    kinds = {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.GatewayError)
+    }
     found = {(kind.status, kind.default_code) for kind in kinds.values() if kind not in (errors.RateLimited,)}
     for path in sorted((ROOT / "gateway").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -80,7 +83,7 @@ def raised_codes() -> set[tuple[int, str]]:
                 found |= {
                     (kind.status, word.value.value)
                     for word in node.keywords
-                    if word.arg == "code" and isinstance(word.value, ast.Constant)
+                    if word.arg == "code" and isinstance(word.value, ast.Constant) and isinstance(word.value.value, str)
                 }
     return found
 

@@ -6,7 +6,7 @@ docs/model-families.md  between the marks: model types with a file, and those of
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import MISSING, Field
 from importlib import import_module
 from pathlib import Path
@@ -146,7 +146,7 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
@@ -155,7 +155,7 @@ def filled(text: str, parts: dict[str, str]) -> str:
     for mark, content in parts.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         assert begin in text and end in text, mark
-        text = re.sub(f"(?s){begin}.*?{end}", lambda _, new=begin + content + end: new, text)
+        text = re.sub(f"(?s){begin}.*?{end}", (begin + content + end).replace("\\", r"\\"), text)
     return text
 
 

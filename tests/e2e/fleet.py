@@ -123,7 +123,13 @@ class Api:
 
     async def complete(self, answer: Answer, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Answer:
         """Greedy, streamed into `answer` while it comes."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
         body |= {"stream_options": {"include_usage": True}, **options}
         async with self._session.post(f"{self.url}/v1/completions", json=body) as reply:
             assert reply.status == 200, await reply.text()

@@ -44,5 +44,5 @@ def test_the_ending_token_is_scored_in_the_last_chunk_of_a_completion(stack: Sta
     assert whole.usage is not None and choice.logprobs is not None and choice.finish_reason == "stop"
     assert len(choice.logprobs.tokens or []) == whole.usage.completion_tokens
     assert all(part.text for part in choices[:-1]) and choices[-1].finish_reason == "stop"
-    assert [token for part in choices for token in part.logprobs.tokens or []] == choice.logprobs.tokens  # type: ignore[union-attr]
+    assert [token for part in choices for token in part.logprobs.tokens or []] == choice.logprobs.tokens
     assert all(token.startswith("token_id:") for token in choice.logprobs.tokens or [])

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -67,7 +68,7 @@ class Serve:
             self._grew.wait_for(lambda: self._has_ended or any(wanted in line for line in self.lines), seconds)
         assert any(wanted in line for line in self.lines), f"{wanted!r} did not come:\n" + "\n".join(self.lines)
 
-    def get(self, path: str) -> tuple[int, dict]:
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, json.load(answer)
@@ -75,7 +76,7 @@ class Serve:
             with error:
                 return error.code, json.load(error)
 
-    def chat(self, messages: list[dict], **options: object) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]], **options: object) -> Iterator[str]:
         """The pieces of a streamed answer; ends with its finish reason."""
         body = {"model": MODEL, "messages": messages, "temperature": 0, "stream": True, **options}
         request = urllib.request.Request(

@@ -4,9 +4,10 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -90,7 +91,7 @@ class World:
         argv += ["--redis-url", f"redis://127.0.0.1:{port}/0", "--worker-id", name, *flags]
         return self.fleet.start(name, SCRIPT, *argv, PYTHONPATH=os.getcwd(), **environ)
 
-    def read(self, count: int, **sampling: int) -> list[Reader]:
+    def read(self, count: int, **sampling: Any) -> list[Reader]:
         return [Reader(self.client, **sampling) for _ in range(count)]
 
     async def all_have(self, readers: list[Reader], num_tokens: int) -> None:
@@ -101,7 +102,7 @@ class World:
 
     async def attempts(self, readers: list[Reader]) -> list[int]:
         ids = [self.keys.request(reader.request.request_id) for reader in readers]
-        return [int(await self.connections.commands.hget(id_, "attempt")) for id_ in ids]
+        return [int(await self.connections.commands.hget(id_, "attempt") or 0) for id_ in ids]
 
     async def has_ready(self, *names: str) -> None:
         """Workers of these names have been heard ready by the client."""
@@ -142,10 +143,11 @@ async def proxy(store: Store) -> AsyncIterator[TcpProxy]:
         yield proxy
 
 
+StartWorld = Callable[..., Awaitable[World]]
+
+
 @pytest.fixture
-async def start_world(
-    store: Store, proxy: TcpProxy, keys: RedisKeys, tmp_path: Path
-) -> AsyncIterator[Callable[..., "World"]]:
+async def start_world(store: Store, proxy: TcpProxy, keys: RedisKeys, tmp_path: Path) -> AsyncIterator[StartWorld]:
     opened: list[World] = []
     with running_fleet(tmp_path / "logs") as fleet:
 

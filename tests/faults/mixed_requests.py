@@ -43,7 +43,12 @@ class RequestMix:
         temperature = 0.0 if kind in ("greedy", "stop") else 1.0
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         body |= {"seed": seed, "n": num_choices, "ignore_eos": True}
-        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "ignore_eos": True,
+        }
         request = make_request(prompt, n=num_choices, **sampling)
         outputs = [
             expected_output(request, max_num_tokens=MAX_NUM_TOKENS, choice=choice) for choice in range(num_choices)

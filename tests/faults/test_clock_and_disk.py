@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -18,13 +18,12 @@ from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
 from tests.e2e.fleet import STOP_SECONDS
 from tests.e2e.reader import Reader
-from tests.faults.conftest import Store, World
+from tests.faults.conftest import StartWorld, Store, World
 from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import StreamClient
 from tests.patience import PATIENCE_SECONDS
 
-StartWorld = Callable[..., Awaitable[World]]
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 HOUR_SECONDS = 3600
 SEED = 3

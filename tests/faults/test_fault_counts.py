@@ -30,7 +30,7 @@ async def test_a_worker_tells_of_a_dead_one_and_of_what_it_could_not_read(
 async def counted(port: int, name: str) -> float:
     def scrape() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_SECONDS) as reply:
-            return reply.read().decode()  # type: ignore[no-any-return]
+            return reply.read().decode()
 
     text = await asyncio.to_thread(scrape)
     (sample,) = [line for line in text.splitlines() if line.startswith(f"pagestream_{name}_total{{")]

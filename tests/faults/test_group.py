@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import struct
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ import pytest
 from tests.builders import make_prompt
 from tests.e2e.reader import Reader
 from tests.engine_worker.execution.reference import write_model_of_words
-from tests.faults.conftest import World
+from tests.faults.conftest import StartWorld, World
 from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs
 
 pytestmark = [pytest.mark.tp, pytest.mark.timeout(400)]
-StartWorld = Callable[..., Awaitable[World]]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
 

@@ -1,16 +1,13 @@
 """Cuts, silence, delay and lost replies between the store and one side. Every stream is whole in the end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from gateway.store.inference_client import Keep
 from tests.e2e.reader import Reader
-from tests.faults.conftest import World
+from tests.faults.conftest import StartWorld, World
 from tests.faults.tcp_proxy import TcpProxy
-
-StartWorld = Callable[..., Awaitable[World]]
 
 
 @pytest.fixture(params=["worker", "client"])

@@ -5,12 +5,10 @@ The limits are scaled from 15 s by --dead-after, so that a pause of seconds is p
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
 
 from tests.e2e.reader import Reader
-from tests.faults.conftest import World
+from tests.faults.conftest import StartWorld, World
 
-StartWorld = Callable[..., Awaitable[World]]
 STEPS = ("--script-step-seconds", "0.02")
 # Three ticks, one more until the tick that counts begins, and the way there and back. A busy machine adds to it; what
 # an idle one takes is printed, and is 5 s at most.

@@ -1,29 +1,29 @@
 """A request that kills every worker it meets ends alone: in a dead letter and one error event."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from shared.dead_letters import DeadLetters
-from shared.messages import ErrorEvent, TokenEvent
+from shared.messages import ErrorEvent, GenerationRequest, TokenEvent
 from shared.reaping import reap_workers_with_prefix
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
-from tests.faults.conftest import World
+from tests.faults.conftest import StartWorld, World
 
-StartWorld = Callable[..., Awaitable[World]]
 POISON = 1  # no neighbour has it: prompts that builders make begin at token 3
 
 
-async def outlive(world: World, *flags: str, until: "asyncio.Task[object]") -> int:
+async def outlive(world: World, *flags: str, until: "asyncio.Future[list[Any]]") -> int:
     """Restart the worker as a supervisor does, as long as it dies; returns how often it did."""
     num_deaths = 0
     while True:
         name = f"w{num_deaths}"
         worker = world.start_worker(name, "--script-poison-token", str(POISON), *flags)
         death = asyncio.create_task(asyncio.to_thread(worker.wait))
-        await asyncio.wait({death, until}, return_when=asyncio.FIRST_COMPLETED, timeout=STOP_SECONDS)
+        either: set[asyncio.Future[Any]] = {death, until}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=STOP_SECONDS)
         if not death.done():
             assert until.done(), "neither dead nor done"
             until.result()  # a reader's failure is told as itself
@@ -47,7 +47,7 @@ async def read_to_error(world: World) -> tuple[list[int], ErrorEvent]:
     raise AssertionError("no terminal event")
 
 
-def poison():  # type: ignore[no-untyped-def]
+def poison() -> GenerationRequest:
     return make_request([5, 6, POISON], "poison", max_tokens=80, ignore_eos=True)
 
 

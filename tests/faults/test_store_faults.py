@@ -1,15 +1,12 @@
 """The store dies, forgets, fills up or drops its listeners while streams run. Every stream is whole in the end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from gateway.store.inference_client import StoreUnavailable
 from tests.builders import make_request
-from tests.faults.conftest import Store, World
-
-StartWorld = Callable[..., Awaitable[World]]
+from tests.faults.conftest import StartWorld, Store
 
 
 async def test_killed_and_restarted_with_its_file(start_world: StartWorld, store: Store) -> None:

@@ -90,7 +90,7 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
 
 @pytest.fixture
 async def gateway(start_gateway: Callable[..., Any]) -> Gateway:
-    return await start_gateway()  # type: ignore[no-any-return]
+    return await start_gateway()
 
 
 @pytest.fixture

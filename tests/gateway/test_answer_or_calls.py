@@ -71,7 +71,7 @@ def marked_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
-    return await start_gateway(model=roomy_model_dir)  # type: ignore[no-any-return]
+    return await start_gateway(model=roomy_model_dir)
 
 
 def both(**fields: Any) -> CompletionRequest:

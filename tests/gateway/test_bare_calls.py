@@ -41,7 +41,7 @@ Ask = Callable[..., Awaitable[Any]]
 @pytest.fixture
 async def gateway(start_gateway: Any, tmp_path: Path) -> Gateway:
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
-    return await start_gateway(model=model)  # type: ignore[no-any-return]
+    return await start_gateway(model=model)
 
 
 async def post(gateway: Gateway, url: str, body: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ DEEP = b'{"messages":' + b"[" * 100
 async def limited(start_gateway: Callable[..., Any], tmp_path: Path, **limits: int) -> Gateway:
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("a", KEY, **limits) + entry("b", OTHER))
-    return await start_gateway(api_keys_file=keys, files_dir=tmp_path / "files")  # type: ignore[no-any-return]
+    return await start_gateway(api_keys_file=keys, files_dir=tmp_path / "files")
 
 
 async def spent(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:

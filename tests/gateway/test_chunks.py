@@ -26,7 +26,7 @@ async def chunks_of(gateway: Gateway, asked: tuple[str, dict[str, Any]], **field
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    return choice["text"] if "text" in choice else choice["delta"].get("content", "")  # type: ignore[no-any-return]
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
 
 
 @pytest.mark.parametrize("asked", [CHAT, COMPLETION])

@@ -31,7 +31,7 @@ def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 async def gateway(start_gateway: Any, roomy_model_dir: Any) -> Gateway:
-    return await start_gateway(model=roomy_model_dir)  # type: ignore[no-any-return]
+    return await start_gateway(model=roomy_model_dir)
 
 
 async def posted(gateway: Gateway, url: str, **body: Any) -> Any:

@@ -34,7 +34,7 @@ def roomy_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def gateway(start_gateway: Any, roomy_model_dir: Path) -> Gateway:
-    return await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")  # type: ignore[no-any-return]
+    return await start_gateway(model=roomy_model_dir, reasoning_parser="qwen3")
 
 
 async def ask(gateway: Gateway, text: str, reason: FinishReason = FinishReason.STOP, **fields: Any) -> Any:

@@ -30,7 +30,7 @@ def start(start_gateway: Callable[..., Any]) -> Callable[..., Any]:
         gateway = await start_gateway(FakeInferenceClient(says([5])), **changes)
         assert (await ask(gateway, "/ready"))[0] == 200
         gateway.engine.workers = [heartbeat(phase=WorkerPhase.LOAD)]
-        return gateway  # type: ignore[no-any-return]
+        return gateway
 
     return start
 

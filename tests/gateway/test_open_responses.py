@@ -30,7 +30,7 @@ def item(role: str, content: str) -> dict[str, Any]:
 @pytest.fixture
 async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
     model = write_tiny_model(tmp_path / "roomy", max_model_len=4096)
-    return await start_gateway(model=model)  # type: ignore[no-any-return]
+    return await start_gateway(model=model)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Event:
 
     @property
     def chunk(self) -> dict[str, Any]:
-        return json.loads(self.data)  # type: ignore[no-any-return]
+        return json.loads(self.data)
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Gateway:
     state: GatewayState
     client: InferenceClient
     session: aiohttp.ClientSession
+    scripts: RedisScripts  # of its client, for who loses their replies
     keys: dict[str, str] = field(default_factory=dict)
-    scripts: RedisScripts | None = None  # of its client, for who loses their replies
 
     async def post(self, route: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
         async with self.session.post(route, json=body, headers=_names(headers)) as reply:

@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from engine_worker.transport.claims import Claims
@@ -205,7 +207,7 @@ class SimulatedWorker:
         self.worker_id = f"w.{world.random.getrandbits(64):x}"
         await world.until_answered(lambda: scripts.register(self.worker_id))
         claims = Claims()
-        reader = replace(connections, blocking=LossyReader(world, connections.blocking))
+        reader = replace(connections, blocking=cast(Redis, LossyReader(world, connections.blocking)))
         stream_class = world.faults.stream_class
         requests = stream_class(reader, scripts, self.worker_id, claims, clock=fast_clock)
         tokens = TokenPublisher(scripts, self.worker_id, claims, sleep=fast_sleep)
@@ -312,7 +314,7 @@ class World:
                 raise task.exception() or RuntimeError("a worker ended by itself")
             self.tally.crashes += not task.cancelled()
             await asyncio.sleep(self.random.random() * 0.02)
-            await self.until_answered(lambda worker=worker: reap_worker(self.scripts, worker.worker_id))
+            await self.until_answered(partial(reap_worker, self.scripts, worker.worker_id))
 
     async def bring_disasters(self) -> None:
         while True:
@@ -326,7 +328,7 @@ class World:
                 worker = self.workers[slot]
                 worker.awake.clear()
                 await asyncio.sleep(self.random.random() * 0.01)
-                await self.until_answered(lambda worker=worker: reap_worker(self.scripts, worker.worker_id))
+                await self.until_answered(partial(reap_worker, self.scripts, worker.worker_id))
                 await asyncio.sleep(self.random.random() * 0.03)
                 worker.awake.set()
 
@@ -404,7 +406,8 @@ class World:
                     await client.submission.release(stream)
             else:
                 terminal = event
-        _require(terminal is not None, f"{request_id} has no end")
+        if terminal is None:
+            raise Violation(f"{request_id} has no end")
         if request_id not in self.cancelled:
             self.answers[request_id], self.endings[request_id] = tokens, terminal
             await self._check_answer(request_id)  # and at the end, in case that somebody wrote afterwards
@@ -454,7 +457,7 @@ class World:
 
     async def _check_answer(self, request_id: str) -> list[int]:
         """Returns the tokens of its journal."""
-        stored = await self.connections.commands.get(self.keys.journal(request_id))
+        stored: Any = await self.connections.commands.get(self.keys.journal(request_id))
         journal = self._decoded_journal(request_id, stored or b"")
         _require(self.answers[request_id] == journal, f"{request_id}: the client's stream is not the journal")
         await self._check_end(request_id, len(journal))
@@ -468,7 +471,7 @@ class World:
 
     async def _check_end(self, request_id: str, num_tokens: int) -> None:
         terminal = self.endings[request_id]
-        stored = await self.connections.commands.hgetall(self.keys.request(request_id))
+        stored: dict[Any, Any] = await self.connections.commands.hgetall(self.keys.request(request_id))
         _require(stored.get(b"state") == b"done", f"{request_id} ended but is not done")
         _require(decode_terminal_event(stored[b"terminal"]) == terminal, f"{request_id}: another end is stored")
         if isinstance(terminal, FinishEvent):
@@ -521,7 +524,9 @@ async def run_world(
         background.append(asyncio.create_task(world.cut_off_gateways()))
     clients = asyncio.gather(*(world.be_client(requests_per_client) for _ in range(num_clients)))
     try:
-        await asyncio.wait([clients, disasters, *background], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            list[asyncio.Future[Any]]((clients, disasters, *background)), return_when=asyncio.FIRST_COMPLETED
+        )
         for task in (disasters, *background):
             if task.done():
                 task.result()

@@ -293,5 +293,5 @@ def write_keys(directory: Any, keys: dict[str, str]) -> Any:
 
 
 async def holders(world: World, request_id: str) -> list[bytes]:
-    fields = await world.connections.commands.hkeys(world.keys.request(request_id))
+    fields: list[Any] = await world.connections.commands.hkeys(world.keys.request(request_id))
     return [name for name in fields if name.startswith(b"h:")]

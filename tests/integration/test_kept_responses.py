@@ -186,7 +186,8 @@ async def test_when_a_response_was_completed_is_told_alike_everywhere(world: Wor
     for response in (made, streamed):
         assert await clients[1].responses.retrieve(response.id) == response
         assert (await raw_events(world, response.id))[-1].response.completed_at == response.completed_at
-    end = decode_terminal_event(await world.connections.commands.hget(world.keys.request(cut.id[5:]), "terminal"))
+    stored: Any = await world.connections.commands.hget(world.keys.request(cut.id[5:]), "terminal")
+    end = decode_terminal_event(stored)
     assert isinstance(end, FinishEvent) and before - 60 <= end.ended_at <= time.time()  # the worker tells it
 
 

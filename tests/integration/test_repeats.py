@@ -203,7 +203,7 @@ async def becomes(ask: Callable[[], Awaitable[Any]], expected: Any) -> None:
 
 async def stored_state(world: World, request_id: str) -> bytes | None:
     state: Any = await world.connections.commands.hget(world.keys.request(request_id), "state")
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 async def stored_keys(world: World, kind: str) -> list[bytes]:

@@ -16,6 +16,7 @@ LONG = {"prompt": "Hi", "max_tokens": 24, "ignore_eos": True, "n": 8, "seed": 1,
 async def open_socket(world: World, number: int, body: dict[str, Any]) -> socket.socket:
     """A request is sent, and nothing is read."""
     url = world.gateways[number].session._base_url
+    assert url is not None
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it connects, or it has no effect
     client.setblocking(False)

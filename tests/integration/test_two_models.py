@@ -20,6 +20,7 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.models_file import ModelEntry, models_text
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
 from tests.conftest import Valkey
 from tests.engine_worker.worker_harness import FOREVER_STEPS, WorkerHarness
 from tests.integration.conftest import COMPLETIONS, Gateway
@@ -73,7 +74,9 @@ class Deployment:
                     await app[STATE].models_loaded.wait()
                     for service in app[STATE].models:
                         await _hear_a_worker(service.client, connections, RedisKeys(service.name))
-                    yield Gateway(app[STATE], next(iter(clients.values())), session)
+                    options, first = next(iter(clients.items()))
+                    scripts = RedisScripts(connections.commands, RedisKeys(options.name))
+                    yield Gateway(app[STATE], first, session, scripts)
             finally:
                 await runner.cleanup()
 

@@ -58,6 +58,7 @@ def expressions() -> list[tuple[str, str]]:
 def selectors(node: Any, inside_rate: bool = False) -> Iterator[tuple[str, bool]]:
     """(metric name, whether it is read through rate) of everything that an expression reads."""
     if isinstance(node, promql_parser.VectorSelector):
+        assert node.name
         yield node.name, inside_rate
     elif isinstance(node, promql_parser.MatrixSelector):
         yield from selectors(node.vector_selector, inside_rate)

@@ -49,7 +49,7 @@ EMPTY_BY_NATURE = {
 @pytest.fixture(scope="session")
 def program(request: pytest.FixtureRequest) -> Callable[[str], str]:
     """Path of `promtool` or `prometheus`: this machine's own, or out of Debian's package, unpacked without root."""
-    unpacked = Path(request.config.cache.mkdir("prometheus"))  # type: ignore[union-attr]
+    unpacked = Path(request.config.cache.mkdir("prometheus"))
 
     def find(name: str) -> str:
         inside = unpacked / "usr" / "bin" / name

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 import redis
 
@@ -20,7 +21,7 @@ from shared.messages import WorkerHeartbeat, WorkerPhase, encode
 from shared.redis_keys import RedisKeys
 
 
-def fake_command(name: str, module: str, arguments: list[str], environ: dict[str, str]) -> ChildCommand:
+def fake_command(name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> ChildCommand:
     argv = [sys.executable, __file__, f"fake-{module}", *arguments]
     return ChildCommand(name=name, argv=argv, environ={**os.environ, **environ})
 

@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "pagestream"
 
 
-def silent(_phase: str, _progress: float, _detail: str) -> None: ...
+def silent(phase: str, progress: float, detail: str) -> None: ...
 
 
 def test_the_demo_has_its_place_before_it_exists(cache: Path) -> None:

@@ -17,9 +17,9 @@ from pagestream.store_checks import (
     read_clock,
 )
 
-GOOD_SERVER = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
-GOOD_MEMORY = {"maxmemory_policy": "noeviction", "maxmemory": 2**30, "total_system_memory": 2**34}
-GOOD_PERSISTENCE = {"aof_enabled": 1}
+GOOD_SERVER: dict[str, object] = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
+GOOD_MEMORY: dict[str, object] = {"maxmemory_policy": "noeviction", "maxmemory": 2**30, "total_system_memory": 2**34}
+GOOD_PERSISTENCE: dict[str, object] = {"aof_enabled": 1}
 
 
 def statuses(findings: list[Finding]) -> dict[str, str]:
@@ -42,7 +42,9 @@ def test_a_good_store() -> None:
         (GOOD_SERVER, GOOD_MEMORY, {"aof_enabled": 0}, "store AOF", "warn"),
     ],
 )
-def test_a_bad_store(server: dict, memory: dict, persistence: dict, check: str, status: str) -> None:
+def test_a_bad_store(
+    server: dict[str, object], memory: dict[str, object], persistence: dict[str, object], check: str, status: str
+) -> None:
     assert statuses(judge_redis(server, memory, persistence))[check] == status
 
 

@@ -21,7 +21,9 @@ class ReferenceModel:
 
     def rolling_log_likelihood(self, first: str, text: str) -> float:
         """Of all of `text` behind the special token `first`."""
-        return self._score([self._tokenizer.token_to_id(first), *self._encode(text)], 1)[0]
+        begin = self._tokenizer.token_to_id(first)
+        assert begin is not None, first
+        return self._score([begin, *self._encode(text)], 1)[0]
 
     def generate_until(self, prompt: str, stops: list[str], max_tokens: int, end: str) -> str:
         token_ids, prompt_length = self._encode(prompt), len(self._encode(prompt))

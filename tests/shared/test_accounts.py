@@ -37,7 +37,7 @@ class Owner:
         return await self.scripts.accept_all(requests, gateway_id="g", priority_class="interactive", share=self.share)
 
     async def num_bytes(self) -> int:
-        return int(await self.scripts.redis.hget(self.key, "bytes"))
+        return int(await self.scripts.redis.hget(self.key, "bytes") or 0)
 
     @property
     def key(self) -> str:
@@ -130,8 +130,8 @@ async def test_a_refusal_of_the_queue_counts_nothing(scripts: RedisScripts) -> N
     owner = Owner(scripts, 10)
     await owner.accept("a")
     new = NewRequest("b", bytes(BODY_BYTES))
-    options = {"gateway_id": "g", "priority_class": "interactive", "share": owner.share}
-    assert await scripts.accept_all([new], max_queued=1, **options) is AcceptStatus.BUSY
+    accepted = scripts.accept_all([new], gateway_id="g", priority_class="interactive", max_queued=1, share=owner.share)
+    assert await accepted is AcceptStatus.BUSY
     assert await owner.num_bytes() == OF_ONE
 
 

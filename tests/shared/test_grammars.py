@@ -1,6 +1,7 @@
 """What grammars mean, and which are refused: in words for the client, and in bounded time."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_bombs_are_refused_in_bounded_time_and_words(name: str) -> None:
 
 
 def test_the_order_of_a_schemas_properties_is_kept() -> None:
-    schema = {"properties": {"z": {}, "a": {}, "é": {}}}
+    schema: dict[str, Any] = {"properties": {"z": {}, "a": {}, "é": {}}}
     assert json_schema_grammar(schema) == Grammar(KINDS.JSON_SCHEMA, '{"properties": {"z": {}, "a": {}, "é": {}}}')
 
 

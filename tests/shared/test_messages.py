@@ -54,7 +54,9 @@ REQUEST = GenerationRequest(
 )
 
 HEARTBEAT = WorkerHeartbeat(worker_id="w0.1", phase=WorkerPhase.LOAD, progress=0.5, step=3)
-JOURNAL = encode(JournalFrame(0, [1, 2])) + encode(JournalFrame(2, [300_000])) + encode(JournalFrame(3, [4], {"x": 1}))
+JOURNAL = (
+    encode(JournalFrame(0, [1, 2])) + encode(JournalFrame(2, [300_000])) + msgpack.packb([3, [4], {"x": 1}, 0, None])
+)
 
 DECODERS = [
     decode_request,

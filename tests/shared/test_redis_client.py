@@ -1,7 +1,6 @@
 """Commands as an observer hears of them, and as they are sent: on a real server, and to one that reads nothing."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ async def test_a_command_makes_no_task(valkey: Valkey) -> None:
     """redis-py sends each in a task of its own, with a timer: they are the dearest part of a request's only command."""
     loop, made = asyncio.get_running_loop(), list[Any]()
 
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         made.append(coroutine)
         return asyncio.Task(coroutine, loop=loop, **options)
 
@@ -75,6 +74,7 @@ async def test_a_connection_that_was_lost_is_no_reply(valkey: Valkey) -> None:
     try:
         await connections.commands.set("x", "text")
         (connection,) = connections.commands.connection_pool._available_connections
+        assert connection._writer
         connection._writer.transport.abort()
         with pytest.raises(ConnectionError):
             await connection.send_command("GET", "x")

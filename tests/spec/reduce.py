@@ -49,7 +49,7 @@ class Reduction:
         union = schema.get("anyOf") or schema.get("oneOf")
         if union:
             return {"anyOf": [self.of(branch) for branch in union if self._is_said(branch)]}
-        reduced = {key: schema[key] for key in ("type", "enum", "required") if key in schema}
+        reduced: dict[str, Any] = {key: schema[key] for key in ("type", "enum", "required") if key in schema}
         if "items" in schema:
             reduced["items"] = self.of(schema["items"])
         if "properties" in schema:
@@ -69,7 +69,7 @@ class Reduction:
         return joined
 
     def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return self._schemas[schema["$ref"].removeprefix(_REF)] if "$ref" in schema else schema  # type: ignore[no-any-return]
+        return self._schemas[schema["$ref"].removeprefix(_REF)] if "$ref" in schema else schema
 
     def _is_said(self, branch: dict[str, Any]) -> bool:
         kind = self._resolved(branch).get("properties", {}).get("type", {})

@@ -1,11 +1,12 @@
 import random
+from typing import Any
 
 from bench.engine.sections import Bench, beam, parallel, pressure, trace
 from bench.engine.session import EngineSession
 from tests.builders import make_engine
 
 
-def bench(lengths: list[tuple[int, int]], **config: int) -> Bench:
+def bench(lengths: list[tuple[int, int]], **config: Any) -> Bench:
     session = EngineSession(make_engine(**config))
     return Bench(session=session, lengths=lengths, token_ids=range(3, 50), repeats=2, seed=random.Random(1))
 

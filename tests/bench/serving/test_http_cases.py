@@ -1,6 +1,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,12 @@ def test_a_server_that_fails_is_told_and_the_next_one_is_measured(tmp_path: Path
 
 def test_the_table_puts_servers_under_each_other() -> None:
     times = {"p50": 0.010, "p99": 0.020}
-    common = {"requests": 4, "duration_seconds": 1.0, "requests_per_second": 4.0, "output_tokens_per_second": 8.0}
+    common: dict[str, Any] = {
+        "requests": 4,
+        "duration_seconds": 1.0,
+        "requests_per_second": 4.0,
+        "output_tokens_per_second": 8.0,
+    }
     names = ("time_to_first_token", "inter_token", "time_per_output_token")
     common |= {"events_per_token": 1.0, **{f"{name}_seconds": times for name in names}}
     lines = table([

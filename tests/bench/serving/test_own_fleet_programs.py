@@ -17,7 +17,7 @@ def measured(tmp_path: Path, demo_model_dir: Path) -> Callable[..., dict[str, An
     def run(program: Any, *flags: str) -> dict[str, Any]:
         path = tmp_path / "result.json"
         assert program.main(["--model", str(demo_model_dir), *flags, "--json", str(path)]) == 0
-        return json.loads(path.read_text())  # type: ignore[no-any-return]
+        return json.loads(path.read_text())
 
     return run
 

@@ -36,7 +36,7 @@ def two(
             f'[[models]]\nmodel = "{tiny_model_dir}"\nnames = ["large", "gpt-4o"]\n'
             f'[[models]]\nmodel = "{tiny_model_dir}"\nnames = ["org/small"]\nmax_model_len = 16\n'
         )
-        return await start_gateway(*engines, models_file=path, **changes)  # type: ignore[no-any-return]
+        return await start_gateway(*engines, models_file=path, **changes)
 
     return start
 
