@@ -7,7 +7,9 @@ walk a vocabulary, or torch: 50 ms every 3 s of a worker that steps with 1,000. 
 
 import gc
 
-YOUNG_OBJECTS = 20_000  # made and not freed before the young are searched; a request leaves about a hundred in cycles
+YOUNG_OBJECTS = (
+    20_000  # made and not freed before the young are searched; a connection leaves five in circles, asyncio's
+)
 
 
 def search_rarely() -> None:

@@ -67,13 +67,21 @@ class Reading:
                 self._stands, self._hears = asyncio.get_running_loop().create_future(), True
                 self._hear()
                 await self._stands
-                if self._failure is not None:
-                    raise self._failure
+                self._raise_failure()
                 if self._is_told:
                     return
                 await self._sink.caught_up()
         finally:
             self._stop()
+            self._generation.listen(_nobody)  # or the two would hold each other, and all that the request had
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its frames have this one: a circle that holds the request for long
 
     def _stop(self) -> None:
         self._hears = False
@@ -111,3 +119,7 @@ class Reading:
             return False
         self._hears = not is_over
         return is_over
+
+
+def _nobody() -> None:
+    pass

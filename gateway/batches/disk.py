@@ -31,6 +31,8 @@ async def ended(work: Coroutine[Any, Any, _Result]) -> _Result:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+    finally:
+        del running  # its error has this frame, which would have it: a circle that holds a refused body for long
 
 
 def make_private(directory: Path) -> None:

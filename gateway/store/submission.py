@@ -119,6 +119,8 @@ class Submission:
             if isinstance(error, (RedisError, OSError)):
                 raise StoreUnavailable(str(error)) from error
             raise
+        finally:
+            del task  # its error has this frame, which would have it: a circle that holds the request for long
         for stream in streams:
             stream.is_accepted = True
         if streams[0].keep is not None:
