@@ -62,7 +62,7 @@ async def worker_metrics(port: int) -> dict[str, float]:
 
 async def test_32_streams_of_mixed_length_all_finish(api: Api, metrics_port: int) -> None:
     before = await worker_metrics(metrics_port)
-    lengths = [(5 + 11 * number, 8 + number) for number in range(NUM_STREAMS)]  # prompts of 5..346, outputs of 8..39
+    lengths = [(5 + 3 * number, 8 + number) for number in range(NUM_STREAMS)]  # prompts of 5..98, outputs of 8..39
     streams = [
         api.complete(Answer(), prompt(num_prompt, first=1000 + num_prompt), num_output, ignore_eos=True)
         for num_prompt, num_output in lengths
@@ -82,7 +82,7 @@ async def test_32_streams_of_mixed_length_all_finish(api: Api, metrics_port: int
 async def test_streams_go_on_during_a_long_prefill(api: Api) -> None:
     running = [Answer() for _ in range(4)]
     tasks = [
-        asyncio.create_task(api.complete(answer, prompt(20, first=2000 + 100 * number), 160, ignore_eos=True))
+        asyncio.create_task(api.complete(answer, prompt(20, first=2000 + 100 * number), 96, ignore_eos=True))
         for number, answer in enumerate(running)
     ]
     while min(len(answer.pieces) for answer in running) < 10:

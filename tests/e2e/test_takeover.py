@@ -18,6 +18,7 @@ from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected,
 pytestmark = pytest.mark.timeout(400)
 
 NUM_TOKENS = 64
+NUM_TOKENS_OF_ONE_WORKER = 32  # nobody runs ahead of it
 WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal
 PROMPTS = [
     "The capital of France is",
@@ -53,23 +54,23 @@ async def test_the_supervisor_restarts_the_only_worker(demo_model_dir: Path, tmp
         serve = fleet.start("serve", "-m", "pagestream", "serve", *options, XDG_STATE_HOME=str(tmp_path))
         async with connected(f"http://127.0.0.1:{fleet.port}") as api:
             await api.wait_until_ready(fleet)
-            await kill_in_the_middle(api, lambda: kill_the_child(serve))
+            await kill_in_the_middle(api, lambda: kill_the_child(serve), NUM_TOKENS_OF_ONE_WORKER)
         serve.send_signal(signal.SIGTERM)
         await asyncio.to_thread(serve.wait, START_SECONDS)
 
 
-async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
+async def kill_in_the_middle(api: Api, kill: Callable[[], None], num_tokens: int = NUM_TOKENS) -> None:
     asked = [(prompt, WORDS if number < 2 else {"ignore_eos": True}) for number, prompt in enumerate(PROMPTS)]
     undisturbed = await asyncio.gather(
-        *(api.complete(Answer(), prompt, NUM_TOKENS, **options) for prompt, options in asked)
+        *(api.complete(Answer(), prompt, num_tokens, **options) for prompt, options in asked)
     )
     answers = [Answer() for _ in PROMPTS]
     streams = [
-        asyncio.create_task(api.complete(answer, prompt, NUM_TOKENS, **options))
+        asyncio.create_task(api.complete(answer, prompt, num_tokens, **options))
         for answer, (prompt, options) in zip(answers, asked, strict=True)
     ]
     # Early: on a busy machine one of two workers may be far ahead of the other.
-    while min(len(answer.pieces) for answer in answers) < NUM_TOKENS // 16:
+    while min(len(answer.pieces) for answer in answers) < 4:
         await asyncio.sleep(0.01)
     assert not any(answer.is_over for answer in answers)
     kill()
@@ -77,7 +78,7 @@ async def kill_in_the_middle(api: Api, kill: Callable[[], None]) -> None:
     for answer, expected in zip(answers, undisturbed, strict=True):
         assert answer.text == expected.text
         assert answer.finish_reasons == ["length"]
-        assert answer.completion_tokens == NUM_TOKENS
+        assert answer.completion_tokens == num_tokens
     assert all(re.fullmatch("([A-Z][a-z]* ?)+", answer.text) for answer in answers[:2])
     longest = max(gap for answer in answers for gap in answer.gaps_seconds())
     print(f"longest silence of a stream: {longest:.1f} s")

@@ -90,6 +90,16 @@ def test_loading_reports_its_phases_in_order(model_dir: Path) -> None:
         assert shares == sorted(shares) and shares[-1] == 1.0
 
 
+def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
+    """Nothing is compiled there: the shapes of a GPU would be most of a start."""
+    ran: list[str] = []
+    load_model_runner(
+        ExecutionSettings(model=model_dir, device="cpu", max_model_len=64, max_num_seqs=64, max_num_batched_tokens=64),
+        lambda phase, progress, detail: ran.append(detail) if phase == "warmup" else None,
+    )
+    assert ran == ["1 sequences, 32 tokens", "1 sequences, 1 tokens"]
+
+
 def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     settings = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8}
