@@ -78,7 +78,13 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     report("load", 0.0, "the checkpoint's headers")
     execution = settings.execution
-    check_files(execution.model, execution.model_impl, execution.load_format, execution.tensor_parallel_size)
+    check_files(
+        execution.model,
+        execution.model_impl,
+        execution.load_format,
+        execution.tensor_parallel_size,
+        execution.quantization,
+    )
     report("load", 0.0, "torch")
     import torch  # noqa: PLC0415 - see the module's docstring
 

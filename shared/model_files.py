@@ -45,7 +45,15 @@ def read_model_files(directory: Path) -> ModelFiles:
         what = "has no config.json" if directory.is_dir() else what
         raise ModelFilesError(f"{directory} {what}: --model must be a model directory, as Hugging Face writes them")
     generation = directory / "generation_config.json"
-    return ModelFiles(text_part(read_json(config)), read_json(generation) if generation.is_file() else {})
+    known = _with_modelopt(text_part(read_json(config)), directory / "hf_quant_config.json")
+    return ModelFiles(known, read_json(generation) if generation.is_file() else {})
+
+
+def _with_modelopt(config: Json, beside: Path) -> Json:
+    """NVIDIA's modelopt writes a file of its own, and into config.json since 2025 only."""
+    if config.get("quantization_config") or not beside.is_file():
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **read_json(beside)}}
 
 
 def text_part(config: Json) -> Json:

@@ -47,7 +47,7 @@ GATEWAY_OPTIONS = """
     exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """
 WORKER_OPTIONS = """
-    model device dtype model_impl load_format max_model_len tensor_parallel_size rendezvous_endpoint
+    model device dtype model_impl load_format quantization max_model_len tensor_parallel_size rendezvous_endpoint
     num_threads block_size
     kv_cache_memory_bytes kv_cache_memory_ratio swap_space_bytes max_num_seqs max_num_batched_tokens
     deterministic cudagraph_mode enforce_eager

@@ -32,7 +32,7 @@ from engine_worker.execution.same_model import check_same_model
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout
-from engine_worker.model.devices import check_shape, chosen_device
+from engine_worker.model.devices import check_shape, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -65,7 +65,7 @@ class LoadedReplica:
 
 def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     """Raises ValueError with what of settings, model and machine does not fit together."""
-    blueprint = blueprint_from_directory(settings.model, settings.model_impl)
+    blueprint = blueprint_from_directory(settings.model, settings.model_impl, settings.quantization)
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
     device = _device(settings, rank)
@@ -96,10 +96,12 @@ def load_replica(
     Raises ValueError with what does not fit the machine.
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+    check_weight_format(plan.blueprint.weight_format, device)
     check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
+    loaded += f", products from {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
     layout = kv_layout(model.spec, settings.block_size, _name(model.dtype))

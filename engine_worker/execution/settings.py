@@ -39,6 +39,11 @@ class ExecutionSettings:
         help="whose code runs the model; auto: this program's where it has the family, else that of transformers",
     )
     load_format: str = setting("auto", choices=("auto", "dummy"), help="dummy: random weights of the config's shape")
+    quantization: str = setting(
+        "auto",
+        choices=("auto", "none", "fp8"),
+        help="weights of products; auto: as the checkpoint has them; none: 16 bits; fp8: quantised while loading",
+    )
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")
     tensor_parallel_size: int = setting(
         1, help="GPUs that share the model, a process each; must divide its heads and its intermediate size"

@@ -12,22 +12,28 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors
+from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors, fp8_modules
+from engine_worker.model.kv_scales import KV_SCALE_SUFFIXES
 from engine_worker.model.spec import ModelSpec
+from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE
 from shared.model_files import ModelFilesError, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
+FP8 = ("F8_E4M3",)
 _MOST_NAMES = 4  # of many that are wrong, in an error
 
-# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head).
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head); scales of an fp8 KV
+# cache, which it reads if it has that type (kv_scales.py).
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight", *KV_SCALE_SUFFIXES)
 # Parts beside the language model, which alone is served: images, sound, and heads that draft tokens.
 _OTHER_PARTS = (
     "audio_tower.", "embed_audio.", "embed_vision.", "image_newline", "model.image_newline",
     "model.multi_modal_projector.", "model.vision_tower.", "model.visual.", "mtp.", "multi_modal_projector.",
     "vision_model.", "vision_tower.", "visual.",
 )  # fmt: skip
+# As transformers calls scales of fp8 (`inv`, for they are multiplied where others divide).
+_SCALES = {".weight_scale_inv": f".{WEIGHT_SCALE}", ".activation_scale": f".{INPUT_SCALE}"}
 _WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 
 
@@ -43,6 +49,9 @@ def text_name(stored: str) -> str | None:
     """The language model's name of a tensor of a checkpoint of several parts; None for a tensor of another part."""
     if stored.startswith(_OTHER_PARTS):
         return None
+    for suffix, scale in _SCALES.items():
+        if stored.endswith(suffix):
+            stored = stored.removesuffix(suffix) + scale
     for wrapped, bare in _WRAPPED.items():
         if stored.startswith(wrapped):
             return bare + stored.removeprefix(wrapped)
@@ -69,16 +78,31 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def check_checkpoint(spec: ModelSpec, found: dict[str, StoredTensor]) -> None:
     """Raises ModelFilesError for the first kind of difference, with names."""
     wanted = checkpoint_tensors(spec)
+    fp8, format_name = {f"{module}.weight" for module in fp8_modules(spec)}, spec.quantisation.name
     for name, tensor in found.items():
-        if name in wanted and tensor.dtype not in FLOATS:
+        if name in fp8 and tensor.dtype not in FP8:
+            raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; in {format_name} it is {FP8[0]}")
+        if name in wanted and name not in fp8 and tensor.dtype not in FLOATS:
             raise ModelFilesError(f"{name} is {tensor.dtype} in {tensor.path.name}; only {', '.join(FLOATS)} are read")
     if missing := [name for name in wanted if name not in found]:
-        raise ModelFilesError(f"the safetensors files have no {_some(missing)}, which config.json asks for")
+        asked = f" for as {format_name}" if format_name else " for"
+        raise ModelFilesError(f"the safetensors files have no {_some(missing)}, which config.json asks{asked}")
     for name, shape in wanted.items():
-        if found[name].shape != shape:
+        if not is_shape(found[name].shape, shape, is_scale=name.endswith((WEIGHT_SCALE, INPUT_SCALE))):
             raise ModelFilesError(f"{name} has shape {found[name].shape}; config.json makes it {shape}")
     if surplus := sorted(name for name in found.keys() - wanted.keys() if not is_ignored(name)):
         raise ModelFilesError(f"the network of config.json has no place for {_some(surplus)}")
+
+
+def is_shape(stored: Shape, wanted: Shape, *, is_scale: bool) -> bool:
+    """Whether a tensor has the shape that is wanted. Some writers give scales dimensions of one element at the end."""
+    return stored == wanted or (is_scale and _without_ones(stored) == _without_ones(wanted))
+
+
+def _without_ones(shape: Shape) -> Shape:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def weight_files(directory: Path) -> list[Path]:

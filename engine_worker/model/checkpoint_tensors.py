@@ -1,18 +1,42 @@
 """Which tensors a network reads from its checkpoint: names and shapes, in the order of the layers. Pure.
 
-What a checkpoint lacks, has too much or in another shape can be told from this before a byte of weights is read.
+A product in fp8 has its scales beside it (weight_format.py). What a checkpoint lacks, has too much or in another shape
+can be told from this before a byte of weights is read.
 
 It is used at a worker's start, for the checks of a directory and for estimates. It knows the spec, and no values.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec, QkNorm
+from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE, Fp8Scheme
 
 Shape = tuple[int, ...]
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    tensors = _dense_tensors(spec)
+    for module, scheme in _fp8_modules(spec, tensors).items():
+        rows, columns = tensors[f"{module}.weight"]
+        tensors[f"{module}.{WEIGHT_SCALE}"] = scheme.scale_shape(rows, columns)
+        if scheme.has_input_scale:
+            tensors[f"{module}.{INPUT_SCALE}"] = ()
+    return tensors
+
+
+def fp8_modules(spec: ModelSpec) -> dict[str, Fp8Scheme]:
+    """The products whose weights the checkpoint has in fp8, by the names of modules."""
+    return _fp8_modules(spec, _dense_tensors(spec))
+
+
+def _fp8_modules(spec: ModelSpec, tensors: Mapping[str, Shape]) -> dict[str, Fp8Scheme]:
+    products = [name for name, shape in tensors.items() if len(shape) == 2 and name != spec.names.embedding]
+    modules = [name.removesuffix(".weight") for name in products]
+    schemes = {module: spec.quantisation.stored_scheme(module) for module in modules}
+    return {module: scheme for module, scheme in schemes.items() if scheme is not None}
+
+
+def _dense_tensors(spec: ModelSpec) -> dict[str, Shape]:
     names, embedding = spec.names, (spec.vocab_size, spec.hidden_size)
     tensors: dict[str, Shape] = {names.embedding: embedding}
     for index, layer in enumerate(spec.layers):

@@ -6,6 +6,7 @@ CpuStep and CudaStep are the two implementations. Knows no network.
 import logging
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, NormWeight
@@ -13,6 +14,8 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
 
 logger = logging.getLogger("worker")
+
+FP8_CAPABILITY = (8, 9)  # the first with products of e4m3 (CUDA programming guide, tensor core data types)
 
 
 class DeviceStep(Protocol):
@@ -54,6 +57,19 @@ def check_shape(shape: ModelShape, device_type: str) -> None:
         raise ValueError(
             f"--device cuda: prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
             f"{shape.head_dim} elements. --device cpu serves them"
+        )
+
+
+def check_weight_format(name: str, device: torch.device) -> None:
+    """Raises ValueError where `device` cannot multiply weights of the format `name`. Starts CUDA."""
+    if not name or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        gpu, (major, minor) = torch.cuda.get_device_name(device), capability
+        raise ValueError(
+            f"weights: {name}; {gpu} (sm_{major}{minor}) multiplies no fp8, which takes sm_89 or newer (Ada, Hopper). "
+            "--quantization none serves an fp8 checkpoint in 16 bits"
         )
 
 

@@ -4,14 +4,16 @@ Both are Blueprints; whoever loads one need not know which it is. transformers i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.quantisation_config import refuse_quantised
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
+from engine_worker.model.weight_format import chosen_format
 from shared.model_files import read_model_files
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ class NativeBlueprint:
 
     def share(self, size: int) -> ModelSpec:
         return sharded(self.shape, 0, size)
+
+    @property
+    def weight_format(self) -> str:
+        stored = self.shape.quantisation
+        return "" if stored.is_dequantised else stored.name
 
     def build(
         self,
@@ -67,19 +74,26 @@ class NativeBlueprint:
         return model
 
 
-def blueprint_from_directory(directory: Path, wanted: str = "auto") -> "Blueprint":
-    """Raises ValueError with what config.json has that is not served. `wanted`: auto, native or transformers."""
+def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization: str = "auto") -> "Blueprint":
+    """Raises ValueError with what config.json has that is not served.
+
+    `wanted`: auto, native or transformers; `quantization`: auto, none or fp8.
+    """
     files = read_model_files(directory)
-    return blueprint(files.config, files.generation, wanted)
+    return blueprint(files.config, files.generation, wanted, quantization)
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:
     return wanted == "native" or (wanted == "auto" and has_family(config))
 
 
-def blueprint(config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto") -> "Blueprint":
+def blueprint(
+    config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto", quantization: str = "auto"
+) -> "Blueprint":
     if is_native(config, wanted):
-        return NativeBlueprint(spec_from_json(config, generation))
+        spec = spec_from_json(config, generation)
+        return NativeBlueprint(replace(spec, quantisation=chosen_format(spec.quantisation, quantization)))
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 
+    refuse_quantised(config, quantization)
     return TransformersBlueprint.of(config, generation)

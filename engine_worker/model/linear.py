@@ -48,6 +48,11 @@ class LinearSpec:
     row_order: Tensor | None = None  # [sum(outputs)] int64: which row of the checkpoint's tensors each output is
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many rows the checkpoint's tensors have, name by name."""
+        return self.outputs if len(self.names) == len(self.outputs) else (sum(self.outputs),)
+
+    @property
     def split(self) -> Split:
         return SPLITS[self.role]
 

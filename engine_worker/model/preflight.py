@@ -8,12 +8,17 @@ from pathlib import Path
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.implementation import is_native
+from engine_worker.model.quantisation_config import refuse_quantised
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
 from shared.model_files import read_model_files
 
 
 def check_files(
-    directory: Path, model_impl: str = "auto", load_format: str = "auto", tensor_parallel_size: int = 1
+    directory: Path,
+    model_impl: str = "auto",
+    load_format: str = "auto",
+    tensor_parallel_size: int = 1,
+    quantization: str = "auto",
 ) -> None:
     """Raises ValueError: ModelFilesError of the files, and what config.json asks for and no family here has.
 
@@ -25,6 +30,7 @@ def check_files(
     if spec is not None:
         check_tensor_parallel_size(spec, tensor_parallel_size)
     else:
+        refuse_quantised(files.config, quantization)
         check_one_rank(tensor_parallel_size)
     if load_format == "dummy":
         return

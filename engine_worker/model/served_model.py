@@ -57,6 +57,10 @@ class Blueprint(Protocol):
     @property
     def shape(self) -> ModelShape: ...
     @property
+    def weight_format(self) -> str:
+        """The name of the format in which products' weights are quantised; empty where they are not."""
+
+    @property
     def refused_options(self) -> dict[str, str]:
         """Options of a worker that this way of running cannot keep -> why."""
 

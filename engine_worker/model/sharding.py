@@ -11,11 +11,12 @@ ranks, several ranks have the same one. A bias of a partial sum is rank 0's.
 Used at a worker's start and in estimates. It knows no tensor, no process and no device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine_worker.model.checkpoint_tensors import Shape
 from engine_worker.model.spec import AttentionSpec, LayerSpec, ModelSpec, QkNorm
+from engine_worker.model.weight_format import BLOCK, WEIGHT_SCALE, ScalePer, WeightFormat
 
 # Rows of the head that a rank has are a multiple of this: rows of float32 logits then begin where the library's fast
 # kernels can write them.
@@ -88,7 +89,21 @@ def tensor_parts(spec: ModelSpec, rank: int, size: int) -> dict[str, Part]:
         parts |= {prefix + name: part for name, part in _layer_parts(spec, layer, rank, size)}
     if not spec.tie_word_embeddings:
         parts[spec.names.head] = Part(0, (_head_rows(spec.vocab_size, rank, size),))
-    return parts
+    return parts | dict(_scale_parts(parts, spec.quantisation))
+
+
+def _scale_parts(parts: Mapping[str, Part], stored: WeightFormat) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of scales; a rank has all that belong to no part of a weight alone."""
+    for name, part in parts.items():
+        module = name.removesuffix(".weight")
+        scheme = stored.stored_scheme(module) if name.endswith(".weight") else None
+        if scheme is None:
+            continue
+        if scheme.per is ScalePer.ROW and part.dim == 0:
+            yield f"{module}.{WEIGHT_SCALE}", part
+        if scheme.per is ScalePer.BLOCK:
+            blocks = tuple((start // BLOCK, -(-end // BLOCK)) for start, end in part.ranges)
+            yield f"{module}.{WEIGHT_SCALE}", Part(part.dim, blocks)
 
 
 def _divides(size: int, layer: LayerSpec) -> bool:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.model.weight_format import DENSE, WeightFormat
 
 
 class QkNorm(StrEnum):
@@ -158,7 +159,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
-    quantisation: str = "dense"  # how the weights are stored: one of quantisation.MODULES
+    quantisation: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
     head_rows: tuple[int, int] | None = None  # tokens whose logits a rank computes, from the first up to the second
 

@@ -15,10 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine_worker.model.checkpoint import StoredTensor, is_ignored, stored_tensors
+from engine_worker.model.checkpoint import StoredTensor, is_ignored, is_shape, stored_tensors
 from engine_worker.model.checkpoint_tensors import Shape
 from engine_worker.model.sharding import NOTHING, Part
 from engine_worker.model.weight_upload import uploader
+
+# Of random fp8 weights of deviation 0.02: 82 in e4m3, whose largest is 448.
+_RANDOM_SCALE = 2.0**-12
 
 Report = Callable[[float, str], None]  # progress 0..1, detail
 
@@ -27,12 +30,19 @@ class WeightSource(Protocol):
     device: torch.device  # on which the tensors are
     names: Collection[str]  # of all there are; none where every name has a tensor
 
+    dtype: torch.dtype  # of the tensors that get() hands out
+
     @property
     def loaded_bytes(self) -> int:
-        """The size of all tensors handed out."""
+        """The size of all tensors handed out, as they are kept."""
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """The tensor of `shape`, or `part` of it."""
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The tensor of `shape`, or `part` of it; in `dtype` if that is given, as fp8 weights and their scales need."""
+
+    def keep_as(self, handed_out: int, kept: int) -> None:
+        """Tell that of the bytes handed out `handed_out` were made into `kept` bytes."""
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """`ignored`: patterns of names that may be left over."""
@@ -41,7 +51,8 @@ class WeightSource(Protocol):
 class SafetensorsWeights:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype, report: Report) -> None:
         self.device = device
-        self._upload, self._dtype, self._report = uploader(device), dtype, report
+        self.dtype = dtype
+        self._upload, self._report = uploader(device), report
         self._stored = stored_tensors(directory)
         self._files = {path: safe_open(path, framework="pt") for path in {t.path for t in self._stored.values()}}
         self.names: Collection[str] = frozenset(self._stored)
@@ -52,20 +63,25 @@ class SafetensorsWeights:
         self._reported_percent = 0
         self.loaded_bytes = 0
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise ValueError(f"the safetensors files have no {name}")
-        if stored.shape != shape:
+        if not is_shape(stored.shape, shape, is_scale=dtype is not None):
             raise ValueError(f"{name} has shape {stored.shape}; config.json makes it {shape}")
-        tensor = self._read(stored, part)
+        tensor = self._read(stored, part).reshape(shape if part is None else part.shape(shape))
         self._unused.discard(name)
         self.read_bytes += tensor.nbytes
         self._passed_bytes += math.prod(shape) * tensor.itemsize
         self._report_progress()
-        tensor = self._upload(tensor).to(self._dtype)
+        tensor = self._upload(tensor).to(dtype or self.dtype)
         self.loaded_bytes += tensor.nbytes
         return tensor
+
+    def keep_as(self, handed_out: int, kept: int) -> None:
+        self.loaded_bytes += kept - handed_out
 
     def _read(self, stored: StoredTensor, part: Part | None) -> Tensor:
         """Only the bytes that are asked for leave the disk: the files are mapped."""
@@ -96,17 +112,22 @@ class ShardedWeights:
     def __init__(self, source: WeightSource, shapes: Mapping[str, Shape], parts: Mapping[str, Part]) -> None:
         """`shapes`: of the whole tensors, by name."""
         self._source, self._shapes, self._parts = source, shapes, parts
-        self.device, self.names = source.device, source.names
+        self.device, self.dtype, self.names = source.device, source.dtype, source.names
 
     @property
     def loaded_bytes(self) -> int:
         return self._source.loaded_bytes
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         assert part is None, "a rank's part is not divided again"
-        tensor = self._source.get(name, self._shapes[name], self._parts.get(name))
+        tensor = self._source.get(name, self._shapes[name], self._parts.get(name), dtype)
         assert tuple(tensor.shape) == shape, f"{name}: this rank's part is {tuple(tensor.shape)}, not {shape}"
         return tensor
+
+    def keep_as(self, handed_out: int, kept: int) -> None:
+        self._source.keep_as(handed_out, kept)
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         elsewhere = [f"^{re.escape(name)}$" for name, part in self._parts.items() if part == NOTHING]
@@ -114,32 +135,53 @@ class ShardedWeights:
 
 
 class RandomWeights:
-    """Normal with deviation 0.02, norms (of one dimension, no biases) 1; a tensor depends on (seed, name) alone."""
+    """Normal with deviation 0.02, norms (of one dimension, no biases) 1; a tensor depends on (seed, name) alone.
+
+    Weights of fp8 and their scales are such that their product has this deviation.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
-        self.device, self._dtype, self._seed = device, dtype, seed
+        self.device, self.dtype, self._seed = device, dtype, seed
         self.names: Collection[str] = ()
         self.loaded_bytes = 0
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """There is nothing that could be left over."""
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def keep_as(self, handed_out: int, kept: int) -> None:
+        self.loaded_bytes += kept - handed_out
+
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """The whole is drawn for any part of it, so that the ranks of a group have one model."""
-        whole = self._drawn(name, shape)
+        whole = self._drawn(name, shape) if dtype is None else self._quantised(name, shape, dtype)
         tensor = whole if part is None else _taken(whole, part)
         self.loaded_bytes += tensor.nbytes
         return tensor
 
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1 and not name.endswith(".bias"):
-            return torch.ones(shape, device=self.device, dtype=self._dtype)
+            return torch.ones(shape, device=self.device, dtype=self.dtype)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self._seed)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=self._dtype).mul_(0.02)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype).mul_(0.02)
+
+    def _quantised(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if dtype != torch.float8_e4m3fn:
+            return torch.full(shape, _RANDOM_SCALE, device=self.device, dtype=dtype)
+        most = torch.finfo(dtype).max
+        return (self._drawn(name, shape).float() / _RANDOM_SCALE).clamp_(-most, most).to(dtype)
 
 
 def _taken(tensor: Any, part: Part) -> Tensor:
     """`tensor`: a Tensor, or one of a file that is still to be read."""
     before = (slice(None),) * part.dim
     pieces = [tensor[(*before, slice(*wanted))] for wanted in part.ranges]
-    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].contiguous()
+    return pieces[0].contiguous() if len(pieces) == 1 else joined(pieces, part.dim)
+
+
+def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The pieces one behind another, of any type: torch joins no fp8."""
+    if pieces[0].dtype != torch.float8_e4m3fn:
+        return torch.cat(list(pieces), dim)
+    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(torch.float8_e4m3fn)

@@ -24,13 +24,10 @@ def positive_int(config: Config, key: str) -> int:
 
 
 def refuse_unsupported(config: Config) -> None:
-    """A gate or a format of weights that no family here has would be left out silently."""
+    """A gate that no family here has would be left out silently."""
     activation = config.get("hidden_act")
     if activation not in {None, "silu"}:
         raise ValueError(f"config.json: hidden_act = {activation!r} is not supported; only 'silu' is")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"config.json: quantization_config ({method!r}) is not supported; use unquantised weights")
 
 
 def refuse_windows(config: Config) -> None:

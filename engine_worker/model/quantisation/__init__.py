@@ -1,13 +1,15 @@
 """Ways of storing weights: a file each, with one LinearMethod a device. Imported when a model is stored so."""
 
-from importlib import import_module
-
 from engine_worker.model.linear import LinearMethod
+from engine_worker.model.weight_format import WeightFormat
 
-MODULES = {"dense": "dense"}  # ModelSpec.quantisation -> the module here
 
-
-def linear_method(quantisation: str, device_type: str) -> LinearMethod:
+def linear_method(stored: WeightFormat, device_type: str) -> LinearMethod:
     """`device_type`: `cpu` or `cuda`, on which the weights will be."""
-    method: LinearMethod = import_module(f"{__name__}.{MODULES[quantisation]}").method(device_type)
-    return method
+    if stored.groups:
+        from engine_worker.model.quantisation import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
+
+        return fp8.method(stored, device_type)
+    from engine_worker.model.quantisation import dense  # noqa: PLC0415
+
+    return dense.method(device_type)

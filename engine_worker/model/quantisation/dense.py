@@ -39,23 +39,19 @@ class DenseMethod:
         self._linear, self._head, self._tell = linear, head, tell
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
-        weight = _rows(spec, source, "weight", (spec.inputs,))
+        weight = rows_of(spec, source, "weight", (spec.inputs,))
         self._tell(spec.role, weight, spec.role is Role.GATE_UP)
-        return self._linear(weight, _rows(spec, source, "bias", ()) if spec.bias else None)
+        return self._linear(weight, rows_of(spec, source, "bias", ()) if spec.bias else None)
 
     def head(self, weight: Tensor) -> Head:
         self._tell("head", weight, False)
         return self._head(weight)
 
 
-def _rows(spec: LinearSpec, source: WeightSource, part: str, rest: tuple[int, ...]) -> Tensor:
+def rows_of(spec: LinearSpec, source: WeightSource, part: str, rest: tuple[int, ...]) -> Tensor:
     """[sum(outputs), *rest]"""
-    names, outputs = spec.names, spec.outputs
-    if len(names) == 1:
-        rows = source.get(f"{names[0]}.{part}", (sum(outputs), *rest))
-    else:
-        parts = [source.get(f"{name}.{part}", (size, *rest)) for name, size in zip(names, outputs, strict=True)]
-        rows = torch.cat(parts)
+    parts = [source.get(f"{name}.{part}", (size, *rest)) for name, size in zip(spec.names, spec.sizes, strict=True)]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return rows if spec.row_order is None else rows[spec.row_order.to(rows.device)]
 
 

@@ -54,8 +54,6 @@ def skeleton(config: Mapping[str, Any]) -> "PreTrainedModel":
 
     from engine_worker.model.transformers_backend.attention import paged_attention  # noqa: PLC0415
 
-    if config.get("quantization_config"):
-        raise ModelNotServed("config.json: quantization_config is not supported; use unquantised weights")
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelNotServed(
             f"config.json: model_type {model_type!r} is no causal language model of transformers "

@@ -53,6 +53,7 @@ class TransformersBlueprint:
     probed: Probed
     implementation: str = "transformers"
     is_capturable: bool = False  # some models look at values on the host
+    weight_format: str = ""
     refused_options: dict[str, str] = field(
         default_factory=lambda: {
             "deterministic": "the operators of transformers are not known to give the same bits in any batch; "

@@ -16,6 +16,7 @@ from engine_worker.model.devices import check_shape
 from engine_worker.model.network import Device, LogitsOf, Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuLinear
+from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
@@ -38,7 +39,7 @@ def cuda_model(tmp_path_factory: pytest.TempPathFactory) -> Network:
     """A network of the same weights that multiplies as on CUDA."""
     directory = write_model(tmp_path_factory.mktemp("tiny_cuda"))
     weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
-    method = linear_method("dense", "cuda")
+    method = linear_method(DENSE, "cuda")
     return Network(spec_from_directory(Path(directory)), weights, max_len=256, method=method)
 
 

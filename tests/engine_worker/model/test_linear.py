@@ -12,6 +12,7 @@ from engine_worker.model.linear import Linear, LinearSpec, Role, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuHead
+from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from tests.builders import make_sequence
@@ -80,7 +81,7 @@ def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
 ) -> None:
     order = torch.tensor([1, 0, 3, 2, 5, 4, 6, 7])
     spec = {"role": Role.QKV, "names": names, "outputs": outputs, "inputs": 16, "bias": True}
-    method = linear_method("dense", "cpu")
+    method = linear_method(DENSE, "cpu")
     plain = method.load(LinearSpec(**spec), RandomWeights(CPU, torch.float32))
     ordered = method.load(LinearSpec(**spec, row_order=order), RandomWeights(CPU, torch.float32))
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
@@ -95,7 +96,7 @@ def test_products_that_end_a_part_are_sums_over_ranks() -> None:
 
 def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """The width is no other test's; on a CPU the tiles of a GPU are not known."""
-    method, source = linear_method("dense", "cuda"), RandomWeights(CPU, torch.float32)
+    method, source = linear_method(DENSE, "cuda"), RandomWeights(CPU, torch.float32)
     caplog.set_level("INFO", logger="worker")
     for index in range(3):
         names = (f"{index}.gate", f"{index}.up")

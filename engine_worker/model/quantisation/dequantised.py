@@ -1,0 +1,98 @@
+"""fp8 as numbers: quantising 16 bits by rows, and fp8 weights made into 16 or 32 bits while they load.
+
+The reference of every fp8 product: weight = e4m3 * scale in float32, then rounded once. Knows no layer and no device.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.sharding import Part
+from engine_worker.model.weight_format import (
+    BLOCK,
+    E4M3_MAX,
+    INPUT_SCALE,
+    WEIGHT_SCALE,
+    Fp8Scheme,
+    ScalePer,
+    WeightFormat,
+)
+from engine_worker.model.weights import WeightSource
+
+FP8 = torch.float8_e4m3fn
+
+
+def quantised_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] of 16 or 32 bits -> [N, K] e4m3 and the scales [N] float32 that make each row's largest element 448."""
+    largest = weight.abs().amax(dim=1).float()
+    scale = largest / E4M3_MAX
+    scale = torch.where(scale > 0, scale, 1.0)  # of a row of zeros
+    return (weight.float() / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8), scale
+
+
+def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
+    """[N, K] e4m3 -> [N, K] float32. `scale`: of the shape that Fp8Scheme.scale_shape() gives."""
+    exact = weight.float()
+    if per is ScalePer.BLOCK:
+        rows, columns = weight.shape
+        blocks = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        return exact.mul_(blocks)
+    return exact.mul_(scale[:, None] if per is ScalePer.ROW else scale)
+
+
+class DequantisedWeights:
+    """The tensors of `source`, with products in 16 or 32 bits; quantised online, they are what fp8 leaves of them."""
+
+    def __init__(self, source: WeightSource, stored: WeightFormat) -> None:
+        self._source, self._format = source, stored
+        self.device, self.dtype = source.device, source.dtype
+        self.names: Collection[str] = source.names
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._source.loaded_bytes
+
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        module = name.removesuffix(".weight")
+        scheme = self._format.scheme_of(module) if len(shape) == 2 and module != name else None
+        if scheme is None or dtype is not None:
+            return self._source.get(name, shape, part, dtype)
+        assert part is None, "a source of parts is dequantised, not parts of what is dequantised"
+        if self._format.is_online:
+            weight, scale = quantised_rows(self._source.get(name, shape))
+            return dequantised(weight, scale, scheme.per).to(self.dtype)
+        weight, scale = read_fp8(self._source, module, shape, scheme)
+        made = dequantised(weight, scale, scheme.per).to(self.dtype)
+        self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)
+        return made
+
+    def keep_as(self, handed_out: int, kept: int) -> None:
+        self._source.keep_as(handed_out, kept)
+
+    def check_all_used(self, ignored: Sequence[str] = ()) -> None:
+        self._source.check_all_used(ignored)
+
+
+def read_fp8(source: WeightSource, module: str, shape: tuple[int, ...], scheme: Fp8Scheme) -> tuple[Tensor, Tensor]:
+    """The weight of `shape`, e4m3, and its scales. Raises ValueError for scales that are no factors."""
+    rows, columns = shape
+    name = f"{module}.{WEIGHT_SCALE}"
+    scale = source.get(name, scheme.scale_shape(rows, columns), dtype=torch.float32)
+    check_scales(name, scale)
+    if scheme.has_input_scale:  # one of activations: it is used with fp8 products alone, but must not be left over
+        check_scales(f"{module}.{INPUT_SCALE}", input_scale(source, module))
+    return source.get(f"{module}.weight", shape, dtype=FP8), scale
+
+
+def input_scale(source: WeightSource, module: str) -> Tensor:
+    return source.get(f"{module}.{INPUT_SCALE}", (), dtype=torch.float32)
+
+
+def check_scales(name: str, scale: Tensor) -> None:
+    """Raises ValueError."""
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        wrong = scale[~(scale.isfinite() & (scale >= 0))][0].item() if scale.dim() else scale.item()
+        raise ValueError(f"{name} has {wrong}; scales of fp8 weights are finite and not negative")

@@ -1,0 +1,62 @@
+"""compressed-tensors, as llm-compressor writes it: RedHatAI's `-FP8-dynamic`, `-FP8` and `-FP8-BLOCK`.
+
+Groups of modules, each with what its weights and its inputs are quantised to. W8A8 in fp8 is read: weights of e4m3 with
+a scale for all, for each row or for 128 x 128; inputs quantised while running, or with a scale measured beforehand.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine_worker.model.quantisation_config.patterns import exact_or_regex
+from engine_worker.model.weight_format import BLOCK, FormatGroup, Fp8Scheme, ScalePer, WeightFormat
+
+NAME = "compressed-tensors fp8"
+_PER = {"tensor": ScalePer.TENSOR, "channel": ScalePer.ROW, "block": ScalePer.BLOCK}
+_FORMATS = ("float-quantized", "naive-quantized", None)
+_ACCEPTED = "; read are 8 bit floats (e4m3) with a scale for each tensor, channel or block of 128 x 128"
+
+
+def weight_format(written: Mapping[str, Any]) -> WeightFormat:
+    """Raises ValueError."""
+    for part in (written, *_groups(written)):
+        if part.get("format") not in _FORMATS:
+            raise _refused(f"format = {part['format']!r}")
+    for key in ("transform_config", "sparsity_config"):
+        content = written.get(key) or {}
+        if content and content.get("format") != "dense":
+            raise _refused(f"{key} = {content!r:.80}")
+    groups = tuple(_group(group) for group in _groups(written))
+    return WeightFormat(name=NAME, groups=groups, ignored=exact_or_regex(written.get("ignore"), "ignore"))
+
+
+def _groups(written: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = written.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+        raise _refused(f"config_groups = {groups!r:.80}")
+    return list(groups.values())
+
+
+def _group(group: Mapping[str, Any]) -> FormatGroup:
+    targets = exact_or_regex(group.get("targets"), "targets")
+    modules = tuple(".*" if target == "Linear" else target for target in targets)
+    return FormatGroup(
+        scheme=_scheme(group.get("weights") or {}, group.get("input_activations") or {}), modules=modules
+    )
+
+
+def _scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Fp8Scheme:
+    for what, given in (("weights", weights), ("input_activations", inputs)):
+        if (given.get("type"), given.get("num_bits")) != ("float", 8) or given.get("symmetric") is False:
+            bits, kind = given.get("num_bits"), given.get("type")
+            raise _refused(f"{what} of {bits} bits ({kind})" if given else f"no {what}")
+    per, block = _PER.get(str(weights.get("strategy"))), weights.get("block_structure")
+    if per is None or (per is ScalePer.BLOCK and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")):
+        raise _refused(f"weights with strategy {weights.get('strategy')!r}" + (f" of {block}" if block else ""))
+    is_static = inputs.get("dynamic") is False
+    if is_static and inputs.get("strategy") != "tensor":
+        raise _refused(f"input_activations that are static with strategy {inputs.get('strategy')!r}")
+    return Fp8Scheme(per=per, has_input_scale=is_static)
+
+
+def _refused(what: str) -> ValueError:
+    return ValueError(f"config.json: quantization_config (compressed-tensors) with {what} is not supported{_ACCEPTED}")
