@@ -10,12 +10,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
+from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import ALONE
+from engine_worker.execution.start_times import StartTimes
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -76,6 +79,7 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
 
 
 def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
+    report = times = StartTimes(report)
     report("load", 0.0, "the checkpoint's headers")
     execution = settings.execution
     check_files(
@@ -85,7 +89,9 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         execution.tensor_parallel_size,
         execution.quantization,
     )
+    size = execution.tensor_parallel_size
     report("load", 0.0, "torch")
+    followers = Followers(size) if size > 1 and not execution.rendezvous_endpoint else None
     import torch  # noqa: PLC0415 - see the module's docstring
 
     from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
@@ -95,7 +101,9 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    runner = load_model_runner(settings.execution, report)
+    runner = load_model_runner(settings.execution, report, followers)
+    for line in times.lines(runner.group):
+        logger.info("start of %s", line)
     engine = Engine(
         _scheduler(settings, runner),
         runner,
@@ -120,8 +128,10 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     )
     on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
     note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
-    dump_others = runner.group.dump_stacks if runner.group is not None else None
-    return LoadedEngine(engine, info, runner.compile_grammar, note, dump_others)
+    loaded = LoadedEngine(engine, info, runner.compile_grammar, note)
+    if runner.group is None:
+        return loaded
+    return replace(loaded, dump_others=runner.group.dump_stacks, tell_end_to=runner.group.tell_end_to)
 
 
 def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:

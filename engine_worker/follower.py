@@ -43,10 +43,15 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:  # what the loader raises for a model or a setting that it cannot serve
         channel.tell_cause(str(error))
         return EXIT_CANNOT_START
-    except BaseException:
-        channel.tell_cause(traceback.format_exc()[-3000:])
+    except BaseException as error:  # MemoryError too
+        channel.tell_cause(_account_of(error))
         return EXIT_FAILED
     return EXIT_FAILED
+
+
+def _account_of(error: BaseException) -> str:
+    """Return what an error says, then where it was raised."""
+    return f"{traceback.format_exception_only(error)[-1][:500]}{traceback.format_exc()[-2500:]}"
 
 
 def _beat(channel: RingReceiver) -> None:

@@ -11,9 +11,12 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+
+from redis.exceptions import RedisError
 
 from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
@@ -34,6 +37,7 @@ from engine_worker.watchdog import StepWatchdog, dump_and_exit
 from engine_worker.worker import Worker
 from shared.fleet_clock import FleetClock
 from shared.messages import WorkerPhase
+from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -44,6 +48,9 @@ logger = logging.getLogger("worker")
 
 SELF_FENCE_RATIO = 2 / 3  # of the time after which others call it dead: it must have stopped before they begin
 OFFER_SECONDS = 0.5  # twice a beat, so that no beat finds nothing new
+HAND_OVER_SECONDS = 1.0  # for a worker that failed: then its peers find it by its missing heartbeats
+EXIT_LOST = 1  # as of any worker that failed
+LAST_SECONDS = 2.0  # for its event loop to end it, once it has lost a process
 STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last snapshot is shown
 
 
@@ -54,6 +61,11 @@ class LoadedEngine:
     compile_grammar: Compile | None = None
     note: str = ""  # told with its readiness
     dump_others: Callable[[], None] | None = None  # has the other processes of this worker write their stacks
+    tell_end_to: Callable[[Callable[[str], None]], None] | None = None  # of another process; called in its own thread
+
+
+class LostProcess(Exception):
+    """Another process of this worker has ended; the message says which and how."""
 
 
 class CannotStart(Exception):
@@ -95,6 +107,8 @@ class WorkerService:
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
         self._told_to_stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, load: LoadEngine) -> None:
         """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once)."""
@@ -106,6 +120,7 @@ class WorkerService:
                 heartbeats = HeartbeatPublisher(self._connections.commands, self._keys, faults=self._faults)
                 await run_until_first_ends(
                     self._load_and_serve(load),
+                    self._until_lost(),
                     heartbeats.run(),
                     self._fleet_clock.run(),
                     self._offer_heartbeats(heartbeats),
@@ -126,6 +141,9 @@ class WorkerService:
                 )
         except PortUnavailable as error:
             raise CannotStart(str(error)) from error
+        except Exception:
+            await self._hand_over()
+            raise
         finally:
             await self._connections.aclose()
             if self._tracing is not None:
@@ -156,6 +174,8 @@ class WorkerService:
         self._status.max_model_len = loaded.info.max_model_len
         self._note = loaded.note
         self._dump_others = loaded.dump_others
+        if loaded.tell_end_to is not None:
+            loaded.tell_end_to(self._lose_process)
         worker = Worker(
             self._engine,
             self._register,
@@ -170,6 +190,28 @@ class WorkerService:
             worker.drain()
         await worker.run()
         await self._engine.stop()
+
+    async def _until_lost(self) -> None:
+        await self._lost
+
+    def _lose_process(self, what: str) -> None:
+        """In whose thread it may. Ends this process: in order, or at once should its event loop not turn."""
+        logger.critical("%s; the group ends whole", what)
+        self._loop.call_soon_threadsafe(self._lost.set_exception, LostProcess(what))
+        threading.Event().wait(LAST_SECONDS)
+        os._exit(EXIT_LOST)
+
+    async def _hand_over(self) -> None:
+        """After a failure: requeue what this worker holds, so that others go on at once and not after missed beats."""
+        worker_id = self._status.worker_id
+        if worker_id == self._base_id:
+            return  # it never served
+        try:
+            async with asyncio.timeout(HAND_OVER_SECONDS):
+                summary = await reap_worker(RedisScripts(self._connections.commands, self._keys), worker_id)
+            logger.warning("this worker fails, others go on: %s", summary)
+        except (RedisError, OSError, TimeoutError) as error:
+            logger.warning("what this worker holds is requeued when its heartbeats are missed: %s", error)
 
     def _end_hung(self) -> None:
         dump_and_exit(self._dump_others)

@@ -26,6 +26,7 @@ from bench.provenance import commit
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.start_times import StartTimes
 
 # Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
 # 0.04 on a CPU; a token of a wrong network lies about four away, the maximum over a vocabulary.
@@ -36,13 +37,14 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.check or options.compare == "transformers":
         import_module("transformers")  # before the model is loaded and minutes are gone
-    runner, load_seconds = _load(options)
+    runner, load_seconds, start_seconds = _load(options)
     result: dict[str, Any] = {
         "command": " ".join(["python -m bench engine", *argv]),
         "commit": commit(),
         "machine": _machine(runner),
         "options": {name: str(value) for name, value in vars(options).items()},
         "load_seconds": load_seconds,
+        "start_seconds": start_seconds,
     }
     failed = False
     if options.check:
@@ -58,10 +60,12 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _load(options: argparse.Namespace) -> tuple[ModelRunner, float]:
+def _load(options: argparse.Namespace) -> tuple[ModelRunner, float, dict[int, list[tuple[str, float]]]]:
+    """The runner, the seconds that it took, and those of each phase by rank."""
     longest = max(options.prompt_tokens + options.output_tokens, options.ttft_tokens + 1)
     num_tokens = max(max(options.concurrency) * (options.prompt_tokens + options.output_tokens), longest)
     started = time.perf_counter()
+    times = StartTimes(lambda phase, progress, detail: print(f"{phase} {progress:4.0%}  {detail}", flush=True))
     runner = load_model_runner(
         ExecutionSettings(
             model=options.model,
@@ -77,11 +81,13 @@ def _load(options: argparse.Namespace) -> tuple[ModelRunner, float]:
             num_threads=options.num_threads,
             tensor_parallel_size=options.tensor_parallel_size,
         ),
-        lambda phase, progress, detail: print(f"{phase} {progress:4.0%}  {detail}", flush=True),
+        times,
     )
+    load_seconds = time.perf_counter() - started
+    print(*times.lines(runner.group), sep="\n", flush=True)
     if (runner.num_blocks - 1) * runner.block_size < num_tokens:
         print(f"the KV cache holds less than {num_tokens} tokens: sequences will wait, and decode is not comparable")
-    return runner, time.perf_counter() - started
+    return runner, load_seconds, times.by_rank(runner.group)
 
 
 def _measure(options: argparse.Namespace, runner: ModelRunner) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -74,8 +74,17 @@ def graph_keys(mode: str, bounds: StepBounds) -> list[GraphKey]:
 
 class StepGraphs:
     def __init__(
-        self, model: ServedModel, device: Device, inputs: GraphInputs, keys: list[GraphKey], max_seq_len: int
+        self,
+        model: ServedModel,
+        device: Device,
+        inputs: GraphInputs,
+        keys: list[GraphKey],
+        max_seq_len: int,
+        *,
+        has_logits: bool = True,
     ) -> None:
+        """`has_logits`: False on a rank that gives its share of them to rank 0, and needs no room for them."""
+        self._has_logits = has_logits
         self._model = model
         self._device = device
         self._inputs = inputs
@@ -83,7 +92,7 @@ class StepGraphs:
         self._sizes = {mixed: [key.size for key in self._keys if key.mixed == mixed] for mixed in (False, True)}
         self._max_seq_len = max_seq_len
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None  # [most logits, V]
+        self._logits: Tensor | None = None  # [most logits, V]; where it has none [most logits, 0]
 
     def key_for(self, description: StepDescription) -> GraphKey | None:
         """The graph that serves a step; None if there is none."""
@@ -102,16 +111,16 @@ class StepGraphs:
         stream = torch.cuda.Stream()
         self._logits = self._most_logits()
         for number, key in enumerate(reversed(self._keys), start=1):
-            self._capture(key, self._logits[: key.num_logits], pool, stream)
+            self._capture(key, self._logits[: key.num_logits] if self._has_logits else None, pool, stream)
             yield number / len(self._keys), f"graph of {key.size} {'tokens' if key.mixed else 'sequences'}"
 
     def replay(self, key: GraphKey) -> Tensor:
-        """Logits [key.num_logits, V]; overwritten by the next replay."""
+        """Logits [key.num_logits, V], or as many empty rows; overwritten by the next replay."""
         assert self._logits is not None
         self._graphs[key].replay()
         return self._logits[: key.num_logits]
 
-    def _capture(self, key: GraphKey, logits: Tensor, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    def _capture(self, key: GraphKey, logits: Tensor | None, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
         model_input = self._model_input(key)
         self._inputs.fill_with_padding(key.size)
         # Compiles and loads what the capture must find ready.
@@ -137,4 +146,5 @@ class StepGraphs:
     def _most_logits(self) -> Tensor:
         key = max(self._keys, key=lambda key: key.num_logits)
         device = self._model_input(key).token_ids.device
-        return torch.empty(key.num_logits, self._model.spec.vocab_size, dtype=torch.float32, device=device)
+        vocab_size = self._model.spec.vocab_size if self._has_logits else 0
+        return torch.empty(key.num_logits, vocab_size, dtype=torch.float32, device=device)

@@ -5,7 +5,9 @@ answers a collective, so rank 0 ends too, without a further word to the device. 
 that of any dead worker. So it is when a follower stands still, while it loads or idles too: each beats once a second.
 The kernel ends the followers with that thread, which lives as long as this process.
 
-It stands beside a worker of several ranks from its load to its end. It knows no model and no step.
+They are started first of all: what they import takes as long as it takes rank 0, and runs beside it.
+
+It stands beside a worker of several ranks from its start to its end. It knows no model, no step and no torch.
 """
 
 import logging
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,27 +60,28 @@ def end_process(end: FollowerEnd) -> None:
 
 
 class Followers:
+    on_end: Callable[[FollowerEnd], None]  # may be another one later
+
     def __init__(
         self,
         size: int,
-        channel: RingSender,
-        rendezvous_fd: int,
         on_end: Callable[[FollowerEnd], None] = end_process,
         patience_beats: int = PATIENCE_BEATS,
     ) -> None:
         """Start ranks 1 to `size` - 1; OSError if one cannot be. `on_end` is called once, in a thread of its own.
 
-        `rendezvous_fd`: a memfd for the ranks to find each other by. `patience_beats`: that one may miss in a row.
+        `patience_beats`: that one may miss in a row.
         """
         self._silence = {rank: _Silence(patience_beats) for rank in range(1, size)}
         self.size = size
-        self._channel = channel
-        self._rendezvous_fd = rendezvous_fd
-        self._on_end = on_end
+        self.channel = RingSender(size)
+        self.rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)  # for the ranks to find each other by
+        self.on_end = on_end
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._started = threading.Event()
         self._problem: OSError | None = None
         self._closing, self._close = os.pipe()
+        self._started_seconds = time.monotonic()
         self._thread = threading.Thread(target=self._start_and_watch, name="followers", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -92,6 +96,10 @@ class Followers:
         """Whether a follower has beaten of late."""
         return self._silence[rank].missed < LATE_BEATS
 
+    def phases(self, rank: int) -> list[tuple[str, float]]:
+        """As the channel has them, from this process's own start of it on."""
+        return [("interpreter", self._started_seconds), *self.channel.phases(rank)]
+
     def wait_for_end(self, seconds: float) -> None:
         """Give the thread that watches so long to see an end, which in a worker is this process's end too."""
         self._thread.join(seconds)
@@ -104,9 +112,12 @@ class Followers:
         threading.Event().wait(DUMP_SECONDS)  # nobody says when a handler in C has written
 
     def close(self) -> None:
-        """End the followers; nobody is told. For programs that go on without their group."""
+        """End the followers and the channel; nobody is told. For programs that go on without their group."""
         os.write(self._close, b"x")
         self._thread.join()
+        self.channel.close()
+        for fd in (self.rendezvous_fd, self._closing, self._close):
+            os.close(fd)
 
     def _start_and_watch(self) -> None:
         try:
@@ -116,19 +127,19 @@ class Followers:
             self._problem = error
         self._started.set()
         if self._problem is None and (end := self._first_end()) is not None:
-            self._on_end(end)
+            self.on_end(end)
         for process in self._processes.values():
             process.kill()
             process.wait()
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
-        fds = self._channel.fds(rank)
+        fds = self.channel.fds(rank)
         argv = [sys.executable, "-P", "-m", "engine_worker.follower", str(os.getpid()), str(rank), str(self.size)]
-        argv += [str(fd) for fd in (self._rendezvous_fd, *fds)]
+        argv += [str(fd) for fd in (self.rendezvous_fd, *fds)]
         # From where this code is, whatever the current directory has: of a clone it may not be installed.
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        fds_passed = (self._rendezvous_fd, *fds)
+        fds_passed = (self.rendezvous_fd, *fds)
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds_passed, env=environ)
 
     def _first_end(self) -> FollowerEnd | None:
@@ -146,17 +157,17 @@ class Followers:
             return None
         if ready:
             rank = next(ranks[fd] for fd in ready)
-            return self._end(rank, self._processes[rank].wait(), self._channel.cause(rank))
+            return self._end(rank, self._processes[rank].wait(), self.channel.cause(rank))
         assert silent is not None
         self.dump_stacks()
         return self._end(silent, None, "")
 
     def _end(self, rank: int, status: int | None, cause: str) -> FollowerEnd:
-        return FollowerEnd(rank, self.size, self._channel.phase(rank), status, cause)
+        return FollowerEnd(rank, self.size, self.channel.phase(rank), status, cause)
 
     def _silent_rank(self) -> int | None:
         """To be asked once a beat: time is counted in these, so a stop of this process is none of theirs."""
-        lasts = {rank: silence.lasts(self._channel.beats(rank)) for rank, silence in self._silence.items()}
+        lasts = {rank: silence.lasts(self.channel.beats(rank)) for rank, silence in self._silence.items()}
         return next((rank for rank, too_long in lasts.items() if too_long), None)
 
 

@@ -1,5 +1,6 @@
 """How the ranks of a worker are, as values for who tells of them. Made by its group; it knows no process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,8 +21,17 @@ class Group(Protocol):
     def health(self) -> GroupHealth:
         """From any thread; costs nothing."""
 
+    def phases(self) -> dict[int, list[tuple[str, float]]]:
+        """Return, of each other rank that tells, the phases of its start and the monotonic seconds they began at."""
+
     def blame(self) -> None:
         """To be called where a collective failed: the rank that ended is told of, where it can be seen."""
+
+    def tell_end_to(self, hear: Callable[[str], None]) -> None:
+        """Have `hear` called, in another thread, when a rank ends that can be seen, with what is known of it.
+
+        Before that such an end ends this process.
+        """
 
     def dump_stacks(self) -> None:
         """Have the other ranks write their stacks to stderr, where they can be asked."""

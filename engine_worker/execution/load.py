@@ -10,10 +10,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.load_replica import (
     GRAPHS_SHARE,
     LoadPlan,
-    Report,
     load_plan,
     load_replica,
     prepare_process,
@@ -26,6 +26,7 @@ from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.spanning_group import SpanningGroup
 from engine_worker.execution.speeds import measure_speeds
+from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import sample_largest
 from engine_worker.execution.warmup import warm_up
 from engine_worker.model.tensor_parallel import SINGLE
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
     from engine_worker.execution.grammar_masks import GrammarMasks
 
 
-def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunner:
-    """Raises ValueError with what of settings, model and machine does not fit together."""
+def load_model_runner(settings: ExecutionSettings, report: Report, followers: Followers | None = None) -> ModelRunner:
+    """Raises ValueError with what of settings, model and machine does not fit together.
+
+    `followers`: of a group of one host, if they were started before torch was imported here; else they are now.
+    """
     plan = load_plan(settings)
     prepare_process(plan.settings)
-    group = _group(plan, report) if settings.tensor_parallel_size > 1 else None
+    group = _group(plan, report, followers) if settings.tensor_parallel_size > 1 else None
     config, bounds = plan.blueprint.shape, plan.settings.bounds
     grammars = _grammar_masks(plan)
     sampler = Sampler(config.vocab_size, config.eos_token_ids, plan.device, grammars)
@@ -62,8 +66,10 @@ def load_model_runner(settings: ExecutionSettings, report: Report) -> ModelRunne
     return runner
 
 
-def _group(plan: LoadPlan, report: Report) -> RankGroup | SpanningGroup:
-    return (SpanningGroup if plan.settings.rendezvous_endpoint else RankGroup).start(plan, report)
+def _group(plan: LoadPlan, report: Report, followers: Followers | None) -> RankGroup | SpanningGroup:
+    if plan.settings.rendezvous_endpoint:
+        return SpanningGroup.start(plan, report)
+    return RankGroup.start(plan, report, followers)
 
 
 def _grammar_masks(plan: LoadPlan) -> "GrammarMasks | None":

@@ -30,6 +30,7 @@ from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.replica import Replica
 from engine_worker.execution.same_model import check_same_model
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout
 from engine_worker.model.devices import check_shape, check_weight_format, chosen_device
@@ -38,8 +39,6 @@ from engine_worker.model.served_model import Blueprint, ServedModel, check_optio
 from engine_worker.model.spec import ModelShape, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
-
-Report = Callable[[str, float, str], None]  # phase ("load" | "allocate_kv" | "warmup"), progress 0..1, detail
 
 GRAPHS_SHARE = 0.8  # of the time of the warm-up
 _GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common pool; 8B-shaped model, H200
@@ -96,6 +95,7 @@ def load_replica(
     Raises ValueError with what does not fit the machine.
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
+    report("load", 0.0, "weights")
     check_weight_format(plan.blueprint.weight_format, device)
     check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)
@@ -104,12 +104,14 @@ def load_replica(
     loaded += f", products from {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
+    report("allocate_kv", 0.0, "")
     layout = kv_layout(model.spec, settings.block_size, _name(model.dtype))
     step_bytes = _step_bytes(plan, model, sample) if device.type == "cuda" else 0
     memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, layout, device))
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
     report("allocate_kv", 1.0, _description(kv_cache))
-    replica, graphs = _replica(plan, model, kv_cache)
+    report("warmup", 0.0, "graphs" if device.type == "cuda" else "")
+    replica, graphs = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
     return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes)
@@ -137,8 +139,10 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
     return torch.device(device, rank)
 
 
-def _replica(plan: LoadPlan, model: ServedModel, kv_cache: KVCache) -> tuple[Replica, Iterator[tuple[float, str]]]:
-    """The replica, and the capture of its graphs, still to be done."""
+def _replica(
+    plan: LoadPlan, model: ServedModel, kv_cache: KVCache, *, has_logits: bool
+) -> tuple[Replica, Iterator[tuple[float, str]]]:
+    """The replica, and the capture of its graphs, still to be done. `has_logits`: see StepGraphs."""
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     if device.type != "cuda":
         return Replica(model, kv_cache, HostInputs(settings.block_size), max_model_len), iter(())
@@ -148,7 +152,7 @@ def _replica(plan: LoadPlan, model: ServedModel, kv_cache: KVCache) -> tuple[Rep
     max_rows = max([bounds.max_num_seqs, *(key.size for key in graphs)])
     persistent = PersistentInputs(max_rows, bounds.max_num_batched_tokens, max_model_len, settings.block_size, device)
     replica = Replica(model, kv_cache, persistent, max_model_len)
-    return replica, replica.capture_graphs(persistent, graphs) if graphs else iter(())
+    return replica, replica.capture_graphs(persistent, graphs, has_logits=has_logits) if graphs else iter(())
 
 
 def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:

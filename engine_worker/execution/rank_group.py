@@ -1,6 +1,6 @@
-"""A group of ranks of one host as processes: rank 0 starts the others, and they find each other.
+"""A group of ranks of one host as processes: rank 0 tells the others what to load, and they find each other.
 
-    rank 0       group = RankGroup.start(plan, report)
+    rank 0       group = RankGroup.start(plan, report, followers)
     follower     ranks = meet(rank, size, device, rendezvous_fd)
 
 They meet by a memfd that followers inherit, so there is no file to be left over. It is used at a worker's start;
@@ -8,17 +8,16 @@ afterwards the group is asked how its ranks are. It knows no step.
 """
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine_worker.execution.follower_processes import FollowerEnd, Followers, end_process
+from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import GroupHealth
 from engine_worker.execution.group_messages import GroupStart, encode
-from engine_worker.execution.load_replica import LoadPlan, Report, check_alike
-from engine_worker.execution.step_channel import RingSender
+from engine_worker.execution.load_replica import LoadPlan, check_alike
+from engine_worker.execution.start_times import Report
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 logger = logging.getLogger("worker")
@@ -32,24 +31,23 @@ SERVING = "serve"  # the phase of a follower that has loaded
 
 
 class RankGroup:
-    def __init__(self, tensor_parallel: ProcessGroup, channel: RingSender, followers: Followers) -> None:
+    def __init__(self, tensor_parallel: ProcessGroup, followers: Followers) -> None:
         self.tensor_parallel = tensor_parallel
-        self.channel = channel
+        self.channel = followers.channel
         self._followers = followers
 
     @classmethod
-    def start(cls, plan: LoadPlan, report: Report, on_end: Callable[[FollowerEnd], None] = end_process) -> "RankGroup":
-        """Start the followers and wait until all have joined. `on_end`: see Followers."""
+    def start(cls, plan: LoadPlan, report: Report, followers: Followers | None = None) -> "RankGroup":
+        """Tell the followers what to load, and wait until all have joined. `followers`: those that were started."""
         size = plan.settings.tensor_parallel_size
         if plan.device.type == "cuda":
             check_alike([torch.cuda.get_device_name(rank) for rank in range(size)])
         report("load", 0.0, f"{size} ranks")
-        channel = RingSender(size, _slot_bytes(plan))
-        channel.send(encode(GroupStart(plan.settings)))
-        rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)
-        followers = Followers(size, channel, rendezvous_fd, on_end)
+        followers = followers or Followers(size)
+        followers.channel.make_slots(_slot_bytes(plan))
+        followers.channel.send(encode(GroupStart(plan.settings)))
         try:
-            return cls(meet(0, size, plan.device, rendezvous_fd), channel, followers)
+            return cls(meet(0, size, plan.device, followers.rendezvous_fd), followers)
         except RuntimeError:
             followers.wait_for_end(_SEEN_SECONDS)
             raise
@@ -59,9 +57,15 @@ class RankGroup:
         """The followers' process ids."""
         return self._followers.pids
 
+    def phases(self) -> dict[int, list[tuple[str, float]]]:
+        return {rank: self._followers.phases(rank) for rank in range(1, self.tensor_parallel.size)}
+
     def blame(self) -> None:
         """To be called where a collective failed: a rank's end breaks it a moment before that end is seen and told."""
         self._followers.wait_for_end(_SEEN_SECONDS)
+
+    def tell_end_to(self, hear: Callable[[str], None]) -> None:
+        self._followers.on_end = lambda end: hear(str(end))
 
     def dump_stacks(self) -> None:
         """Have every follower write its stacks to stderr."""
@@ -82,7 +86,6 @@ class RankGroup:
         """End the followers. For programs that go on without their group."""
         self._followers.close()
         self.tensor_parallel.close()
-        self.channel.close()
 
 
 def meet(rank: int, size: int, device: torch.device, rendezvous_fd: int) -> ProcessGroup:

@@ -76,9 +76,14 @@ class Replica:
         self._inputs = inputs
         self._graphs: StepGraphs | None = None
 
-    def capture_graphs(self, inputs: GraphInputs, keys: list[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Steps that fit one of `keys` are graphs from then on. Yields progress 0..1 and what was captured."""
-        graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len)
+    def capture_graphs(
+        self, inputs: GraphInputs, keys: list[GraphKey], *, has_logits: bool = True
+    ) -> Iterator[tuple[float, str]]:
+        """Steps that fit one of `keys` are graphs from then on. Yields progress 0..1 and what was captured.
+
+        `has_logits`: see StepGraphs.
+        """
+        graphs = StepGraphs(self._model, self._device, inputs, keys, self.max_model_len, has_logits=has_logits)
         yield from graphs.capture()
         self._graphs = graphs
 

@@ -9,6 +9,7 @@ is seen by its closed connections, with the next message; a hung one by the watc
 It is used at a start; afterwards the group is asked how its ranks are. It knows no step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine_worker.execution.broadcast_channel import BroadcastReceiver, BroadcastSender
 from engine_worker.execution.group_health import GroupHealth
 from engine_worker.execution.group_messages import GroupStart, encode, start_of
-from engine_worker.execution.load_replica import LoadPlan, Report, load_plan, prepare_process
+from engine_worker.execution.load_replica import LoadPlan, load_plan, prepare_process
 from engine_worker.execution.settings import ExecutionSettings, parse_endpoint
+from engine_worker.execution.start_times import Report
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 _MEETING = timedelta(minutes=10)  # until all hosts have pulled and begun
@@ -43,8 +45,15 @@ class SpanningGroup:
         ranks = join_by(store, 0, settings.tensor_parallel_size, plan.device, interface=None)
         return cls(ranks, BroadcastSender(_channel_group()))
 
+    def phases(self) -> dict[int, list[tuple[str, float]]]:
+        """None: they are in the logs of their hosts."""
+        return {}
+
     def blame(self) -> None:
         """Nothing: the error of the collective is all that this host hears of another one's end."""
+
+    def tell_end_to(self, hear: Callable[[str], None]) -> None:
+        """It is told nobody: see blame()."""
 
     def dump_stacks(self) -> None:
         """Nothing: processes of other hosts hear no signal of this one, and write their own logs."""

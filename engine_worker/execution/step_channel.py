@@ -1,10 +1,12 @@
 """The step channel of a group on one host: rank 0 writes messages into a ring in a memfd, followers read them in order.
 
-    page of each rank     what a follower tells: how many messages it has read, that it lives, its phase, why it ended
+    page of each rank     what a follower tells: how many messages it has read and when, that it lives, its phases, why
+                          it ended
     NUM_SLOTS slots       magic, version, number, length, CRC32, then the message: bytes that nobody here looks into
 
 A memfd has no name: nothing is left over, whoever dies how. A follower blocks on an eventfd of its own and takes no
-processor while it waits; rank 0 waits only when a follower is NUM_SLOTS messages behind.
+processor while it waits; rank 0 waits only when a follower is NUM_SLOTS messages behind. Followers are started before
+anybody knows how large a step may be: the slots come later, before the first message.
 
 It is used at a start and in every step of a group of ranks, between replica_group.py on rank 0 and follower.py on the
 others. It knows no step and no tensor. Linux only.
@@ -27,8 +29,9 @@ _PREFIX_BYTES = _HEADER.size + _CRC32.size
 _COUNT = struct.Struct("<q")
 _TEXT = struct.Struct("<H")
 _READ_OFFSET, _BEATS_OFFSET = 0, 8
-_PHASE_OFFSET, _PHASE_BYTES = 16, 112
-_CAUSE_OFFSET, _CAUSE_BYTES = 128, _PAGE_BYTES - 128
+_READ_AT_OFFSET = 16  # of the last NUM_SLOTS messages, ns of the machine's monotonic clock
+_PHASES_OFFSET, _PHASES_BYTES = 64, 448  # names with the second at which each began
+_CAUSE_OFFSET, _CAUSE_BYTES = 512, _PAGE_BYTES - 512
 
 
 class ChannelCorrupted(Exception):
@@ -58,40 +61,14 @@ class ChannelFds(NamedTuple):
     acknowledge: int
 
 
-class _Memory:
-    """The mapped memfd: pages of followers, then slots."""
+class _Pages:
+    """The beginning of the memfd, mapped: a page of each rank. Rank 0 has none of its own to write."""
 
-    def __init__(self, fd: int, size: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._first_slot = size * _PAGE_BYTES
-        self._map = mmap.mmap(fd, self.num_bytes(size, slot_bytes))
-
-    @staticmethod
-    def num_bytes(size: int, slot_bytes: int) -> int:
-        return size * _PAGE_BYTES + NUM_SLOTS * slot_bytes
+    def __init__(self, fd: int, size: int) -> None:
+        self._map = mmap.mmap(fd, size * _PAGE_BYTES)
 
     def close(self) -> None:
         self._map.close()
-
-    def write_slot(self, number: int, message: bytes) -> None:
-        header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
-        start = self._slot(number)
-        crc32 = _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        self._map[start : start + _PREFIX_BYTES + len(message)] = header + crc32 + message
-
-    def read_slot(self, number: int) -> bytes:
-        start = self._slot(number)
-        header = self._map[start : start + _HEADER.size]
-        magic, version, found, length = _HEADER.unpack(header)
-        _check(number, "magic", magic, _MAGIC)
-        _check(number, "version", version, VERSION)
-        _check(number, "number", found, number)
-        if length > self.slot_bytes - _PREFIX_BYTES:
-            raise ChannelCorrupted(f"message {number}: {length} bytes, a slot holds {self.slot_bytes - _PREFIX_BYTES}")
-        (crc32,) = _CRC32.unpack_from(self._map, start + _HEADER.size)
-        message = self._map[start + _PREFIX_BYTES : start + _PREFIX_BYTES + length]
-        _check(number, "CRC32", zlib.crc32(message, zlib.crc32(header)), crc32)
-        return message
 
     def count(self, rank: int, offset: int) -> int:
         return int(_COUNT.unpack_from(self._map, rank * _PAGE_BYTES + offset)[0])
@@ -108,54 +85,115 @@ class _Memory:
         start, encoded = rank * _PAGE_BYTES + offset, text.encode()[: most_bytes - _TEXT.size]
         self._map[start : start + _TEXT.size + len(encoded)] = _TEXT.pack(len(encoded)) + encoded
 
-    def _slot(self, number: int) -> int:
+
+class _Slots:
+    """The slots behind the pages, mapped: as many bytes each as the memfd's length says."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._first_slot = size * _PAGE_BYTES
+        self.slot_bytes = (os.fstat(fd).st_size - self._first_slot) // NUM_SLOTS
+        self._map = mmap.mmap(fd, self._first_slot + NUM_SLOTS * self.slot_bytes)
+
+    def close(self) -> None:
+        self._map.close()
+
+    def write(self, number: int, message: bytes) -> None:
+        if len(message) > self.slot_bytes - _PREFIX_BYTES:
+            raise ValueError(f"a step of {len(message)} bytes; the channel's slots hold {self.slot_bytes}")
+        header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
+        start = self._start(number)
+        crc32 = _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
+        self._map[start : start + _PREFIX_BYTES + len(message)] = header + crc32 + message
+
+    def read(self, number: int) -> bytes:
+        start = self._start(number)
+        header = self._map[start : start + _HEADER.size]
+        magic, version, found, length = _HEADER.unpack(header)
+        _check(number, "magic", magic, _MAGIC)
+        _check(number, "version", version, VERSION)
+        _check(number, "number", found, number)
+        if length > self.slot_bytes - _PREFIX_BYTES:
+            raise ChannelCorrupted(f"message {number}: {length} bytes, a slot holds {self.slot_bytes - _PREFIX_BYTES}")
+        (crc32,) = _CRC32.unpack_from(self._map, start + _HEADER.size)
+        message = self._map[start + _PREFIX_BYTES : start + _PREFIX_BYTES + length]
+        _check(number, "CRC32", zlib.crc32(message, zlib.crc32(header)), crc32)
+        return message
+
+    def _start(self, number: int) -> int:
         return self._first_slot + number % NUM_SLOTS * self.slot_bytes
 
 
 class RingSender:
     """Rank 0's end. Messages are numbered from 1."""
 
-    def __init__(self, size: int, slot_bytes: int) -> None:
-        """`size`: ranks of the group, 0 included; a message has at most `slot_bytes` less a few."""
+    def __init__(self, size: int) -> None:
+        """`size`: ranks of the group, 0 included."""
         self.wait_seconds = 0.0
-        self.slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._size = size
         self._followers = range(1, size)
         self._number = 0
+        self._sent_at = [0] * NUM_SLOTS  # as _READ_AT_OFFSET
         self._memory_fd = os.memfd_create("pagestream-steps", os.MFD_CLOEXEC)
-        os.ftruncate(self._memory_fd, _Memory.num_bytes(size, self.slot_bytes))  # pages that nobody touches take none
+        os.ftruncate(self._memory_fd, size * _PAGE_BYTES)
         self._wakes = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) for _ in self._followers]
         self._acknowledge = os.eventfd(0, os.EFD_CLOEXEC)
-        self._memory = _Memory(self._memory_fd, size, self.slot_bytes)
+        self._pages = _Pages(self._memory_fd, size)
+        self._slots: _Slots | None = None
+
+    def make_slots(self, slot_bytes: int) -> None:
+        """To be called once, before the first message, which as any later one has `slot_bytes` less a few at most."""
+        assert self._slots is None, "followers may have mapped them"
+        slot_bytes = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        # Pages that nobody touches take no memory.
+        os.ftruncate(self._memory_fd, self._size * _PAGE_BYTES + NUM_SLOTS * slot_bytes)
+        self._slots = _Slots(self._memory_fd, self._size)
 
     def fds(self, rank: int) -> ChannelFds:
         return ChannelFds(self._memory_fd, self._wakes[rank - 1], self._acknowledge)
 
     def send(self, message: bytes) -> None:
-        if len(message) > self.slot_bytes - _PREFIX_BYTES:
-            raise ValueError(f"a step of {len(message)} bytes; the channel's slots hold {self.slot_bytes}")
+        """Raises ValueError for a message that no slot holds."""
+        assert self._slots is not None, "make_slots() comes first"
         self._wait_for_slot()
+        self._slots.write(self._number + 1, message)
         self._number += 1
-        self._memory.write_slot(self._number, message)
+        self._sent_at[self._number % NUM_SLOTS] = time.monotonic_ns()
         for wake in self._wakes:
             os.eventfd_write(wake, 1)
 
     def messages_behind(self) -> list[int]:
         """Count the messages that each follower has not read."""
-        return [self._number - self._memory.count(rank, _READ_OFFSET) for rank in self._followers]
+        return [self._number - self._pages.count(rank, _READ_OFFSET) for rank in self._followers]
+
+    def skew_seconds(self) -> float:
+        """How long after its sending the last follower read the latest message that all have read; 0 before any."""
+        number = min(self._pages.count(rank, _READ_OFFSET) for rank in self._followers)
+        read_at = max(self._pages.count(rank, _read_at(number)) for rank in self._followers)
+        return max(0.0, 1e-9 * (read_at - self._sent_at[number % NUM_SLOTS]))
 
     def beats(self, rank: int) -> int:
         """Count what a follower has beaten: another number than a while ago, and it lives."""
-        return self._memory.count(rank, _BEATS_OFFSET)
+        return self._pages.count(rank, _BEATS_OFFSET)
+
+    def phases(self, rank: int) -> list[tuple[str, float]]:
+        """The phases of a follower until now, each with the second of the machine's monotonic clock it began at."""
+        told = [entry.rpartition(" ") for entry in self._pages.text(rank, _PHASES_OFFSET).splitlines()]
+        # One that was killed while it wrote leaves half an entry.
+        return [(phase, float(seconds)) for phase, _, seconds in told if seconds.replace(".", "").isdecimal()]
 
     def phase(self, rank: int) -> str:
-        return self._memory.text(rank, _PHASE_OFFSET)
+        """The present one; empty before the first."""
+        phases = self.phases(rank)
+        return phases[-1][0] if phases else ""
 
     def cause(self, rank: int) -> str:
         """Why a follower that has ended did so, by its own account; empty if it had no time to tell."""
-        return self._memory.text(rank, _CAUSE_OFFSET)
+        return self._pages.text(rank, _CAUSE_OFFSET)
 
     def close(self) -> None:
-        self._memory.close()
+        self._pages.close()
+        if self._slots is not None:
+            self._slots.close()
         for fd in (self._memory_fd, self._acknowledge, *self._wakes):
             os.close(fd)
 
@@ -175,30 +213,42 @@ class RingReceiver:
     """A follower's end."""
 
     def __init__(self, fds: ChannelFds, rank: int, size: int) -> None:
-        num_slot_bytes = os.fstat(fds.memory).st_size - _Memory.num_bytes(size, 0)
-        self._memory = _Memory(fds.memory, size, num_slot_bytes // NUM_SLOTS)
-        self._fds, self._rank = fds, rank
+        self._pages = _Pages(fds.memory, size)
+        self._slots: _Slots | None = None  # there are some when the first message has come
+        self._fds, self._rank, self._size = fds, rank, size
         self._number = 0
+        self._phases: list[str] = []
 
     def receive(self) -> bytes:
+        """Wait for the next message. Raises ChannelCorrupted."""
         os.eventfd_read(self._fds.wake)
-        message = self._memory.read_slot(self._number + 1)
+        if self._slots is None:
+            self._slots = _Slots(self._fds.memory, self._size)
+        message = self._slots.read(self._number + 1)
         self._number += 1
-        self._memory.set_count(self._rank, _READ_OFFSET, self._number)
+        self._pages.set_count(self._rank, _read_at(self._number), time.monotonic_ns())
+        self._pages.set_count(self._rank, _READ_OFFSET, self._number)
         os.eventfd_write(self._fds.acknowledge, 1)
         return message
 
     def beat(self) -> None:
         """Tell that this process lives. From one thread, whichever."""
-        self._memory.set_count(self._rank, _BEATS_OFFSET, self._memory.count(self._rank, _BEATS_OFFSET) + 1)
+        self._pages.set_count(self._rank, _BEATS_OFFSET, self._pages.count(self._rank, _BEATS_OFFSET) + 1)
 
     def enter(self, phase: str) -> None:
         """Tell what this follower does now; rank 0 names it should the follower end."""
-        self._memory.set_text(self._rank, _PHASE_OFFSET, phase, _PHASE_BYTES)
+        if not self._phases or self._phases[-1].rpartition(" ")[0] != phase:
+            self._phases.append(f"{phase} {time.monotonic():.3f}")
+            self._pages.set_text(self._rank, _PHASES_OFFSET, "\n".join(self._phases), _PHASES_BYTES)
 
     def tell_cause(self, cause: str) -> None:
         """To be called right before this process ends."""
-        self._memory.set_text(self._rank, _CAUSE_OFFSET, cause, _CAUSE_BYTES)
+        self._pages.set_text(self._rank, _CAUSE_OFFSET, cause, _CAUSE_BYTES)
+
+
+def _read_at(number: int) -> int:
+    """Return where a page has the time at which a message was read."""
+    return _READ_AT_OFFSET + number % NUM_SLOTS * _COUNT.size
 
 
 def _check(number: int, what: str, found: object, expected: object) -> None:

@@ -77,6 +77,20 @@ async def test_an_exception_in_a_step_ends_the_process_with_its_stack(
     await reader.check_complete()
 
 
+async def test_others_go_on_at_once_with_what_a_worker_that_failed_held(
+    start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
+) -> None:
+    """Nobody reaps it, and the other one would miss its heartbeats for ten minutes first."""
+    failed = start("w0", "--script-raise-at-step", "9")
+    reader = Reader(client, max_tokens=30)
+    assert await exit_status(failed) == 1
+    start("w1", "--dead-after", "600")
+    await reader.check_complete()
+    assert "others go on: ReapSummary(requeued=1" in fleet.log("w0")
+    # A crash as any other, or a request that fails every worker would never be given up.
+    assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
+
+
 async def test_sigterm_lets_running_requests_end(start: Start, client: InferenceClient) -> None:
     worker = start("w0", "--script-step-seconds", "0.01")
     reader = Reader(client, max_tokens=60)

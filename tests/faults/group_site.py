@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import resource
 import signal
+import struct
 import subprocess
 import time
 from pathlib import Path
@@ -23,13 +25,15 @@ class Groups:
     def __init__(self, world: World, model_dir: Path) -> None:
         self.world = world
         self._model_dir = model_dir
+        self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
+        self._temporary.mkdir(exist_ok=True)
 
     def start(self, name: str, *flags: str) -> "subprocess.Popen[bytes]":
         """Start rank 0, which starts the others."""
         world = self.world
         argv = ["-m", "engine_worker", "--model", str(self._model_dir), "--served-model-name", world.keys.model_name]
         argv += ["--redis-url", world.store.url, "--worker-id", name, *FLAGS, *flags]
-        return world.fleet.start(name, *argv, PYTHONPATH=str(ROOT))
+        return world.fleet.start(name, *argv, PYTHONPATH=str(ROOT), TMPDIR=str(self._temporary))
 
     async def follower(self, name: str) -> int:
         """The process id of rank 1, when it is there."""
@@ -42,11 +46,14 @@ class Groups:
 
     async def end_of(self, name: str) -> int:
         """The exit status of rank 0, which is not meant to live."""
-        return await asyncio.to_thread(self.world.fleet.processes.pop(name).wait, STOP_SECONDS)
+        status = await asyncio.to_thread(self.world.fleet.processes[name].wait, STOP_SECONDS)
+        del self.world.fleet.processes[name]  # those that are left are meant to live
+        return status
 
     async def kill(self, name: str, rank: int) -> int:
-        """Kill a rank; the exit status of rank 0. Both are gone within a second."""
+        """Kill a rank; the exit status of rank 0. Both are gone within a second, with all that they had."""
         first, follower = self.world.fleet.processes[name].pid, await self.follower(name)
+        memories = memories_of(first)
         os.kill(follower if rank else first, signal.SIGKILL)
         killed_at = time.monotonic()
         status = await self.end_of(name)
@@ -54,7 +61,30 @@ class Groups:
         seconds = time.monotonic() - killed_at
         print(f"{name}: the group was gone {1e3 * seconds:.0f} ms after the end of rank {rank}")
         assert seconds < max(1.0, os.getloadavg()[0])  # on an idle machine a few ms; neighbours take their turns
+        assert memories and not [pid for pid in all_pids() if memories & memories_of(pid)]
+        assert not list(self._temporary.iterdir())
         return status
+
+    async def hold(self, name: str, phase: str) -> int:
+        """Stop the follower in a phase of its start, in which rank 0 then waits for it; its process id."""
+        follower = await self.follower(name)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (now := phase_of(follower)) != phase:
+                # Only importing takes long enough to look away.
+                await asyncio.sleep(0.002 if now in ("", "import") else 0.0)
+        os.kill(follower, signal.SIGSTOP)
+        return follower
+
+    async def kill_while(self, name: str, phase: str, rank: int) -> int:
+        """Start a group and kill a rank of it in a phase of its start; the exit status of rank 0."""
+        self.start(name)
+        await self.hold(name, phase)
+        assert "serving as" not in self.world.fleet.log(name)
+        return await self.kill(name, rank)
+
+    async def let_no_memory(self, name: str) -> None:
+        """Whatever the follower asks the kernel for from now on, it is refused."""
+        resource.prlimit(await self.follower(name), resource.RLIMIT_AS, (1, 1))
 
     async def holder(self) -> str:
         """The worker that has claimed requests."""
@@ -66,6 +96,36 @@ class Groups:
                     if status.heartbeat.running and name in world.fleet.processes:
                         return name
                 await asyncio.sleep(0.01)
+
+
+def all_pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def memories_of(pid: int) -> set[int]:
+    """The inodes of the memfds by which the ranks of a process's group meet and speak."""
+    try:
+        paths = list(Path(f"/proc/{pid}/fd").iterdir())
+        return {path.stat().st_ino for path in paths if "memfd:pagestream-" in os.readlink(path)}
+    except OSError:  # it ends meanwhile, or is another user's
+        return set()
+
+
+def steps_of(pid: int) -> Path:
+    """The memory of a group's step channel."""
+    return next(path for path in Path(f"/proc/{pid}/fd").iterdir() if "pagestream-steps" in os.readlink(path))
+
+
+def phase_of(follower: int) -> str:
+    """As it told rank 0, in its page of the channel; empty before."""
+    try:
+        with steps_of(follower).open("rb") as memory:
+            page = os.pread(memory.fileno(), 4096, 4096)
+    except (OSError, StopIteration):
+        return ""
+    (length,) = struct.unpack_from("<H", page, 64)
+    phases = page[66 : 66 + length].decode().splitlines()
+    return phases[-1].rpartition(" ")[0] if phases else ""
 
 
 def followers_of(pid: int) -> list[int]:

@@ -12,7 +12,7 @@ from tests.builders import make_prompt
 from tests.e2e.reader import Reader
 from tests.engine_worker.execution.reference import write_model_of_words
 from tests.faults.conftest import StartWorld, World
-from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs
+from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs, steps_of
 
 pytestmark = [pytest.mark.tp, pytest.mark.timeout(400)]
 LENGTHS = (3, 40, 200)
@@ -44,7 +44,9 @@ async def test_each_rank_is_killed_while_its_group_loads_prefills_and_decodes(
     await world.all_have(readers, 20)
     holder = await groups.holder()
     assert await groups.kill(holder, rank=1) == 1
-    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in world.fleet.log(holder)
+    log = world.fleet.log(holder)
+    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in log
+    assert "this worker fails, others go on: ReapSummary(requeued=" in log
     groups.start("w2")
     assert await groups.kill("w2", rank=1) == 1  # while it loads
     assert "rank 1 of 2 ended in its phase" in world.fleet.log("w2")
@@ -100,10 +102,48 @@ async def test_a_follower_that_stands_still_a_broken_message_and_an_orderly_end(
     await world.nothing_is_left()
 
 
+async def test_rank_0_stands_still_a_follower_has_no_memory_and_ranks_die_in_other_phases(
+    start_world: StartWorld, model_dir: Path
+) -> None:
+    groups = Groups(world := await start_world(), model_dir)
+    groups.start("w0")
+    await world.has_ready("w0")
+    await groups.let_no_memory("w0")
+    readers = read(world, 200, (3, 700))
+    assert await groups.end_of("w0") == 1
+    log = world.fleet.log("w0")
+    assert "rank 1 of 2 ended in its phase 'serve'" in log and "the group ends whole" in log
+    groups.start("w1")
+    groups.start("w2")
+    assert await outputs(readers) == await outputs(read(world, 200, (3, 700)))
+    await world.has_ready("w1", "w2")
+
+    undisturbed = await outputs(read(world, 200))
+    readers = read(world, 200)
+    await world.all_have(readers, 20)
+    stopped = world.fleet.processes[holder := await groups.holder()]
+    stopped.send_signal(signal.SIGSTOP)
+    assert await outputs(readers) == undisturbed
+    stopped.send_signal(signal.SIGCONT)
+    await world.logged(holder, "registered as", times=2)  # fenced; the group is whole
+
+    assert await groups.kill_while("x0", "load", rank=0) == -signal.SIGKILL
+    assert await groups.kill_while("x1", "serve", rank=1) == 1  # which it enters before rank 0's warm-up
+    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in world.fleet.log("x1")
+
+    readers = read(world, 600)
+    await world.all_have(readers, 20)
+    draining = await groups.holder()
+    world.fleet.processes[draining].send_signal(signal.SIGTERM)
+    await world.logged(draining, "draining")
+    assert await groups.kill(draining, rank=1) == 1
+    assert await outputs(readers) == await outputs(read(world, 600))
+    await world.nothing_is_left()
+
+
 async def break_the_next_message(pid: int) -> None:
     """Wait for one that the follower has not read, and change a byte of it."""
-    memory = next(path for path in Path(f"/proc/{pid}/fd").iterdir() if "pagestream-steps" in os.readlink(path))
-    fd = os.open(memory, os.O_RDWR)
+    fd = os.open(steps_of(pid), os.O_RDWR)
     slot_bytes = (os.fstat(fd).st_size - 2 * 4096) // 4
     starts = [2 * 4096 + slot * slot_bytes for slot in range(4)]
     async with asyncio.timeout(PATIENCE_SECONDS):

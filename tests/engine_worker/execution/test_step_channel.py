@@ -21,7 +21,8 @@ SIZE = 3
 
 @pytest.fixture
 def sender() -> Iterator[RingSender]:
-    sender = RingSender(SIZE, SLOT_BYTES)
+    sender = RingSender(SIZE)
+    sender.make_slots(SLOT_BYTES)
     yield sender
     sender.close()
 
@@ -32,7 +33,7 @@ def receivers(sender: RingSender) -> list[RingReceiver]:
 
 
 def overwrite(sender: RingSender, slot: int, offset: int, what: bytes) -> None:
-    os.pwrite(sender.fds(1).memory, what, SIZE * 4096 + slot * sender.slot_bytes + offset)
+    os.pwrite(sender.fds(1).memory, what, SIZE * 4096 + slot * SLOT_BYTES + offset)
 
 
 def test_every_follower_reads_every_message_in_order(sender: RingSender, receivers: list[RingReceiver]) -> None:
@@ -112,6 +113,48 @@ def test_rank_0_hears_what_a_follower_does_and_why_it_ends(sender: RingSender, r
     assert sender.phase(2).startswith("ééé")
 
 
+def test_phases_are_told_with_their_times(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    before = time.monotonic()
+    for phase in ("import", "load", "load", "load", "serve"):
+        receivers[0].enter(phase)
+    phases = sender.phases(1)
+    assert [phase for phase, _ in phases] == ["import", "load", "serve"]
+    assert before - 0.001 <= phases[0][1] <= phases[1][1] <= phases[2][1] <= time.monotonic() + 0.001  # told in ms
+
+
+def test_half_a_phase_is_none(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    """What one leaves that is killed while it writes."""
+    receivers[0].enter("load")
+    receivers[0].enter("x" * 1000)
+    assert sender.phase(1) == "load"
+
+
+def test_slots_may_be_made_when_followers_have_begun() -> None:
+    sender = RingSender(2)
+    receiver = RingReceiver(sender.fds(1), 1, 2)
+    receiver.enter("import")
+    receiver.beat()
+    assert (sender.phase(1), sender.beats(1)) == ("import", 1)
+    sender.make_slots(SLOT_BYTES)
+    sender.send(b"whole")
+    assert receiver.receive() == b"whole"
+    sender.close()
+
+
+def test_the_skew_is_that_of_the_last_follower(sender: RingSender, receivers: list[RingReceiver]) -> None:
+    fast, slow = receivers
+    assert sender.skew_seconds() == 0.0
+    for number in range(2 * NUM_SLOTS):
+        sender.send(b"")
+        fast.receive()
+        assert number == 0 or sender.skew_seconds() > 0.0  # of the message before
+        read_by_fast = time.monotonic_ns()
+        while time.monotonic_ns() < read_by_fast + 2_000_000:
+            pass
+        slow.receive()
+        assert 0.002 <= sender.skew_seconds() < 10.0
+
+
 def test_a_follower_without_messages_takes_no_processor(sender: RingSender, receivers: list[RingReceiver]) -> None:
     waited = threading.Event()
     used: list[float] = []
@@ -132,7 +175,8 @@ def test_a_follower_without_messages_takes_no_processor(sender: RingSender, rece
 
 
 def test_a_channel_takes_the_memory_that_was_written(sender: RingSender) -> None:
-    large = RingSender(2, 1 << 30)
+    large = RingSender(2)
+    large.make_slots(1 << 30)
     assert os.fstat(large.fds(1).memory).st_blocks * 512 <= 1 << 16
     large.close()
 
