@@ -95,7 +95,6 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     import torch  # noqa: PLC0415 - see the module's docstring
 
     from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
-    from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
     from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
     from engine_worker.model.devices import chosen_device  # noqa: PLC0415
 
@@ -112,7 +111,21 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         clock=time.perf_counter,
         async_scheduling=bool(settings.scheduling.async_scheduling),
     )
-    info = EngineInfo(
+    on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
+    note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
+    loaded = LoadedEngine(engine, _info(runner, device), runner.compile_grammar, note)
+    if runner.group is None:
+        return loaded
+    return replace(loaded, dump_others=runner.group.dump_stacks, tell_end_to=runner.group.tell_end_to)
+
+
+def _info(runner: "ModelRunner", device: str) -> EngineInfo:
+    """`device`: `cpu` or `cuda`."""
+    import torch  # noqa: PLC0415 - see the module's docstring
+
+    from engine_worker.execution.memory import memory_by_use  # noqa: PLC0415
+
+    return EngineInfo(
         device="gpu" if device == "cuda" else "cpu",
         dtype=runner.dtype_name,
         block_size_bytes=runner.block_bytes,
@@ -126,12 +139,6 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
         ),
         group=runner.group.health if runner.group is not None else lambda: ALONE,
     )
-    on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
-    note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
-    loaded = LoadedEngine(engine, info, runner.compile_grammar, note)
-    if runner.group is None:
-        return loaded
-    return replace(loaded, dump_others=runner.group.dump_stacks, tell_end_to=runner.group.tell_end_to)
 
 
 def _scheduler(settings: WorkerSettings, runner: "ModelRunner") -> Scheduler:
