@@ -155,8 +155,8 @@ def begin(item: pytest.Item) -> None:
     _running[:] = [item]
 
 
-def _refuse(event: str, arguments: tuple[object, ...]) -> None:
-    if event not in STARTS and event != "socket.connect":
+def _refuse(event: str, arguments: tuple[object, ...], watched: frozenset[str] = STARTS | {"socket.connect"}) -> None:
+    if event not in watched:  # a default: when the interpreter ends, the names of this module are gone before the hook
         return
     item = _running[0]
     if any(item.get_closest_marker(need) for need in NEEDS):

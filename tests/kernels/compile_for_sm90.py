@@ -2,7 +2,8 @@
 
 Run as its own process, without TRITON_INTERPRET: `python tests/kernels/compile_for_sm90.py PART PARTS`. The real
 launchers run, on tensors without memory, so that arguments, their alignment and the configuration are those of serving;
-only the last step, the launch, is left out. Does not judge: test_compile_sm90.py does.
+only the last step, the launch, is left out. The last line has the hashes of all that was read for it (ingredients).
+Does not judge: test_compile_sm90.py does.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
 from kernels.token_bitmask import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
+from tests.kernels.ingredients import ingredients, sources_read
 
 Compiled = tuple[CompiledKernel, str]  # and what ptxas said of it
 
@@ -234,6 +236,7 @@ def main(part: int, num_parts: int) -> None:
                 json.dump(describe(case, kernel, report), sys.stdout)
                 print(flush=True)
             compiled.clear()
+    json.dump(ingredients(sources_read()), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS
+from tests.kernels.ingredients import are_the_same, ingredients
 
 # A minute of compiling on two idle cores, which the first test waits for.
 pytestmark = pytest.mark.timeout(1200)
@@ -25,22 +26,38 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    # Processes of their own without TRITON_INTERPRET; each with an empty cache: it compiles today's source itself.
+def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Report]:
+    # Processes of their own without TRITON_INTERPRET; each with an empty cache: it compiles today's source itself. What
+    # it says is kept, and holds for as long as every file that it has read, and each version, are the same.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     caches = [str(tmp_path_factory.mktemp("triton")) for _ in range(NUM_PROCESSES)]
     command = [sys.executable, str(Path(__file__).parent / "compile_for_sm90.py")]
 
+    cache = request.config.cache
+    assert cache is not None
+
     def compile_part(part: int) -> list[Report]:
+        kept, ingredients_then = cache.get(f"sm90/{part}-of-{NUM_PROCESSES}", ([], {}))
+        if kept and are_the_same(ingredients_then):
+            return kept
         argv = [*command, str(part), str(NUM_PROCESSES)]
         own = environment | {"TRITON_CACHE_DIR": caches[part]}
         finished = subprocess.run(argv, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
-        return [json.loads(line) for line in finished.stdout.splitlines()]
+        *made, ingredients_now = map(json.loads, finished.stdout.splitlines())
+        cache.set(f"sm90/{part}-of-{NUM_PROCESSES}", (made, ingredients_now))
+        return made
 
     with ThreadPoolExecutor(NUM_PROCESSES) as pool:
         return [report for reports in pool.map(compile_part, range(NUM_PROCESSES)) for report in reports]
+
+
+def test_a_report_is_kept_only_for_the_sources_that_it_was_made_of() -> None:
+    now = ingredients(["kernels/rms_norm.py"])
+    assert are_the_same(now)
+    assert not are_the_same(now | {"kernels/rms_norm.py": "of yesterday"}) and not are_the_same(now | {"gone.py": "a"})
+    assert not are_the_same(now | {"triton": "0"})
 
 
 def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
