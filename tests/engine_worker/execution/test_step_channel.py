@@ -123,7 +123,7 @@ def test_phases_are_told_with_their_times(sender: RingSender, receivers: list[Ri
 
 
 def test_half_a_phase_is_none(sender: RingSender, receivers: list[RingReceiver]) -> None:
-    """What one leaves that is killed while it writes."""
+    """A rank that is killed while it writes leaves one."""
     receivers[0].enter("load")
     receivers[0].enter("x" * 1000)
     assert sender.phase(1) == "load"
