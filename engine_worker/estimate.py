@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_worker.execution.settings import MODEL_IMPLS
-from engine_worker.kv.layout import ITEMSIZES
+from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine_worker.model.served_model import Blueprint
 
 SHORTER_TOKENS = (1024, 4096, 16384)
+WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class DoesNotFit(ValueError):
@@ -37,6 +38,7 @@ class DoesNotFit(ValueError):
 class Estimate:
     parameters: int
     dtype: str
+    kv_cache_dtype: str
     weights_bytes: int
     kv_bytes_per_token: int
     kv_block_bytes: int
@@ -55,22 +57,23 @@ def estimate(
     config: ModelShape,
     *,
     memory_bytes: int,
-    memory_ratio: float,
     block_size: int,
     max_model_len: int,
     dtype: str,
+    kv_dtype: str = "auto",
     share: ModelShape | None = None,
     tensor_parallel_size: int = 1,
 ) -> Estimate:
-    """`memory_ratio` of `memory_bytes` is for weights and KV; the rest for activations. Raises DoesNotFit.
+    """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
 
-    `share`: what one of `tensor_parallel_size` devices has of the model; all of it unless given.
+    `kv_dtype`: one of KV_CACHE_DTYPES. `share`: what one of `tensor_parallel_size` devices has of the model; all of it
+    unless given.
     """
     itemsize = ITEMSIZES[dtype]
     share = share or config
     weights_bytes = share.num_parameters() * itemsize
-    layout = kv_layout(share, block_size, dtype)
-    kv_bytes = int(memory_bytes * memory_ratio) - weights_bytes
+    layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
+    kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
     fitting = {tokens: blocks // layout.blocks_of(tokens) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
     if not fitting[max_model_len]:
@@ -82,6 +85,7 @@ def estimate(
     return Estimate(
         parameters=config.num_parameters(),
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype(kv_dtype, dtype),
         weights_bytes=weights_bytes,
         kv_bytes_per_token=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
@@ -114,11 +118,11 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
     return estimate(
         config,
-        memory_bytes=parse_bytes(options.gpu_memory),
-        memory_ratio=options.gpu_memory_utilization,
+        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization),
         block_size=options.block_size,
         max_model_len=length,
         dtype=options.dtype or config.dtype,
+        kv_dtype=options.kv_cache_dtype,
         share=blueprint.share(size),
         tensor_parallel_size=size,
     )
@@ -130,7 +134,7 @@ def _text(found: Estimate) -> str:
     lines = [
         f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}",
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
-        f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block",
+        f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
     ]
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"of each of {found.tensor_parallel_size} devices that share the model:")
@@ -160,7 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
-    parser.add_argument("--dtype", choices=sorted(ITEMSIZES), help="default: as saved")
+    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="as of a worker (%(default)s)"
+    )
     parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32, 64))
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="devices that share the model (%(default)s)"

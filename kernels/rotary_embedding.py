@@ -4,7 +4,8 @@
 
 Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
 rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
-cache changes. Does not know how the table was made (base, scaling), or which sequence a token belongs to.
+cache changes. A cache of e4m3 has them divided by their scales, rounded once more, within +-448 (kernels/fp8_kv.py).
+Does not know how the table was made (base, scaling), or which sequence a token belongs to.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
@@ -18,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 from kernels.rms_norm import rms_norm_reference
 
 # 8 heads of 128 for 4 warps: 8 elements a thread, and a token of an 8B model is 6 programs, not one long one.
@@ -42,6 +44,7 @@ class RotaryInput:
     value_cache: Tensor
     slot_mapping: Tensor  # [T] int32 or int64: block * BS + offset; -1 = padding, not stored
     norms: QkNorms | None = None  # of each query head and each key head, before they are rotated
+    kv_scales: KVScales = UNIT_SCALES  # of a cache in e4m3
 
 
 def rotate_reference(heads: Tensor, positions: Tensor, cos_sin_table: Tensor) -> Tensor:
@@ -60,7 +63,10 @@ def rotate_and_store_reference(inputs: RotaryInput) -> None:
         normed = (rms_norm_reference(query, norms.query, norms.eps), rms_norm_reference(key, norms.key, norms.eps))
         exact = torch.cat(normed, dim=1)
     rotated.copy_(rotate_reference(exact, inputs.positions, inputs.cos_sin_table))
-    store_kv_reference(rotated[:, -num_kv_heads:], value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
+    key = rotated[:, -num_kv_heads:]
+    if inputs.key_cache.dtype == E4M3:
+        key, value = to_e4m3(key, inputs.kv_scales.key), to_e4m3(value, inputs.kv_scales.value)
+    store_kv_reference(key, value, inputs.key_cache, inputs.value_cache, inputs.slot_mapping)
 
 
 def store_kv_reference(
@@ -84,8 +90,17 @@ def _norm_weights(query_norm, key_norm, is_query, lanes, OFFSET: tl.constexpr, H
 
 
 @triton.jit
+def _to_e4m3(x, factor):
+    """Beyond +-448 it is +-448; NaN stays NaN."""
+    exact = x.to(tl.float32) * factor
+    exact = tl.where(exact > 448.0, 448.0, exact)
+    return tl.where(exact < -448.0, -448.0, exact).to(tl.float8e4nv)
+
+
+@triton.jit
 def _rotate_and_store_kernel(
-    qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, query_norm, key_norm, eps,
+    qkv, positions, cos_sin_table, key_cache, value_cache, slot_mapping, query_norm, key_norm, eps, key_factor,
+    value_factor,
     cache_block_stride, cache_head_stride, cache_slot_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -120,6 +135,9 @@ def _rotate_and_store_kernel(
     kv_head = (heads - NUM_HEADS) % NUM_KV_HEADS
     target = slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_slot_stride
     target += kv_head * cache_head_stride + lanes[None, :]
+    if key_factor is not None:
+        factor = tl.where(is_rotated, key_factor, value_factor)
+        first, second = _to_e4m3(first, factor), _to_e4m3(second, factor)
     is_key = inside & is_rotated & (heads >= NUM_HEADS) & (slot >= 0)
     is_value = inside & (heads >= NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
     tl.store(key_cache + target, first, mask=is_key)
@@ -136,7 +154,8 @@ def rotate_and_store_triton(inputs: RotaryInput) -> None:
     assert qkv.is_contiguous() and positions.is_contiguous() and slot_mapping.is_contiguous()
     assert cos_sin_table.dtype == torch.float32 and cos_sin_table.is_contiguous()
     assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1 and key_cache.shape[3] == head_dim
-    assert qkv.dtype == key_cache.dtype == value_cache.dtype
+    is_fp8, scales = key_cache.dtype == E4M3, inputs.kv_scales
+    assert key_cache.dtype == value_cache.dtype and (is_fp8 or qkv.dtype == key_cache.dtype)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_qkv_heads, _HEADS_PER_PROGRAM))](
         qkv,
         positions,
@@ -147,6 +166,8 @@ def rotate_and_store_triton(inputs: RotaryInput) -> None:
         None if norms is None else norms.query,
         None if norms is None else norms.key,
         0.0 if norms is None else norms.eps,
+        1.0 / scales.key if is_fp8 else None,
+        1.0 / scales.value if is_fp8 else None,
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),

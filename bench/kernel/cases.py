@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.paged_attention import paged_attention_reference
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,21 @@ class AttentionBatch:
     max_query_len: int
     max_seq_len: int
     scale: float
+    kv_scales: KVScales = UNIT_SCALES
 
 
 def attention_batch(
-    shape: HeadShape, block_size: int, lengths: list[tuple[int, int]], dtype: torch.dtype, generator: torch.Generator
+    shape: HeadShape,
+    block_size: int,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    fp8_scales: KVScales | None = None,
 ) -> AttentionBatch:
-    """One sequence for each (cached tokens, new tokens): strided query and cache views, blocks in random order."""
+    """One sequence for each (cached tokens, new tokens): strided query and cache views, blocks in random order.
+
+    `fp8_scales`: the cache is e4m3, to be multiplied with them; None: it is of `dtype`.
+    """
     device = generator.device
     random: dict[str, Any] = {"dtype": dtype, "device": device, "generator": generator}
     seq_lens = torch.tensor([cached + new for cached, new in lengths], dtype=torch.int32)
@@ -60,6 +70,7 @@ def attention_batch(
     for key_or_value in range(2):
         rows = torch.randn(total, shape.num_kv_heads, block_size, shape.head_dim, **random)
         pool[ids, 1, key_or_value] = rows.masked_fill_(~used_slots[:, None, :, None], torch.nan)
+    pool = pool if fp8_scales is None else _in_e4m3(pool, fp8_scales)
     # One column more than the longest sequence needs; unused entries name a block that holds NaN.
     tables = torch.zeros(len(lengths), int(num_blocks.max()) + 1, dtype=torch.int32, device=device)
     for row, sequence_ids in enumerate(ids.split(num_blocks.tolist())):
@@ -77,7 +88,15 @@ def attention_batch(
         max_query_len=int(new.max()),
         max_seq_len=int(seq_lens.max()),
         scale=shape.head_dim**-0.5,
+        kv_scales=fp8_scales or UNIT_SCALES,
     )
+
+
+def _in_e4m3(pool: Tensor, scales: KVScales) -> Tensor:
+    stored = torch.empty_like(pool, dtype=E4M3)
+    for key_or_value, scale in enumerate((scales.key, scales.value)):
+        stored[:, :, key_or_value] = to_e4m3(pool[:, :, key_or_value], scale)
+    return stored
 
 
 def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
@@ -92,6 +111,7 @@ def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
     return paged_attention_reference(
         batch.query.double(), batch.key_cache, batch.value_cache, batch.block_tables[rows],
         torch.tensor(starts), torch.tensor(lens), batch.max_query_len, batch.max_seq_len, batch.scale,
+        batch.kv_scales,
     )  # fmt: skip
 
 

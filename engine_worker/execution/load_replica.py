@@ -32,8 +32,8 @@ from engine_worker.execution.same_model import check_same_model
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import measure_step_bytes
-from engine_worker.kv.layout import KVLayout
-from engine_worker.model.devices import check_shape, check_weight_format, chosen_device
+from engine_worker.kv.layout import KVLayout, kv_cache_dtype
+from engine_worker.model.devices import check_kv_dtype, check_shape, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -97,6 +97,7 @@ def load_replica(
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
     check_weight_format(plan.blueprint.weight_format, device)
+    kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
@@ -105,8 +106,8 @@ def load_replica(
     loaded += f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
     report("load", 1.0, f"{loaded}, {plan.blueprint.implementation} implementation")
     report("allocate_kv", 0.0, "")
-    layout = kv_layout(model.spec, settings.block_size, _name(model.dtype))
-    step_bytes = _step_bytes(plan, model, sample) if device.type == "cuda" else 0
+    layout = kv_layout(model.spec, settings.block_size, kv_dtype)
+    step_bytes = _step_bytes(plan, model, kv_dtype, sample) if device.type == "cuda" else 0
     memory = measure_memory(device, weights.loaded_bytes, step_bytes + _staging_bytes(settings, layout, device))
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
     report("allocate_kv", 1.0, _description(kv_cache))
@@ -159,8 +160,10 @@ def _graph_keys(settings: ExecutionSettings) -> list[GraphKey]:
     return graph_keys(settings.graph_mode, settings.bounds)
 
 
-def _step_bytes(plan: LoadPlan, model: ServedModel, sample: Callable[[Tensor, int], object] | None) -> int:
-    peak = measure_step_bytes(model, sample, plan.device, plan.settings.bounds, plan.max_model_len)
+def _step_bytes(
+    plan: LoadPlan, model: ServedModel, kv_dtype: str, sample: Callable[[Tensor, int], object] | None
+) -> int:
+    peak = measure_step_bytes(model, kv_dtype, sample, plan.device, plan.settings.bounds, plan.max_model_len)
     return peak + len(_graph_keys(plan.settings)) * _GRAPH_BYTES
 
 
@@ -182,6 +185,15 @@ def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
         # Without AVX512 oneDNN has no bf16 kernels, and emulated ones are slower than float32.
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return _DTYPES[saved]
+
+
+def _kv_dtype(plan: LoadPlan) -> str:
+    """Raises ValueError where the device has no kernels for it. Starts CUDA, of which something is chosen before."""
+    computed = _name(_dtype(plan.settings.dtype, plan.blueprint.shape.dtype, plan.device))
+    kv_dtype = kv_cache_dtype(plan.settings.kv_cache_dtype, computed)
+    on_cuda = plan.device.type == "cuda"
+    check_kv_dtype(kv_dtype, computed, torch.cuda.get_device_capability(plan.device) if on_cuda else None)
+    return kv_dtype
 
 
 def _weights(
@@ -221,7 +233,8 @@ def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, r
 def _description(kv_cache: KVCache) -> str:
     slots = (kv_cache.num_blocks - 1) * kv_cache.block_size
     mib = kv_cache.pool.nbytes / 2**20
-    text = f"{mib:,.0f} MiB: {kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens = {slots:,} tokens"
+    blocks = f"{kv_cache.num_blocks - 1:,} blocks of {kv_cache.block_size} tokens"
+    text = f"{mib:,.0f} MiB of {_name(kv_cache.pool.dtype)}: {blocks} = {slots:,} tokens"
     return f"{text}, {kv_cache.num_host_blocks - 1:,} blocks more on the host" if kv_cache.num_host_blocks else text
 
 

@@ -7,6 +7,7 @@ where both have the option. Nothing here imports torch; it does not know how an 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine_worker.kv.layout import KV_CACHE_DTYPES
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
@@ -32,7 +33,9 @@ class StepBounds:
 class ExecutionSettings:
     model: Path = setting(help="model directory: config.json and *.safetensors")
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: cuda if present")
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV")
+    dtype: str = setting(
+        "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type that the model computes in"
+    )
     model_impl: str = setting(
         "auto",
         choices=MODEL_IMPLS,
@@ -53,6 +56,11 @@ class ExecutionSettings:
     )
     num_threads: int | None = setting(None, help="CPU threads of the model; default: the physical cores")
 
+    kv_cache_dtype: str = setting(
+        "auto",
+        choices=KV_CACHE_DTYPES,
+        help="type of keys and values in the KV cache; auto: as --dtype; fp8: half the bytes, so twice the tokens",
+    )
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
     kv_cache_memory_bytes: int | None = setting(None, parse=parse_bytes, help="size of the KV cache, such as 2G")
     kv_cache_memory_ratio: float | None = setting(

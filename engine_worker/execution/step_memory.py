@@ -24,6 +24,7 @@ from engine_worker.scheduling.batch import made_up_batch
 @torch.inference_mode()
 def measure_step_bytes(
     model: ServedModel,
+    kv_dtype: str,
     sample: Callable[[Tensor, int], object] | None,
     device: torch.device,
     bounds: StepBounds,
@@ -34,7 +35,7 @@ def measure_step_bytes(
     `sample` is given the step's logits and the block size; None on a rank that samples nothing.
     """
     block_size = 16
-    layout = kv_layout(model.spec, block_size, str(model.dtype).removeprefix("torch."))
+    layout = kv_layout(model.spec, block_size, kv_dtype)
     kv_cache = KVCache(layout, 1, device)
     attached = model.attach(kv_cache.pool)
     model_input = _model_input(device, bounds, max_model_len, block_size)

@@ -11,7 +11,16 @@ knows no sequence, no tensor and no device.
 import math
 from dataclasses import dataclass
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the types that keys and values are kept in
+# Of the types that keys and values are kept in.
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+# What --kv-cache-dtype may be, in vLLM's words; `auto` is the type that the model computes in.
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3")
+_TYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+
+
+def kv_cache_dtype(wanted: str, model_dtype: str) -> str:
+    """One of ITEMSIZES, for one of KV_CACHE_DTYPES and the type that the model computes in."""
+    return _TYPES.get(wanted, model_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ It is used in every step of a worker without a GPU; network.py calls it. It know
 sampling.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,24 +16,34 @@ from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeig
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
+from kernels.fp8_kv import UNIT_SCALES, KVScales
 
 
 class CpuDevice:
     """The state that outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
 
-    def __init__(self, spec: ModelShape, kv_pool: Tensor) -> None:
+    def __init__(
+        self,
+        spec: ModelShape,
+        kv_pool: Tensor,
+        dtype: torch.dtype | None = None,
+        kv_scales: Sequence[KVScales] = (),
+    ) -> None:
+        """`dtype`: that the model computes in, the pool's unless told. `kv_scales`: of a pool in e4m3, by layer."""
         self.spec = spec
         self.kv_pool = kv_pool
+        self.dtype = dtype or kv_pool.dtype
+        scales = kv_scales or (UNIT_SCALES,) * spec.num_layers
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
-        self.layers = [self.layout.layer(kv_pool[:, layer, 0]) for layer in range(spec.num_layers)]
+        self.layers = [self.layout.layer(kv_pool[:, layer, 0], scales[layer]) for layer in range(spec.num_layers)]
         self.buffer = GatherBuffer()
         self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:
-        """The table of cosines and sines in the pool's dtype; the weights have it in float32."""
+        """The table of cosines and sines in the type that the model computes in; the weights have it in float32."""
         index = attention.rope_index
         if index not in self._tables:
-            self._tables[index] = attention.cos_sin_table.to(self.kv_pool.dtype)
+            self._tables[index] = attention.cos_sin_table.to(self.dtype)
         return self._tables[index]
 
     def begin_step(self, model_input: ModelInput) -> "CpuStep":
@@ -52,7 +64,7 @@ class CpuStep:
             model_input.block_tables,
             model_input.query_start_loc,
             model_input.seq_lens,
-            device.kv_pool.dtype,
+            device.dtype,
             device.buffer,
         )
         for block_id in self._plan.started_blocks():

@@ -6,6 +6,8 @@ It is used in every step of a worker on a GPU, captured or not; network.py calls
 and no sampling.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeig
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
+from kernels.fp8_kv import UNIT_SCALES, KVScales
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 
@@ -24,9 +27,17 @@ MAX_WASTED_QUERY_ROWS = 512
 class CudaDevice:
     """The state that outlives a step: the layers' views of the KV pool."""
 
-    def __init__(self, spec: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelShape,
+        kv_pool: Tensor,
+        is_deterministic: bool = False,
+        kv_scales: Sequence[KVScales] = (),
+    ) -> None:
+        """`kv_scales`: of a pool in e4m3, by layer."""
         self.spec, self.is_deterministic = spec, is_deterministic
         self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(spec.num_layers)]
+        self.kv_scales = kv_scales or (UNIT_SCALES,) * spec.num_layers
         # Of one position, which turns nothing: x * 1 - y * 0 is x.
         self.unrotated = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=1)
         self.unrotated = self.unrotated.to(kv_pool.device)
@@ -71,8 +82,9 @@ class CudaStep:
                 key.copy_(self.rms_norm(key, attention.key_norm))
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         caches = self._device.layers[layer]
+        scales, table = self._device.kv_scales[layer], attention.cos_sin_table
         rotate_and_store(
-            RotaryInput(heads, inputs.positions, attention.cos_sin_table, *caches, inputs.slot_mapping, norms)
+            RotaryInput(heads, inputs.positions, table, *caches, inputs.slot_mapping, norms, kv_scales=scales)
         )
 
     def store(self, qkv: Tensor, layer: int) -> None:
@@ -80,7 +92,10 @@ class CudaStep:
         device, inputs = self._device, self._input
         heads = qkv.view(len(qkv), -1, device.spec.head_dim)
         positions = torch.zeros_like(inputs.positions)
-        rotate_and_store(RotaryInput(heads, positions, device.unrotated, *device.layers[layer], inputs.slot_mapping))
+        caches, scales = device.layers[layer], device.kv_scales[layer]
+        rotate_and_store(
+            RotaryInput(heads, positions, device.unrotated, *caches, inputs.slot_mapping, kv_scales=scales)
+        )
 
     def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
@@ -90,7 +105,8 @@ class CudaStep:
             return query[rows].flatten(1)
         if rows is not None and len(qkv) - len(rows) > MAX_WASTED_QUERY_ROWS:
             return self._attend_last(query[rows], scale, layer, rows).flatten(1)
-        attended = self._plan.attend(query, *self._device.layers[layer], scale).flatten(1)
+        caches, scales = self._device.layers[layer], self._device.kv_scales[layer]
+        attended = self._plan.attend(query, *caches, scale, scales).flatten(1)
         return attended if rows is None else attended[rows]
 
     def _attend_last(self, query: Tensor, scale: float, layer: int, rows: Tensor) -> Tensor:
@@ -109,4 +125,5 @@ class CudaStep:
             inputs.max_seq_len,
             scale,
             one_kernel=device.is_deterministic,
+            kv_scales=device.kv_scales[layer],
         )

@@ -4,6 +4,7 @@ CpuStep and CudaStep are the two implementations. Knows no network.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
 logger = logging.getLogger("worker")
 
@@ -73,12 +75,41 @@ def check_weight_format(name: str, device: torch.device) -> None:
         )
 
 
-def attach_device(shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False) -> Device:
-    """The device on which `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies."""
+def check_kv_dtype(kv_dtype: str, model_dtype: str, capability: tuple[int, int] | None) -> None:
+    """Raises ValueError where no attention kernel reads a cache of `kv_dtype` beside such a model.
+
+    `capability`: of the GPU; None on a CPU.
+    """
+    if capability is None or kv_dtype == model_dtype:
+        return  # a CPU converts whatever it gathers
+    if kv_dtype != "float8_e4m3fn":
+        raise ValueError(
+            f"--kv-cache-dtype {kv_dtype}: the model computes in {model_dtype}; on cuda the KV cache has that type or "
+            "fp8 (auto, fp8)"
+        )
+    if capability < FP8_CAPABILITY:
+        raise ValueError(
+            f"--kv-cache-dtype fp8: e4m3 needs a GPU of compute capability 8.9 or more (Ada, Hopper); this one has "
+            f"{capability[0]}.{capability[1]}. auto and bf16 are accepted"
+        )
+
+
+def attach_device(
+    shape: ModelShape,
+    kv_pool: Tensor,
+    dtype: torch.dtype,
+    is_deterministic: bool = False,
+    kv_scales: Sequence[KVScales] = (),
+) -> Device:
+    """The device on which `kv_pool` [num_blocks, L, 2, Hkv, BS, D] lies.
+
+    `dtype`: that the model computes in. `kv_scales`: of each layer, for a pool in e4m3; 1 where there are none.
+    """
+    scales = tuple(kv_scales) if kv_scales and kv_pool.dtype == E4M3 else (UNIT_SCALES,) * shape.num_layers
     if kv_pool.is_cuda:
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
 
-        return CudaDevice(shape, kv_pool, is_deterministic)
+        return CudaDevice(shape, kv_pool, is_deterministic, scales)
     from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
 
-    return CpuDevice(shape, kv_pool)
+    return CpuDevice(shape, kv_pool, dtype, scales)

@@ -144,7 +144,7 @@ class Network:
         return self._embedding.dtype
 
     def attach(self, kv_pool: Tensor) -> Device:
-        return attach_device(self.spec, kv_pool, self._is_deterministic)
+        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic)
 
     @torch.inference_mode()
     def forward(

@@ -28,7 +28,7 @@ class ServedModel(Protocol):
     def spec(self) -> ModelShape: ...
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, and of the keys and values that it stores."""
+        """The type that it computes in. Its keys and values are stored in that of the KV pool."""
 
     def attach(self, kv_pool: Tensor) -> Device:
         """Views of `kv_pool` [num_blocks, L, 2, Hkv, BS, D] as forward() wants them."""

@@ -15,7 +15,8 @@ Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, p
     of stride 0 over K and V.
 
 The cache views must be `pool[:, layer, 0]` and `pool[:, layer, 1]` of one tensor whose [BS, D] pieces are contiguous.
-Knows nothing of layers beyond the views it is given, nor of how blocks are allocated.
+A cache whose elements are of another type than the queries (e4m3, or bf16 beside float32) is gathered as it is, then
+converted. Knows nothing of layers beyond the views it is given, nor of how blocks are allocated.
 """
 
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 # A group is split when its padding costs more than an extra group's operators do (about 45 us a layer, the price of
 # 1000 gathered tokens) and is over this share of its area.
@@ -48,6 +51,7 @@ class LayerKV:
 
     blocks: Tensor  # [R, BS * D]
     slots: Tensor  # [R * BS, D]
+    scales: KVScales = UNIT_SCALES  # of rows in e4m3
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,13 +73,14 @@ class CacheLayout:
         assert distance > 0 and distance % row == 0 and key_cache.stride(0) % row == 0
         return cls(num_kv_heads, block_size, head_dim, key_cache.stride(0) // row, distance // row)
 
-    def layer(self, key_cache: Tensor) -> LayerKV:
+    def layer(self, key_cache: Tensor, scales: KVScales = UNIT_SCALES) -> LayerKV:
         rows = (key_cache.shape[0] - 1) * self.rows_per_block + self.rows_to_value + self.num_kv_heads
         row = self.block_size * self.head_dim
         offset = key_cache.storage_offset()
         return LayerKV(
             blocks=key_cache.as_strided((rows, row), (row, 1), offset),
             slots=key_cache.as_strided((rows * self.block_size, self.head_dim), (self.head_dim, 1), offset),
+            scales=scales,
         )
 
     def rows(self, blocks: np.ndarray) -> np.ndarray:
@@ -90,12 +95,13 @@ class GatherBuffer:
     """Memory that every layer and every step gathers into, so that no step pays for fresh pages."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory: dict[torch.dtype, Tensor] = {}
 
     def rows(self, num_rows: int, row: int, dtype: torch.dtype) -> Tensor:
-        if self._memory.numel() < num_rows * row or self._memory.dtype != dtype:
-            self._memory = torch.empty(num_rows * row, dtype=dtype)
-        return self._memory[: num_rows * row].view(num_rows, row)
+        """Memory of one type is not that of another."""
+        if dtype not in self._memory or self._memory[dtype].numel() < num_rows * row:
+            self._memory[dtype] = torch.empty(num_rows * row, dtype=dtype)
+        return self._memory[dtype][: num_rows * row].view(num_rows, row)
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,7 +111,7 @@ class _Group:
     first_token: int
     end_token: int
     rows: Tensor  # of LayerKV.blocks
-    gathered: Tensor  # [rows, BS * D], where they go
+    gathered: Tensor  # [rows, BS * D], where they go, in the queries' type
     keys: Tensor  # views of it: decode [S, Hkv, ctx, D], prefill [Hkv, ctx, D]
     values: Tensor
     mask: Tensor | None  # added to the scores: decode [S, 1, 1, ctx], prefill [T, ctx], or none if merely causal
@@ -165,13 +171,22 @@ class PagedAttentionPlan:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_group(self, group: _Group, query: Tensor, layer: LayerKV, scale: float) -> Tensor:
-        torch.index_select(layer.blocks, 0, group.rows, out=group.gathered)
+        self._gather(group, layer)
         query = query[group.first_token : group.end_token]
         num_tokens = len(query)
         query = query.view(num_tokens, self._layout.num_kv_heads, -1, self._layout.head_dim)
-        if group.is_prefill:
-            return _attend_prefill(group, query, scale).reshape(num_tokens, -1)
-        return _attend_decode(group, query, scale).reshape(num_tokens, -1)
+        attend = _attend_prefill if group.is_prefill else _attend_decode
+        attended = attend(group, query, scale * layer.scales.key).reshape(num_tokens, -1)
+        return attended if layer.scales.value == 1.0 else attended.mul_(layer.scales.value)
+
+    def _gather(self, group: _Group, layer: LayerKV) -> None:
+        if layer.blocks.dtype == self._dtype:
+            torch.index_select(layer.blocks, 0, group.rows, out=group.gathered)
+            return
+        num_rows, row = group.gathered.shape
+        stored = self._buffer.rows(num_rows, row, layer.blocks.dtype)
+        torch.index_select(layer.blocks, 0, group.rows, out=stored)
+        group.gathered.copy_(stored)
 
     def _decode_group(self, first: int, lengths: list[int]) -> _Group:
         context = -(-lengths[-1] // _LENGTH_GRANULARITY_TOKENS) * _LENGTH_GRANULARITY_TOKENS
@@ -208,7 +223,10 @@ class PagedAttentionPlan:
 
 def store_kv_cpu(key_value: Tensor, layer: LayerKV, store_rows: Tensor) -> None:
     """key_value [T, 2 * Hkv, D]: each token's keys, then its values."""
-    layer.slots.index_put_((store_rows,), key_value)
+    if layer.slots.dtype == E4M3:
+        keys, values = key_value.chunk(2, dim=1)
+        key_value = torch.cat((to_e4m3(keys, layer.scales.key), to_e4m3(values, layer.scales.value)), dim=1)
+    layer.slots.index_put_((store_rows,), key_value.to(layer.slots.dtype))
 
 
 def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
@@ -221,6 +239,7 @@ def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    kv_scales: KVScales = UNIT_SCALES,
 ) -> Tensor:
     query_lens = query_start_loc.diff()
     order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
@@ -229,7 +248,7 @@ def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
     layout = CacheLayout.of(key_cache, value_cache)
     plan = PagedAttentionPlan(layout, block_tables[order], starts, seq_lens[order], query.dtype, GatherBuffer())
     output = torch.empty_like(query)
-    output[tokens] = plan.attend(query[tokens].flatten(1), layout.layer(key_cache), scale).view_as(query)
+    output[tokens] = plan.attend(query[tokens].flatten(1), layout.layer(key_cache, kv_scales), scale).view_as(query)
     return output
 
 

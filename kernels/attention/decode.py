@@ -1,7 +1,7 @@
 """Paged attention of sequences with one new token: kernels and launch. paged_attention.py holds the contract.
 
-    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early) -> None
-                                                                            writes the rows that `plan` names
+    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early, value_scale)
+        -> None, writes the rows that `plan` names
 
 decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
 of keys, so that the loads of the next item are in flight while the last tile of this one is computed.
@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode_plan import ITEM_FIELDS, DecodePlan
+from kernels.attention.operands import query_operand
 from kernels.dependent_launch import dependent_launch
 
 LOG2_E = math.log2(math.e)
@@ -91,7 +92,7 @@ def _attend_tile(
     else:
         used = used & (lanes < HEAD_DIM)[None, :]
         key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
-    scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    scores = tl.dot(query_tile, tl.trans(key_tile.to(query_tile.dtype)), input_precision=PRECISION)
     # This also wipes the scores of unused slots, so that keys need no mask of their own.
     scores = tl.where(keys[None, :] < end_key, scores, float("-inf"))
     # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
@@ -102,7 +103,7 @@ def _attend_tile(
     decay = tl.exp2(row_max - shift)
     sums = sums * decay[:, None] + weights
     # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
-    value_tile = tl.load(key_pointers + VALUE_OFFSET, mask=used, other=0.0)
+    value_tile = tl.load(key_pointers + VALUE_OFFSET, mask=used, other=0.0).to(query_tile.dtype)
     accumulator = accumulator * decay[:, None]
     accumulator = tl.dot(weights.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
     return accumulator, sums, new_max
@@ -110,7 +111,7 @@ def _attend_tile(
 
 @triton.jit
 def _write_item(
-    accumulator, sums, row_max, output, split_outputs, split_lse, row, part, splits, first_head, num_heads,
+    accumulator, sums, row_max, value_scale, output, split_outputs, split_lse, row, part, splits, first_head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The normalised result of an item: to the output where it is a row's only one, else to its place among the
@@ -121,6 +122,8 @@ def _write_item(
     row_sum = tl.sum(sums, axis=1)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     attended = accumulator * (1.0 / divisor)[:, None]
+    if value_scale is not None:
+        attended *= value_scale
     if splits == 1:
         write = (row.to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
@@ -132,7 +135,7 @@ def _write_item(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    query, key_cache, block_tables, output, items, num_items, split_outputs, split_lse, scale_log2,
+    query, key_cache, block_tables, output, items, num_items, split_outputs, split_lse, scale_log2, value_scale,
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -170,6 +173,7 @@ def decode_kernel(
     for _ in tl.range(0, num_tiles, num_stages=NUM_STAGES):
         keys = key + tile
         query_tile = tl.load(query_head + row.to(tl.int64) * query_token_stride, mask=owned, other=0.0)
+        query_tile = query_operand(query_tile, key_cache)
         key_pointers = key_head + (block_ids.to(tl.uint32).to(tl.uint64) * block_stride)[:, None]
         if BLOCK_SIZE > BLOCK_N:
             key_pointers += key % BLOCK_SIZE * cache_slot_stride
@@ -180,8 +184,8 @@ def decode_kernel(
         is_last = key + BLOCK_N >= end_key
         if is_last:
             _write_item(
-                accumulator, sums, row_max, output, split_outputs, split_lse, row, part, splits, kv_head * GROUP,
-                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
+                accumulator, sums, row_max, value_scale, output, split_outputs, split_lse, row, part, splits,
+                kv_head * GROUP, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
             )  # fmt: skip
             accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -244,9 +248,11 @@ def attend_decode(
     output: Tensor,
     scale: float,
     may_start_early: bool,
+    value_scale: float | None = None,
 ) -> None:
     """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
-    complete, which any kernel launched without dependence between them and this one ensures."""
+    complete, which any kernel launched without dependence between them and this one ensures. `value_scale`:
+    of values in e4m3; None of others."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads, num_sequences = query.shape[1], plan.sequence_items.shape[0]
     group = num_heads // num_kv_heads
@@ -265,6 +271,7 @@ def attend_decode(
         plan.split_outputs,
         plan.split_lse,
         scale * LOG2_E,
+        value_scale,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         block_tables.stride(0),

@@ -1,7 +1,7 @@
 """Paged attention whose bits depend on a token and those before it alone. paged_attention.py holds the contract.
 
     attend_invariant(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len,
-                     max_seq_len, scale)
+                     max_seq_len, scale, value_scale)
 
 One kernel serves decoding and prefill: a row's keys are cut at every multiple of SPLIT_TOKENS, and its splits are
 merged one after another. A few decoding sequences have their splits computed side by side and merged by a second
@@ -80,6 +80,7 @@ def attend_invariant(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    value_scale: float | None = None,
 ) -> None:
     num_sequences, num_heads, head_dim = seq_lens.shape[0], query.shape[1], query.shape[2]
     num_kv_heads = key_cache.shape[1]
@@ -92,7 +93,7 @@ def attend_invariant(
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
         split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, split)
+    launch_prefill(query, *caches, *lengths, output, scale, config, split, value_scale)
     if programs > 1:
         merge_splits_kernel[(num_heads, num_sequences)](
             split.splits,

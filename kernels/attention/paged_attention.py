@@ -2,17 +2,18 @@
 
     AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, key_cache)
         once a step, with any layer's keys: what all layers share.
-        plan.attend(query, key_cache, value_cache, scale) -> output, once a layer
+        plan.attend(query, key_cache, value_cache, scale, kv_scales) -> output, once a layer
 
     paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-                    max_query_len, max_seq_len, scale, one_kernel) -> output [T, Hq, D], contiguous
+                    max_query_len, max_seq_len, scale, one_kernel, kv_scales) -> output [T, Hq, D], contiguous
         query                    [T, Hq, D]         new tokens of all sequences, concatenated; D is contiguous
         key_cache, value_cache   [N, Hkv, BS, D]    views of one pool with equal strides, below 2^31 elements each;
-                                                    D is contiguous; Hq = G * Hkv
+                                                    D is contiguous; Hq = G * Hkv; of the query's type, or e4m3
         block_tables             [S, B]     int32   block ids; only the first ceil(seq_len / BS) of a row are read
         query_start_loc          [S + 1]    int32   sequence s owns the query rows from entry s up to entry s + 1
         seq_lens                 [S]        int32   tokens of a sequence, the new ones (already stored) included
         max_query_len, max_seq_len          int     upper bounds known to the host: launching never waits for the device
+        kv_scales                                   of a cache in e4m3 (kernels/fp8_kv.py), 1 for any other
 
 The last query row of a sequence is at position seq_len - 1; a row sees the keys at its own position and before. A row
 that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
@@ -40,6 +41,7 @@ from kernels.attention.invariant import attend_invariant
 from kernels.attention.pool_rows import supports_tma
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.prefill_hopper import attend_prefill_hopper
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
 
 def paged_attention_reference(
@@ -52,6 +54,7 @@ def paged_attention_reference(
     max_query_len: int,
     max_seq_len: int,
     scale: float,
+    kv_scales: KVScales = UNIT_SCALES,
 ) -> Tensor:
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     starts = query_start_loc.tolist()
@@ -60,7 +63,7 @@ def paged_attention_reference(
         if seq_len > 0 and rows.stop > rows.start:
             used_blocks = block_tables[sequence, : -(-seq_len // key_cache.shape[2])].long()
             keys, values = (_gather(cache, used_blocks, seq_len) for cache in (key_cache, value_cache))
-            output[rows] = _attend_reference(query[rows], keys, values, scale)
+            output[rows] = _attend_reference(query[rows], keys, values, scale, kv_scales)
     return output
 
 
@@ -69,10 +72,11 @@ def _gather(cache: Tensor, used_blocks: Tensor, seq_len: int) -> Tensor:
     return cache[used_blocks].transpose(1, 2).flatten(0, 1)[:seq_len]
 
 
-def _attend_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float, kv_scales: KVScales) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
     query_len, seq_len, group = query.shape[0], keys.shape[0], query.shape[1] // keys.shape[1]
     keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (keys, values))
+    keys, values = keys * kv_scales.key, values * kv_scales.value
     scores = torch.einsum("qhd,khd->hqk", query.to(dtype), keys) * scale
     row_positions = torch.arange(seq_len - query_len, seq_len, device=query.device)
     visible = torch.arange(seq_len, device=query.device) <= row_positions[:, None]
@@ -100,12 +104,19 @@ class AttentionPlan:
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
         self._triton = TritonPlan(*self._batch, num_heads, key_cache, one_kernel) if seq_lens.is_cuda else None
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        kv_scales: KVScales = UNIT_SCALES,
+    ) -> Tensor:
         """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer, and
         in a batch that only decodes between its older keys and that layer."""
         if self._triton is None:
-            return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale)
-        return self._triton.attend(query, key_cache, value_cache, scale, may_start_early=True)
+            return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale, kv_scales)
+        return self._triton.attend(query, key_cache, value_cache, scale, may_start_early=True, kv_scales=kv_scales)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key_cache, value_cache, block_tables
@@ -139,33 +150,45 @@ class TritonPlan:
                 self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim)
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, may_start_early: bool
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        may_start_early: bool,
+        kv_scales: KVScales = UNIT_SCALES,
     ) -> Tensor:
+        is_fp8 = key_cache.dtype == E4M3
         assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
-        assert key_cache.stride() == value_cache.stride() and query.dtype == key_cache.dtype == value_cache.dtype
+        assert key_cache.stride() == value_cache.stride() and key_cache.dtype == value_cache.dtype
+        assert is_fp8 or (query.dtype == key_cache.dtype and kv_scales == UNIT_SCALES)
         assert key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
         assert key_cache.stride(0) < 2**31
         output = query.new_empty(query.shape)
+        scale, value_scale = scale * kv_scales.key, kv_scales.value if is_fp8 else None
         tensors = (query, key_cache, value_cache, self._block_tables)
         if self._one_kernel:
-            attend_invariant(*tensors, *self._lengths, output, self._max_query_len, self._max_seq_len, scale)
+            bounds = self._max_query_len, self._max_seq_len
+            attend_invariant(*tensors, *self._lengths, output, *bounds, scale, value_scale)
         else:
-            self._decode_rows(tensors, output, scale, may_start_early)
-            self._prefill_rows(tensors, output, scale)
+            self._decode_rows(tensors, output, scale, value_scale, may_start_early)
+            self._prefill_rows(tensors, output, scale, value_scale)
         return output
 
-    def _decode_rows(self, tensors: Tensors, output: Tensor, scale: float, may_start_early: bool) -> None:
+    def _decode_rows(
+        self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None, may_start_early: bool
+    ) -> None:
         if isinstance(self._decode, SharePlan):
             only_decodes = self._max_query_len == 1
             attend_decode_hopper(*tensors, self._decode, output, scale, may_start_early, keys_are_old=only_decodes)
         elif self._decode is not None:
-            attend_decode(*tensors, self._decode, output, scale, may_start_early)
+            attend_decode(*tensors, self._decode, output, scale, may_start_early, value_scale)
 
-    def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float) -> None:
+    def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None) -> None:
         if self._max_query_len > 1 and self._on_hopper:
             attend_prefill_hopper(*tensors, *self._lengths, output, scale)
         elif self._max_query_len > 1:
-            attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale)
+            attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale, value_scale)
 
 
 def paged_attention_triton(
@@ -179,11 +202,12 @@ def paged_attention_triton(
     max_seq_len: int,
     scale: float,
     one_kernel: bool = False,
+    kv_scales: KVScales = UNIT_SCALES,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
     plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel)
     # The plan is written by the kernel right before.
-    return plan.attend(query, key_cache, value_cache, scale, may_start_early=False)
+    return plan.attend(query, key_cache, value_cache, scale, may_start_early=False, kv_scales=kv_scales)
 
 
 def paged_attention(
@@ -197,8 +221,9 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     one_kernel: bool = False,
+    kv_scales: KVScales = UNIT_SCALES,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale)
     if query.is_cuda:
-        return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel)
-    return paged_attention_reference(query, key_cache, value_cache, *batch)
+        return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel, kv_scales)
+    return paged_attention_reference(query, key_cache, value_cache, *batch, kv_scales)

@@ -1,6 +1,7 @@
 """Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
 
-    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale)
+    attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale,
+                   value_scale)
 
 A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
 keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
@@ -20,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode import LOG2_E, num_multiprocessors
+from kernels.attention.operands import query_operand
 from kernels.dependent_launch import dependent_launch
 
 
@@ -45,18 +47,21 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 MOST_HEAD_DIM = 128
 
 
-def prefill_config(dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int) -> PrefillConfig:
+def prefill_config(
+    dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int, is_fp8: bool = False
+) -> PrefillConfig:
     """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
 
     All tilings give the same bits. Short ones, two programs an SM, are for a few tokens, of which larger ones would be
     mostly empty. Large ones load keys half as often, 491 against 446 TFLOP/s at 8192 tokens, but at 1024 tokens, 128
-    tiles, the longest run alone: 206 against 292. At 2048, 256 tiles, they win: 412 against 368."""
+    tiles, the longest run alone: 206 against 292. At 2048, 256 tiles, they win: 412 against 368.
+    Not over a cache in e4m3: what is converted needs registers that 16 warps have not, and spills 800 bytes."""
     if dtype == torch.float32:
         # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
         return PrefillConfig(16, 32, 4, 2)
     if max_rows <= SHORT_TILES.block_m:
         return SHORT_TILES
-    fills = 2 * num_rows >= 3 * num_multiprocessors * LARGE_TILES.block_m
+    fills = not is_fp8 and 2 * num_rows >= 3 * num_multiprocessors * LARGE_TILES.block_m
     return LARGE_TILES if fills and max_rows >= 4 * LARGE_TILES.block_m else SMALL_TILES
 
 
@@ -87,7 +92,7 @@ def _attend_keys(
             key_tile = tl.load(key_pointers)
         else:
             key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        scores = tl.dot(query_tile, tl.trans(key_tile.to(query_tile.dtype)), input_precision=PRECISION)
         if MASKED:
             # This also wipes the scores of unused slots, so that keys need no mask of their own.
             scores = tl.where(keys[None, :] <= row_positions[:, None], scores, float("-inf"))
@@ -108,6 +113,7 @@ def _attend_keys(
             value_tile = tl.load(value_pointers)
         else:
             value_tile = tl.load(value_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
+        value_tile = value_tile.to(query_tile.dtype)
         accumulator = accumulator * decay[:, None]
         accumulator = tl.dot(weights.to(value_tile.dtype), value_tile, accumulator, input_precision=PRECISION)
         block_ids = next_block_ids
@@ -143,7 +149,7 @@ def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.cons
 @triton.jit
 def _attend_split(
     query_tile, key_head, block_table, first_key, first_masked_key, end_key, row_positions, seq_len, scale_log2,
-    cache_block_stride, cache_slot_stride,
+    value_scale, cache_block_stride, cache_slot_stride,
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -162,12 +168,15 @@ def _attend_split(
         BLOCK_N, True, PRECISION, 1,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    return accumulator / divisor[:, None], row_max + tl.log2(divisor)
+    attended = accumulator / divisor[:, None]
+    if value_scale is not None:
+        attended *= value_scale
+    return attended, row_max + tl.log2(divisor)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
 def prefill_kernel(
-    query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_lse, scale_log2,
+    query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_lse, scale_log2, value_scale,
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -197,7 +206,7 @@ def prefill_kernel(
     owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
     token_rows = (first_row + tokens).to(tl.int64)
     read = token_rows[:, None] * query_token_stride + heads[:, None] * query_head_stride + lanes[None, :]
-    query_tile = tl.load(query + read, mask=owned, other=0.0)
+    query_tile = query_operand(tl.load(query + read, mask=owned, other=0.0), key_cache)
 
     seq_len = tl.load(seq_lens + sequence)
     first_position = seq_len - query_len + first_token
@@ -211,8 +220,8 @@ def prefill_kernel(
     if SPLIT_TOKENS == 0:
         attended, _ = _attend_split(
             query_tile, key_head, block_table, 0, first_masked_key, end_key, row_positions, seq_len, scale_log2,
-            cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-            PRECISION, NUM_STAGES,
+            value_scale, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M,
+            BLOCK_N, PRECISION, NUM_STAGES,
         )  # fmt: skip
     else:
         attended = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
@@ -224,8 +233,8 @@ def prefill_kernel(
             split, lse = _attend_split(
                 query_tile, key_head, block_table, first_key,
                 tl.minimum(tl.maximum(first_masked_key, first_key), split_end), split_end, row_positions, seq_len,
-                scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-                BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES,
+                scale_log2, value_scale, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM,
+                BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES,
             )  # fmt: skip
             if MAX_SPLITS > 0:
                 place = tl.cast(sequence, tl.int64) * MAX_SPLITS + first_key // SPLIT_TOKENS
@@ -250,12 +259,14 @@ def attend_prefill(
     output: Tensor,
     max_query_len: int,
     scale: float,
+    value_scale: float | None = None,
 ) -> None:
-    """Compute the output rows of the sequences with two new tokens or more."""
+    """Compute the output rows of the sequences with two new tokens or more. `value_scale`: of values in e4m3."""
     num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
-    config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device))
+    is_fp8 = value_scale is not None
+    config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device), is_fp8)
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2))
+    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale)
 
 
 @dataclass(frozen=True)
@@ -282,6 +293,7 @@ def launch_prefill(
     scale: float,
     config: PrefillConfig,
     split: SplitPrefill,
+    value_scale: float | None = None,
 ) -> None:
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
@@ -298,6 +310,7 @@ def launch_prefill(
         output if split.splits is None else split.splits,
         output if split.split_lse is None else split.split_lse,
         scale * LOG2_E,
+        value_scale,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         block_tables.stride(0),

@@ -21,9 +21,10 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def of_llama(**changes: object) -> Estimate:
+def of_llama(memory_bytes: int = 141 * 10**9, **changes: object) -> Estimate:
+    """Estimate for a device of `memory_bytes`, of which nine tenths are for weights and KV."""
     config = spec_from_json(LLAMA_8B, {})
-    usual = {"memory_bytes": 141 * 10**9, "memory_ratio": 0.9, "block_size": 16, "max_model_len": 8192}
+    usual = {"memory_bytes": int(memory_bytes * 0.9), "block_size": 16, "max_model_len": 8192}
     return estimate(config, **{**usual, "dtype": "bfloat16", **changes})  # type: ignore[arg-type]
 
 
@@ -50,8 +51,15 @@ def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
     weights = RandomWeights(torch.device("cpu"), torch.float32)
     Network(config, weights, max_len=64)
     assert config.num_parameters() * 4 == weights.loaded_bytes
-    found = estimate(config, memory_bytes=2**20, memory_ratio=0.9, block_size=8, max_model_len=64, dtype="float32")
+    found = estimate(config, memory_bytes=2**20, block_size=8, max_model_len=64, dtype="float32")
     assert found.kv_block_bytes == kv_layout(config, 8, "float32").block_bytes
+
+
+def test_a_cache_in_fp8_has_twice_the_tokens() -> None:
+    wide, narrow = of_llama(), of_llama(kv_dtype="fp8")
+    assert (narrow.kv_cache_dtype, narrow.kv_bytes_per_token) == ("float8_e4m3fn", wide.kv_bytes_per_token // 2)
+    assert narrow.weights_bytes == wide.weights_bytes
+    assert narrow.kv_blocks in {2 * wide.kv_blocks + 1, 2 * wide.kv_blocks + 2}  # of both, one is padding
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_worker.kv.layout import KVGroup, KVLayout
+from engine_worker.kv.layout import KVGroup, KVLayout, kv_cache_dtype
 
 
 def group(**changes: int | str) -> KVGroup:
@@ -24,6 +24,16 @@ def test_blocks_of_tokens(num_tokens: int, num_blocks: int) -> None:
 def test_the_type_of_kv_is_its_own() -> None:
     in_float32 = KVLayout(groups=(group(dtype="float32"),), block_size=16)
     assert in_float32.block_bytes == 2 * KVLayout(groups=(group(),), block_size=16).block_bytes
+    assert KVLayout(groups=(group(dtype="float8_e4m3fn"),), block_size=16).token_bytes == 64 * 2**10
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype"),
+    [("auto", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp8", "float8_e4m3fn")],
+)
+def test_the_words_for_a_type(wanted: str, dtype: str) -> None:
+    assert kv_cache_dtype(wanted, "float16") == dtype
+    assert kv_cache_dtype("fp8_e4m3", "float16") == kv_cache_dtype("fp8", "float16")
 
 
 def test_groups_of_one_pool_have_equal_blocks() -> None:

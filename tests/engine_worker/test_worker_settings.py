@@ -25,6 +25,7 @@ def load(*argv: str) -> WorkerSettings:
         (["--step-timeout-seconds", "0"], "--step-timeout-seconds"),
         (["--dead-after", "2"], "--dead-after-seconds"),
         (["--dtype", "int8"], "--dtype"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype"),
         (["--max-prefill-tokens-with-decodes", "0"], "--max-prefill-tokens-with-decodes"),
         (["--swap-space-bytes", "-1"], "--swap-space-bytes"),
         (["--preemption-mode", "drop"], "--preemption-mode"),

@@ -27,6 +27,7 @@ from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
+from kernels.fp8_kv import E4M3
 from kernels.kv_block_copy import copy_kv_blocks_triton
 from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
@@ -73,10 +74,14 @@ def compile_only() -> Iterator[list[Compiled]]:
         JITFunction.run = run
 
 
-def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], object]:
+def attention(
+    shape: str, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+) -> Callable[[], object]:
+    """`kv_dtype`: of the cache; None: that of the queries."""
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
     num_tokens, num_sequences = 1024, 64
-    pool = torch.empty(4096, layers, 2, kv_heads, block_size, head_dim, dtype=dtype, device="meta")
+    pool = torch.empty(4096, layers, 2, kv_heads, block_size, head_dim, dtype=kv_dtype or dtype, device="meta")
+    value_scale = 1.0 if kv_dtype == E4M3 else None
     qkv = torch.empty(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(num_sequences + 1, dtype=torch.int32, device="meta")
     tables = torch.empty(num_sequences, 256, dtype=torch.int32, device="meta")
@@ -94,16 +99,16 @@ def attention(shape: str, dtype: torch.dtype, block_size: int) -> Callable[[], o
         plan = plan_decode(*lengths, 4096, heads, head_dim)
         output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
         caches = (key_cache, value_cache, tables)
-        attend_decode(qkv[:, :heads], *caches, plan, output, scale, may_start_early=True)
+        attend_decode(qkv[:, :heads], *caches, plan, output, scale, True, value_scale)
         for max_query_len in (8, 100, 512):  # short, small and large tiles
-            attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale)
+            attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale, value_scale)
 
     return launch
 
 
-def attention_in_splits(shape: str) -> Callable[[], object]:
+def attention_in_splits(shape: str, kv_dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
-    pool = torch.empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=torch.bfloat16, device="meta")
+    pool = torch.empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=kv_dtype, device="meta")
     query = torch.empty(64, heads, head_dim, dtype=torch.bfloat16, device="meta")
     indices = torch.empty(2, dtype=torch.int32, device="meta")
     tables = torch.empty(1, 256, dtype=torch.int32, device="meta")
@@ -118,7 +123,7 @@ def attention_in_splits(shape: str) -> Callable[[], object]:
     return launch
 
 
-def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
+def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Callable[[], object]:
     hidden, heads, kv_heads, head_dim, intermediate, layers = SHAPES[shape]
 
     def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -126,7 +131,7 @@ def token_kernels(shape: str, dtype: torch.dtype) -> Callable[[], object]:
 
     def launch() -> None:
         x, qkv = empty(1024, hidden), empty(1024, heads + 2 * kv_heads, head_dim)
-        pool = empty(4096, layers, 2, kv_heads, 16, head_dim)
+        pool = empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=kv_dtype or dtype)
         slots = empty(1024, dtype=torch.int64)
         rms_norm_triton(x, empty(hidden), 1e-5)
         add_rms_norm_triton(x, x, empty(hidden), 1e-5)
@@ -221,10 +226,15 @@ def main(part: int, num_parts: int) -> None:
         "attention llama-8b bf16 block 64": attention("llama-8b", torch.bfloat16, 64),
         "attention llama-8b fp32 block 16": attention("llama-8b", torch.float32, 16),
         "attention in splits llama-8b bf16": attention_in_splits("llama-8b"),
+        "attention llama-8b fp8 kv block 16": attention("llama-8b", torch.bfloat16, 16, E4M3),
+        "attention smollm2-135m fp8 kv block 16": attention("smollm2-135m", torch.bfloat16, 16, E4M3),
+        "attention llama-8b fp8 kv block 64": attention("llama-8b", torch.bfloat16, 64, E4M3),
+        "attention in splits llama-8b fp8 kv": attention_in_splits("llama-8b", E4M3),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
+        "tokens llama-8b fp8 kv": token_kernels("llama-8b", torch.bfloat16, E4M3),
         "products llama-8b bf16": skinny_products,
         "sums of two": summing,
         "unpacking": unpacking,

@@ -5,6 +5,7 @@ import torch
 
 from kernels.attention import cpu
 from kernels.attention.paged_attention import paged_attention_reference
+from kernels.fp8_kv import E4M3, KVScales, to_e4m3
 
 # (query_len, seq_len) of each sequence
 BATCHES = {
@@ -90,3 +91,26 @@ def test_started_blocks_are_those_begun_and_not_filled() -> None:
         buffer=cpu.GatherBuffer(),
     )
     assert plan.started_blocks() == [7, 10]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_a_cache_in_e4m3_equals_its_numbers_dequantised(name: str, block_size: int) -> None:
+    arguments = random_batch(BATCHES[name], block_size=block_size, num_kv_heads=2, group=3, dtype=torch.float32)
+    query, keys, values, *rest = arguments
+    scales = KVScales(key=0.75, value=1.5)
+    pool = torch.stack((keys, values), dim=1)[:, None]  # [N, 1, 2, Hkv, BS, D]
+    stored = torch.stack([to_e4m3(pool[:, :, 0], scales.key), to_e4m3(pool[:, :, 1], scales.value)], dim=2)
+    dequantised = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
+    expected = paged_attention_reference(query, *dequantised, *rest)
+    cached = stored[:, 0, 0], stored[:, 0, 1]
+    torch.testing.assert_close(cpu.paged_attention_cpu(query, *cached, *rest, kv_scales=scales), expected)
+    torch.testing.assert_close(paged_attention_reference(query, *cached, *rest, kv_scales=scales), expected)
+
+
+def test_numbers_beyond_e4m3_saturate() -> None:
+    numbers = torch.tensor([0.0, 448.0, 449.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, 1.06, 2.0**-9])
+    expected = torch.tensor([0.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, torch.nan, 1.0, 2.0**-9])
+    assert to_e4m3(numbers, 1.0).dtype == E4M3
+    torch.testing.assert_close(to_e4m3(numbers, 1.0).float(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(to_e4m3(numbers * 4, 4.0).float(), expected, rtol=0, atol=0, equal_nan=True)

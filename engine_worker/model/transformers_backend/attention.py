@@ -32,7 +32,7 @@ class CurrentStep:
 
 class LayerAttention:
     def __init__(self, step: CurrentStep, layer: int, dtype: torch.dtype) -> None:
-        """`dtype`: of the KV pool, in which attention computes whatever the layer left its queries in."""
+        """`dtype`: of the weights, in which attention computes whatever the layer left its queries in."""
         self._step, self._layer, self._dtype = step, layer, dtype
 
     def __call__(

@@ -110,7 +110,7 @@ class TransformersNetwork:
         self._decoder, self._head = split_head(model)
 
     def attach(self, kv_pool: Tensor) -> Device:
-        return attach_device(self.spec, kv_pool)
+        return attach_device(self.spec, kv_pool, self.dtype)
 
     @torch.inference_mode()
     def forward(

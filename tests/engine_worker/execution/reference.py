@@ -14,6 +14,7 @@ from engine_worker.engine import Engine
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.kv.layout import kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -57,8 +58,11 @@ def write_model_of_words(directory: Path, **changes: Any) -> Path:
 
 
 class Reference:
-    def __init__(self, directory: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    def __init__(self, directory: Path, *, attention: str = "sdpa") -> None:
+        """`attention`: a name in transformers' table of attention functions."""
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=attention
+        )
         self._shortfalls: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
 
     @torch.inference_mode()
@@ -82,18 +86,22 @@ def make_runner(
     dtype: str = "float32",
     num_host_blocks: int = 0,
     model_impl: str = "auto",
-    num_threads: int | None = None,
     tensor_parallel_size: int = 1,
+    **options: Any,
 ) -> ModelRunner:
-    """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top."""
+    """`num_blocks` and `num_host_blocks` as the scheduler counts them; the bytes of block 0 come on top.
+
+    `options`: others of ExecutionSettings.
+    """
     config = blueprint_from_directory(directory, model_impl).shape
-    bytes_per_block = kv_layout(config, block_size, dtype).block_bytes
+    bytes_per_block = kv_layout(
+        config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype)
+    ).block_bytes
     settings = ExecutionSettings(
         model=directory,
         device="cpu",
         dtype=dtype,
         model_impl=model_impl,
-        num_threads=num_threads,
         tensor_parallel_size=tensor_parallel_size,
         block_size=block_size,
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # of a rank
@@ -101,6 +109,7 @@ def make_runner(
         max_model_len=min(num_blocks * block_size, config.max_position_embeddings),
         max_num_seqs=2,  # what is warmed up; the scheduler has its own
         max_num_batched_tokens=16,
+        **options,
     )
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
