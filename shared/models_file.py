@@ -3,9 +3,10 @@
     [[models]]
     model = "/models/qwen"              # as --model takes it
     names = ["qwen", "gpt-4o-mini"]     # the first is its name, the others are aliases; default: the directory's name
-    max_model_len = 8192                # these three are as the flags, whose values hold where nothing is said
+    max_model_len = 8192                # these four are as the flags, whose values hold where nothing is said
     tool_call_parser = "hermes"
     reasoning_parser = "qwen3"
+    generation_config = "none"
     workers = 2                         # what only `pagestream serve` reads: it starts them
     worker = { kv-cache-memory-bytes = "4G" }   # further flags of `pagestream worker`, for this model's alone
 
@@ -29,6 +30,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    generation_config: str | None = None
     workers: Annotated[int, msgspec.Meta(ge=1)] | None = None
     worker: dict[str, str | int | float | bool] = {}
 

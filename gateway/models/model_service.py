@@ -23,7 +23,7 @@ from gateway.errors import MissingParameter, ModelNotFound
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.requests.generation_fields import Timeouts, without_worker
 from gateway.requests.planning import ModelLimits
-from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
+from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
 from gateway.text.served_model import ServedModel, is_complete, load_served_model
@@ -72,7 +72,8 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
         reasoning_parser=settings.reasoning_parser
         if reasoning_parser is None
         else _one_of(REASONING_PARSERS, reasoning_parser, "reasoning_parser"),
-        generation_config=settings.generation_config,
+        generation_config=_one_of(GENERATION_CONFIGS, entry.generation_config, "generation_config")
+        or settings.generation_config,
     )
 
 

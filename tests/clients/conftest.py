@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,41 @@ def run_client(interpreter: Path, program: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def served(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with running_fleet(tmp_path_factory.mktemp("clients") / "logs") as fleet:
-        common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
+class OneServer:
+    """The server of this folder's tests: pytest has no scope of a folder, so the first that asks starts it."""
+
+    def __init__(self) -> None:
+        self._running = ExitStack()
+        self._served: Served | None = None
+
+    def get(self, redis_url: str, model: Path, logs: Path) -> Served:
+        if self._served is None:
+            self._served = self._running.enter_context(running_server_of(redis_url, model, logs))
+        return self._served
+
+    def stop(self) -> None:
+        self._served = None
+        self._running.close()
+
+
+ONE_SERVER = OneServer()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tests of other folders empty the store."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        ONE_SERVER.stop()
+
+
+@pytest.fixture
+def served(valkey_server: Valkey, demo_model_dir: Path, tmp_path: Path) -> Served:
+    return ONE_SERVER.get(valkey_server.url, demo_model_dir, tmp_path / "logs")
+
+
+@contextmanager
+def running_server_of(redis_url: str, model: Path, logs: Path) -> Iterator[Served]:
+    with running_fleet(logs) as fleet:
+        common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", redis_url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         # Two clients ask twice and compare: float32, where a batch's size changes no token.
         options = ["--metrics-port", "0", "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]

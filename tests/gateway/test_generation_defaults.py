@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from gateway.models.model_service import model_options
 from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.responses_schema import with_what_held
+from gateway.settings import GatewaySettings
 from gateway.text.served_model import load_served_model
 from shared.messages import SamplingParams
 from shared.model_files import ModelFilesError
+from shared.settings import SettingsError
 from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import FakeInferenceClient, says
 from tests.gateway.responses import model_says
 from tests.tiny_model import write_tiny_model
 
@@ -59,6 +63,32 @@ async def test_what_is_left_out_is_the_models(start_gateway: Any, tmp_path: Path
     assert of(sampling) == HELD | {"max_tokens": 5}
     sampling, _ = await told(gateway, "/v1/completions", prompt="hi")
     assert of(sampling) == HELD | {"max_tokens": 16}  # this API has a default of its own
+
+
+async def test_each_model_of_a_file_says_for_itself_whose_defaults_hold(start_gateway: Any, tmp_path: Path) -> None:
+    directory, path = write_model(tmp_path / "model", **FILE), tmp_path / "models.toml"
+    says_so = {
+        "by-the-flag": "",
+        "the-makers": 'generation_config = "auto"\n',
+        "the-apis": 'generation_config = "none"\n',
+    }
+    path.write_text(
+        "".join(f'[[models]]\nmodel = "{directory}"\nnames = ["{name}"]\n{said}' for name, said in says_so.items())
+    )
+    engines = {name: FakeInferenceClient(says([5])) for name in says_so}
+    gateway = await start_gateway(*engines.values(), models_file=path, generation_config="vllm")
+    for name, held in (("by-the-flag", NEUTRAL), ("the-makers", HELD), ("the-apis", NEUTRAL)):
+        body = {"model": name, "messages": HI}
+        async with gateway.session.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+        assert of(engines[name].requests[-1].sampling, held) == held
+
+
+def test_a_word_that_is_none_of_them_is_refused_with_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text('[[models]]\nmodel = "/m"\ngeneration_config = "/folder"\n')
+    with pytest.raises(SettingsError, match="generation_config is '/folder'; expected one of auto, vllm, none"):
+        model_options(GatewaySettings(models_file=path))
 
 
 async def test_what_a_request_names_wins_also_where_it_is_neutral(start_gateway: Any, tmp_path: Path) -> None:

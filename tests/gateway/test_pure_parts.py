@@ -175,17 +175,23 @@ def test_what_an_entry_does_not_say_is_as_the_flags_say(tmp_path: Path) -> None:
     path.write_text(
         '[[models]]\nmodel = "/m/first"\n'
         '[[models]]\nmodel = "/m/x"\nnames = ["second"]\nmax_model_len = 8\nreasoning_parser = ""\n'
-        'tool_call_parser = "mistral"\n'
+        'tool_call_parser = "mistral"\ngeneration_config = "auto"\n'
     )
-    settings = GatewaySettings(models_file=path, max_model_len=64, reasoning_parser="qwen3", tool_call_parser="hermes")
+    settings = GatewaySettings(
+        models_file=path,
+        max_model_len=64,
+        reasoning_parser="qwen3",
+        tool_call_parser="hermes",
+        generation_config="vllm",
+    )
     assert model_options(settings) == (
         ModelOptions(
             names=("first",), directory=Path("/m/first"), max_model_len=64, reasoning_parser="qwen3",
-            tool_call_parser="hermes",
+            tool_call_parser="hermes", generation_config="vllm",
         ),
         ModelOptions(
             names=("second",), directory=Path("/m/x"), max_model_len=8, reasoning_parser="",
-            tool_call_parser="mistral",
+            tool_call_parser="mistral", generation_config="auto",
         ),
     )  # fmt: skip
 

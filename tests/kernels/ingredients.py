@@ -1,4 +1,4 @@
-"""What the answer of a process depends on: the files of this repository that it has read, and versions of compilers.
+"""The ingredients of a process's answer: the files of this repository that it has read, and versions of compilers.
 
 An answer may be kept for as long as its ingredients are the same. Knows neither the answer nor where it is kept.
 """
