@@ -16,12 +16,23 @@ Shape = tuple[int, ...]
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
     tensors = _dense_tensors(spec)
-    for module, scheme in _fp8_modules(spec, tensors).items():
+    return tensors | _scales(_fp8_modules(spec, tensors), tensors)
+
+
+def scale_names(spec: ModelSpec) -> list[str]:
+    """The names of those that are scales."""
+    tensors = _dense_tensors(spec)
+    return list(_scales(_fp8_modules(spec, tensors), tensors))
+
+
+def _scales(modules: Mapping[str, Fp8Scheme], tensors: Mapping[str, Shape]) -> dict[str, Shape]:
+    scales: dict[str, Shape] = {}
+    for module, scheme in modules.items():
         rows, columns = tensors[f"{module}.weight"]
-        tensors[f"{module}.{WEIGHT_SCALE}"] = scheme.scale_shape(rows, columns)
+        scales[f"{module}.{WEIGHT_SCALE}"] = scheme.scale_shape(rows, columns)
         if scheme.has_input_scale:
-            tensors[f"{module}.{INPUT_SCALE}"] = ()
-    return tensors
+            scales[f"{module}.{INPUT_SCALE}"] = ()
+    return scales
 
 
 def fp8_modules(spec: ModelSpec) -> dict[str, Fp8Scheme]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
+from engine_worker.model.checkpoint_tensors import scale_names
 from engine_worker.model.implementation import is_native
 from engine_worker.model.quantisation_config import refuse_quantised
+from engine_worker.model.scale_values import check_scales
 from engine_worker.model.sharding import check_one_rank, check_tensor_parallel_size
 from shared.model_files import read_model_files
 
@@ -37,3 +39,4 @@ def check_files(
     found = stored_tensors(directory)
     if spec is not None:
         check_checkpoint(spec, found)
+        check_scales(found[name] for name in scale_names(spec))

@@ -64,7 +64,7 @@ class DequantisedWeights:
         if self._format.is_online:
             weight, scale = quantised_rows(self._source.get(name, shape))
             return dequantised(weight, scale, scheme.per).to(self.dtype)
-        weight, scale = read_fp8(self._source, module, shape, scheme)
+        weight, scale, _ = read_fp8(self._source, module, shape, scheme)
         made = dequantised(weight, scale, scheme.per).to(self.dtype)
         self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)
         return made
@@ -76,23 +76,15 @@ class DequantisedWeights:
         self._source.check_all_used(ignored)
 
 
-def read_fp8(source: WeightSource, module: str, shape: tuple[int, ...], scheme: Fp8Scheme) -> tuple[Tensor, Tensor]:
-    """The weight of `shape`, e4m3, and its scales. Raises ValueError for scales that are no factors."""
+def read_fp8(
+    source: WeightSource, module: str, shape: tuple[int, ...], scheme: Fp8Scheme
+) -> tuple[Tensor, Tensor, float | None]:
+    """The weight of `shape`, e4m3, its scales, and that of its inputs if it has one."""
     rows, columns = shape
-    name = f"{module}.{WEIGHT_SCALE}"
-    scale = source.get(name, scheme.scale_shape(rows, columns), dtype=torch.float32)
-    check_scales(name, scale)
-    if scheme.has_input_scale:  # one of activations: it is used with fp8 products alone, but must not be left over
-        check_scales(f"{module}.{INPUT_SCALE}", input_scale(source, module))
-    return source.get(f"{module}.weight", shape, dtype=FP8), scale
-
-
-def input_scale(source: WeightSource, module: str) -> Tensor:
-    return source.get(f"{module}.{INPUT_SCALE}", (), dtype=torch.float32)
-
-
-def check_scales(name: str, scale: Tensor) -> None:
-    """Raises ValueError."""
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
-        wrong = scale[~(scale.isfinite() & (scale >= 0))][0].item() if scale.dim() else scale.item()
-        raise ValueError(f"{name} has {wrong}; scales of fp8 weights are finite and not negative")
+    scale = source.get(f"{module}.{WEIGHT_SCALE}", scheme.scale_shape(rows, columns), dtype=torch.float32)
+    weight = source.get(f"{module}.weight", shape, dtype=FP8)
+    if not scheme.has_input_scale:
+        return weight, scale, None
+    of_inputs = source.get(f"{module}.{INPUT_SCALE}", (), dtype=torch.float32)
+    source.keep_as(of_inputs.nbytes, 0)  # a number of the program from here on
+    return weight, scale, of_inputs.item()

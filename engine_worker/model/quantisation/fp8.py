@@ -18,7 +18,6 @@ from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, R
 from engine_worker.model.quantisation import dense
 from engine_worker.model.quantisation.dequantised import (
     DequantisedWeights,
-    input_scale,
     quantised_rows,
     read_fp8,
 )
@@ -85,11 +84,10 @@ def _stored(
     """Weights and scales of all parts of a product, and the largest of their inputs' scales: they have one input."""
     weights, scales, factors = [], [], []
     for name, size, scheme in zip(spec.names, spec.sizes, schemes, strict=True):
-        weight, scale = read_fp8(source, name, (size, spec.inputs), scheme)
+        weight, scale, factor = read_fp8(source, name, (size, spec.inputs), scheme)
         weights.append(weight)
         scales.append(scale.expand(size) if scheme.per is ScalePer.TENSOR else scale)
-        if scheme.has_input_scale:
-            factors.append(input_scale(source, name).item())
+        factors += [] if factor is None else [factor]
     return joined(weights), torch.cat(scales), max(factors) if len(factors) == len(schemes) else None
 
 

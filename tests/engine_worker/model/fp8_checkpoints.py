@@ -1,11 +1,14 @@
 """Tiny fp8 checkpoints in every layout that is read, and the same models in float32: e4m3 * scale, multiplied out.
 
-write_fp8(directory, layout)   from random weights; the float32 model, as transformers writes it, is its `exact`
+    write_fp8(directory, layout)   from a random model; `exact` is the same in float32, as transformers reads it
+
+Written by hand, each as its writer does (compressed-tensors itself is in test_fp8_writers.py): so every name, shape and
+type of a scale can be tried.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import Case
 
 FP8, MOST, BLOCK = torch.float8_e4m3fn, 448.0, 128
-PRODUCTS = ("_proj.weight",)
 
-# A width and an inner width that are no multiples of a block: the last blocks are smaller.
-CHANGES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 64, "num_attention_heads": 4}
+# A width that is no multiple of a block, so that the last blocks are smaller; what is fused into one product are.
+LLAMA = Case("llama", {"hidden_size": 160, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4,
+                       "num_key_value_heads": 2, "attention_bias": True})  # fmt: skip
+PHI3 = Case("phi3", {"hidden_size": 256, "intermediate_size": 160, "head_dim": None, "num_attention_heads": 4,
+                     "num_key_value_heads": 2})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,38 +37,41 @@ class Fp8Model:
 @dataclass(frozen=True)
 class Layout:
     config: Mapping[str, Any]  # config.json's quantization_config
-    quantise: Callable[[Tensor], tuple[Tensor, Tensor]]  # [N, K] -> e4m3, scales as they are stored
-    expand: Callable[[Tensor, tuple[int, int]], Tensor]  # stored scales -> what each element is multiplied by
+    quantise: Callable[[Tensor], Tensor]  # [N, K] -> scales, as they are stored
     scale_name: str = "weight_scale"
+    scale_dtype: torch.dtype = torch.float32
     input_scale: str = ""
+    file: str = "config.json"  # where `config` is
+    others: tuple[str, ...] = field(default=())  # tensors of each layer that are no weights
 
 
-def by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / MOST
-    return (weight / scale).clamp(-MOST, MOST).to(FP8), scale
+def of_rows(weight: Tensor) -> Tensor:
+    return weight.abs().amax(1, keepdim=True) / MOST
 
 
-def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().max() / MOST
-    return (weight / scale).clamp(-MOST, MOST).to(FP8), scale
+def of_all(weight: Tensor) -> Tensor:
+    return weight.abs().max() / MOST
 
 
-def by_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def of_all_in_a_list(weight: Tensor) -> Tensor:
+    return of_all(weight)[None]
+
+
+def of_blocks(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     scale = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
-    for row, column in torch.cartesian_prod(torch.arange(scale.shape[0]), torch.arange(scale.shape[1])).tolist():
-        block = weight[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
-        scale[row, column] = block.abs().max() / MOST
-    return (weight / blocks_of(scale, (rows, columns))).clamp(-MOST, MOST).to(FP8), scale
+    for row in range(scale.shape[0]):
+        for column in range(scale.shape[1]):
+            block = weight[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            scale[row, column] = block.abs().max() / MOST
+    return scale
 
 
-def blocks_of(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    rows = torch.arange(shape[0])[:, None] // BLOCK
-    return scale[rows, torch.arange(shape[1])[None] // BLOCK]
-
-
-def everywhere(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    return scale.expand(shape)
+def spread(scale: Tensor, shape: tuple[int, int], is_blocks: bool) -> Tensor:
+    """What each element of a weight is multiplied by."""
+    if not is_blocks:
+        return scale.float().expand(shape)
+    return scale.float()[torch.arange(shape[0])[:, None] // BLOCK, torch.arange(shape[1])[None] // BLOCK]
 
 
 def compressed(strategy: str, inputs: Mapping[str, Any], **weights: Any) -> dict[str, Any]:
@@ -80,39 +89,87 @@ def compressed(strategy: str, inputs: Mapping[str, Any], **weights: Any) -> dict
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
     }
 
 
 PER_TOKEN = {"strategy": "token", "dynamic": True}
 STATIC = {"strategy": "tensor", "dynamic": False}
+PER_GROUP = {"strategy": "group", "dynamic": True, "group_size": 128}
+ROWS = Layout(compressed("channel", PER_TOKEN), of_rows)
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 
 LAYOUTS: dict[str, Layout] = {
-    "compressed-tensors, rows": Layout(compressed("channel", PER_TOKEN), by_rows, everywhere),
-}
+    "compressed-tensors, rows": ROWS,
+    "compressed-tensors, rows, bfloat16": Layout(compressed("channel", PER_TOKEN), of_rows, scale_dtype=torch.bfloat16),
+    "compressed-tensors, tensors": Layout(compressed("tensor", PER_TOKEN), of_all_in_a_list),
+    "compressed-tensors, tensors, static": Layout(
+        compressed("tensor", STATIC), of_all_in_a_list, input_scale="input_scale",
+        others=("self_attn.k_scale", "self_attn.v_scale"),
+    ),
+    "compressed-tensors, blocks": Layout(compressed("block", PER_GROUP, block_structure=[128, 128]), of_blocks),
+    "fp8, blocks": Layout(BLOCKS, of_blocks, "weight_scale_inv"),
+    "fp8, blocks, bfloat16": Layout(BLOCKS, of_blocks, "weight_scale_inv", torch.bfloat16),
+    "fp8, tensors": Layout({**AUTO_FP8, "activation_scheme": "dynamic"}, of_all),
+    "fp8, tensors, static": Layout(AUTO_FP8, of_all, input_scale="input_scale", others=("self_attn.kv_scale",)),
+    "fp8, tensors of transformers, static": Layout(
+        {**AUTO_FP8, "weight_block_size": None, "modules_to_not_convert": ["lm_head"]}, of_all, "weight_scale_inv",
+        input_scale="activation_scale",
+    ),
+    "modelopt": Layout(
+        {"quant_method": "modelopt", **MODELOPT}, of_all, input_scale="input_scale",
+        others=("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ),
+    "modelopt, a file of its own": Layout(
+        {"producer": {"name": "modelopt"}, "quantization": MODELOPT}, of_all, input_scale="input_scale",
+        file="hf_quant_config.json",
+    ),
+}  # fmt: skip
 
 
-def write_fp8(directory: Path, layout: Layout, **changes: Any) -> Fp8Model:
-    exact = write_model(directory / "exact", **{**CHANGES, **changes})
-    stored, multiplied = {}, {}
+def write_fp8(
+    directory: Path, layout: Layout, case: Case = LLAMA, is_fp8: Callable[[str], bool] = lambda module: True
+) -> Fp8Model:
+    """`is_fp8`: whether a module whose name ends with _proj is."""
+    exact, quantised = write_family(directory / "exact", case), directory / "fp8"
+    stored: dict[str, Tensor] = {}
+    multiplied: dict[str, Tensor] = {}
     for name, weight in load_file(exact / "model.safetensors").items():
         stored[name] = multiplied[name] = weight
-        if name.endswith(PRODUCTS):
-            multiplied[name], tensors = _quantised(name, weight, layout)
+        module = name.removesuffix(".weight")
+        if name.endswith("_proj.weight") and is_fp8(module):
+            tensors = quantised_tensors(module, weight, layout)
             stored |= tensors
-    config = json.loads((exact / "config.json").read_text())
+            multiplied[name] = exact_weight(tensors, module, layout)
+    for index in range(3):
+        stored |= {f"model.layers.{index}.{name}": torch.tensor(0.5) for name in layout.others}
     save_file(multiplied, exact / "model.safetensors", {"format": "pt"})
-    quantised = directory / "fp8"
     quantised.mkdir()
     save_file(stored, quantised / "model.safetensors", {"format": "pt"})
-    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": layout.config}))
+    config = json.loads((exact / "config.json").read_text())
+    if layout.file == "config.json":
+        config["quantization_config"] = layout.config
+    else:
+        (quantised / layout.file).write_text(json.dumps(layout.config))
+    (quantised / "config.json").write_text(json.dumps(config))
     return Fp8Model(quantised, exact)
 
 
-def _quantised(name: str, weight: Tensor, layout: Layout) -> tuple[Tensor, dict[str, Tensor]]:
-    values, scale = layout.quantise(weight)
-    module = name.removesuffix(".weight")
-    tensors = {name: values, f"{module}.{layout.scale_name}": scale.clone()}
-    if layout.input_scale:
-        tensors[f"{module}.{layout.input_scale}"] = torch.tensor(0.05)
+def quantised_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, Tensor]:
+    scale = layout.quantise(weight).to(layout.scale_dtype)
     rows, columns = weight.shape
-    return values.float() * layout.expand(scale, (rows, columns)), tensors
+    values = weight / spread(scale, (rows, columns), layout.quantise is of_blocks)
+    tensors = {f"{module}.weight": values.clamp(-MOST, MOST).to(FP8), f"{module}.{layout.scale_name}": scale.clone()}
+    if layout.input_scale:
+        tensors[f"{module}.{layout.input_scale}"] = torch.tensor(0.25 if "k_proj" in module else 0.125)
+    return tensors
+
+
+def exact_weight(tensors: Mapping[str, Tensor], module: str, layout: Layout) -> Tensor:
+    weight = tensors[f"{module}.weight"].float()
+    rows, columns = weight.shape
+    scale = tensors[f"{module}.{layout.scale_name}"]
+    return weight * spread(scale, (rows, columns), layout.quantise is of_blocks)

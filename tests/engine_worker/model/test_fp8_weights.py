@@ -1,15 +1,101 @@
-"""fp8 checkpoints: on a CPU the tokens of the same model multiplied out, and what a product of fp8 is made of."""
+"""fp8 checkpoints: the logits of the same model multiplied out in float32, dequantised or by products of fp8."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
-from tests.builders import make_request
-from tests.engine_worker.execution.reference import Reference, generate, make_runner
-from tests.engine_worker.model.families import FP32_MARGIN
-from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, Fp8Model, write_fp8
+from engine_worker.model.quantisation import dense, linear_method
+from engine_worker.model.quantisation.fp8 import Fp8Method
+from engine_worker.model.spec import ModelSpec, kv_layout
+from engine_worker.model.weight_format import DENSE
+from engine_worker.model.weights import SafetensorsWeights
+from tests.engine_worker.model.family_cases import NATIVE, Case
+from tests.engine_worker.model.fp8_checkpoints import (
+    BLOCK,
+    FP8,
+    LAYOUTS,
+    LLAMA,
+    PHI3,
+    Fp8Model,
+    spread,
+    write_fp8,
+)
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
-PROMPT = torch.randint(3, 900, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+CPU = torch.device("cpu")
+NUM_LAYERS = 3
+PROMPT = [(7 * index * index + 3) % 1000 for index in range(24)]
+
+
+class ReferenceLinear:
+    """What fp8_cuda.Fp8Linear computes, in float32: it takes the same arguments and refuses others."""
+
+    made: ClassVar[list["ReferenceLinear"]] = []
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        input_scale: float | None = None,
+        is_gated: bool,
+    ) -> None:
+        rows, columns = weight.shape
+        assert weight.dtype == FP8 and weight.is_contiguous()
+        assert weight_scale.dtype == torch.float32 and weight_scale.is_contiguous()
+        is_blocks = weight_scale.dim() == 2
+        assert tuple(weight_scale.shape) == ((-(-rows // BLOCK), -(-columns // BLOCK)) if is_blocks else (rows,))
+        scale = weight_scale if is_blocks else weight_scale[:, None]
+        self.weight, self.bias = weight.float() * spread(scale, (rows, columns), is_blocks), bias
+        self.input_scale, self.is_gated = input_scale, is_gated
+        self.made.append(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        assert self.is_gated
+        gate, up = self(x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def source_of(directory: Path) -> SafetensorsWeights:
+    return SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
+
+
+def spec_of(directory: Path, quantization: str = "auto") -> ModelSpec:
+    found = blueprint_from_directory(directory, "native", quantization).shape
+    assert isinstance(found, ModelSpec)
+    return found
+
+
+def logits_of(model: Network) -> Tensor:
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5))))
+
+
+def exact_logits(model: Fp8Model) -> Tensor:
+    """Of a network that never heard of fp8, on the weights multiplied out: the same operands, so the same bits."""
+    return logits_of(Network(spec_of(model.exact), source_of(model.exact), 64, method=linear_method(DENSE, "cpu")))
+
+
+def logits_by_products(directory: Path) -> Tensor:
+    """By fp8_cuda's interface; all tensors are used."""
+    ReferenceLinear.made = []
+    spec, weights = spec_of(directory), source_of(directory)
+    method = Fp8Method(spec.quantisation, dense.method("cpu"), ReferenceLinear)
+    network = Network(spec, weights, 64, method=method)
+    weights.check_all_used()
+    return logits_of(network)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -17,13 +103,75 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_fp8(tmp_path_factory.mktemp("fp8"), LAYOUTS[request.param])
 
 
-def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model) -> None:
+def test_a_checkpoint_is_dequantised_on_a_cpu(model: Fp8Model, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="worker")
     check_files(model.directory)
-    runner = make_runner(model.directory, num_blocks=16)
-    outputs, _ = generate(
-        runner,
-        [make_request(PROMPT, "p", max_tokens=40, ignore_eos=True)],
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
+    found = blueprint_from_directory(model.directory)
+    weights = source_of(model.directory)
+    network = found.build(weights, 64, is_deterministic=False)
+    assert isinstance(network, Network)
+    assert torch.equal(logits_of(network), exact_logits(model))
+    assert caplog.messages == [
+        f"weights: {found.weight_format}, dequantised while they load: the cpu multiplies no fp8"
+    ]
+    assert weights.loaded_bytes == 4 * found.shape.num_parameters()
+
+
+def test_products_of_fp8_have_their_own_scales(model: Fp8Model) -> None:
+    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert len(ReferenceLinear.made) == 4 * NUM_LAYERS
+    # q, k and v have one input, whose scale must hold the largest of what each was measured to need.
+    scales = {linear.input_scale for linear in ReferenceLinear.made}
+    assert scales in ({None}, {0.25, 0.125})
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "modelopt"])
+@pytest.mark.parametrize("family", ["phi3", "helium", "glm4"])
+def test_fused_tensors_and_rows_in_another_order(name: str, family: str, tmp_path: Path) -> None:
+    """Helium's rows are put into another order, Phi-3 has fused tensors, GLM-4 both for a half of a head."""
+    case = PHI3 if family == "phi3" else NATIVE[family]
+    model = write_fp8(tmp_path, LAYOUTS[name], case)
+    check_files(model.directory)
+    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert ReferenceLinear.made
+
+
+def test_a_product_whose_parts_cut_blocks_is_multiplied_in_16_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="worker")
+    changes = {**LLAMA.changes, "num_key_value_heads": 1, "intermediate_size": 192}
+    model = write_fp8(tmp_path, LAYOUTS["fp8, blocks"], Case("llama", changes))
+    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    # 64 rows of keys, so values would begin within a block; 192 of gates, so do those of up.
+    assert len(ReferenceLinear.made) == 2 * NUM_LAYERS
+    assert caplog.messages[0] == (
+        "model.layers.0.self_attn.q_proj: its weights are multiplied in 16 bits: its parts of 256, 64, 64 rows do not "
+        "begin with blocks of 128"
     )
-    assert max(Reference(model.exact).shortfalls(PROMPT, outputs["p"])) < FP32_MARGIN
+
+
+KEPT = ("layers.1.self_attn.q_proj", "layers.1.mlp.down_proj")
+IGNORED: dict[str, tuple[str, str, list[str]]] = {
+    "exact": ("compressed-tensors, rows", "ignore", ["lm_head", *(f"model.{name}" for name in KEPT)]),
+    "patterns": ("compressed-tensors, rows", "ignore", ["lm_head", r"re:.*layers\.1\.self_attn\.q", "re:.*1.mlp.down"]),
+    "of an image model": ("compressed-tensors, rows", "ignore",
+                          ["lm_head", "re:vision_tower.*", *(f"model.language_model.{name}" for name in KEPT)]),
+    "parents": ("fp8, blocks", "modules_to_not_convert",
+                [*(f"model.{name}" for name in KEPT), "model.layers.1.mlp.gate"]),
+    "last parts": ("fp8, tensors, static", "ignored_layers", list(KEPT)),
+    "wildcards": ("modelopt", "exclude_modules", ["lm_head", "*layers.1.self_attn.q*", "*1.mlp.down_proj"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", IGNORED)
+def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
+    """Of q, k and v one alone: they are one product here, which then has 16 bits."""
+    name, key, ignored = IGNORED[how]
+    layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, key: ignored})
+    model = write_fp8(tmp_path, layout, is_fp8=lambda module: not module.endswith(KEPT))
+    check_files(model.directory)
+    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    assert len(ReferenceLinear.made) == 4 * NUM_LAYERS - 2
+    spec = spec_of(model.directory)
+    assert torch.equal(logits_of(Network(spec, source_of(model.directory), 64)), exact_logits(model))
