@@ -164,7 +164,8 @@ def quantised_tensors(module: str, weight: Tensor, layout: Layout) -> dict[str, 
     values = weight / spread(scale, (rows, columns), layout.quantise is of_blocks)
     tensors = {f"{module}.weight": values.clamp(-MOST, MOST).to(FP8), f"{module}.{layout.scale_name}": scale.clone()}
     if layout.input_scale:
-        tensors[f"{module}.{layout.input_scale}"] = torch.tensor(0.25 if "k_proj" in module else 0.125)
+        factor = torch.tensor(0.25 if "k_proj" in module else 0.125)
+        tensors[f"{module}.{layout.input_scale}"] = factor[None] if layout.quantise is of_all_in_a_list else factor
     return tensors
 
 
