@@ -15,7 +15,7 @@ SELF := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-in
 TORCH_LINKS = $(shell $(BIN)/python -m pip config list | grep -q find-links || \
 	echo --find-links https://download.pytorch.org/whl/cpu/torch/)
 ARGS ?=
-# A pytest process for each core (tests/parallel.py says which tests stay together); each has torch and its servers in memory.
+# tests/parallel.py says how many processes run the tests, and which stay together; each has torch and its servers in memory.
 PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 # Machines of CI often forbid bytecode: then every process of a test, servers too, compiles its sources anew (2 to 10 s).
 export PYTHONDONTWRITEBYTECODE :=

@@ -6,6 +6,7 @@ pytest --redis-server /usr/bin/redis-server       the same tests on another serv
 
 import asyncio
 import gc
+import os
 import secrets
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
 from tests import needs, request_ids
-from tests.parallel import WholeFiles, make_schedule, share_cores, turn
+from tests.parallel import WholeFiles, make_schedule, num_processes, share_cores, turn
 
 share_cores()
 # Hypothesis's limits are of time on an idle machine: 0.2 s an example, 1 s for the first ten of them. Its examples are
@@ -40,6 +41,11 @@ START_TIMEOUT_SECONDS = 60.0  # 0.05 on an idle machine
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--redis-server", default=None, help="server binary for the tests; default: the embedded Valkey")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return num_processes(config.option.markexpr, os.cpu_count() or 1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -37,6 +37,15 @@ ONE_SERVER = ("tests/browser", "tests/clients")
 ONE_PROCESS_A_TEST = ("tests/kernels/test_interpreter.py",)
 
 
+def num_processes(selected: str, num_cores: int) -> int:
+    """The pytest processes that run the tests which `selected`, the expression of -m, wants.
+
+    One more than cores where tests wait: kills, restarts and time-outs leave a core idle for a third of their time.
+    Those of a single process never wait, and another collection of them would cost more than it gives.
+    """
+    return num_cores if selected in ("quick", "unit") else num_cores + 1
+
+
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     """One of several pytest processes: its threads, and those of what it starts, are its share of the cores.
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.parallel import LONGEST_FIRST, ONE_PROCESS_A_TEST, ONE_SERVER, share_cores, together, turn
+from tests.parallel import LONGEST_FIRST, ONE_PROCESS_A_TEST, ONE_SERVER, num_processes, share_cores, together, turn
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +24,10 @@ def test_what_takes_long_begins_first() -> None:
     nodeids = ["tests/test_security.py::test_a", "tests/gateway/http/test_b.py::test_b", "tests/e2e/test_c.py::test_c"]
     assert min(nodeids, key=turn) == nodeids[2] and turn(nodeids[0]) == turn(nodeids[1])
     assert turn("tests/engine_worker/execution/test_d.py::test_d") < turn("tests/engine_worker/test_e.py::test_e")
+
+
+def test_a_process_more_than_cores_where_tests_wait() -> None:
+    assert (num_processes("", 2), num_processes("quick", 2), num_processes("unit", 4)) == (3, 2, 4)
 
 
 def test_one_of_several_processes_takes_its_share_of_the_cores() -> None:
