@@ -4,6 +4,7 @@
 # make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
+# make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
 # make mutants takes each guard of docs/security.md away and sees its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
@@ -22,10 +23,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 
-.PHONY: help setup dev serve quick unit test weights peers faults soak mutants fuzz check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers faults faults-group soak mutants fuzz check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | faults | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | faults | faults-group | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.serve-installed
 
@@ -63,6 +64,9 @@ faults: dev
 
 mutants: dev
 	$(BIN)/python -m tests.guard_removals $(ARGS)
+
+faults-group: dev
+	$(BIN)/python -m tests.faults.group_mix $(ARGS)
 
 soak: dev
 	$(BIN)/python -m tests.faults.mix $(ARGS)

@@ -208,6 +208,9 @@ class _SnapshotCollector(Collector):
         )
         yield self._by("rank_up", "1 for a rank that has its part of the model", "rank", up)
         yield self._by("rank_messages_behind", "Messages of rank 0 that a rank has not read", "rank", behind)
+        skew = group.step_skew_seconds
+        yield self._gauge("step_skew_seconds", "Time until the last rank had read what rank 0 told latest", skew)
+        yield self._info("all_reduce", "What sums over the ranks", {"path": group.all_reduce_path})
         waited = group.channel_wait_seconds
         yield self._counter("channel_wait_seconds", "Time that rank 0 waited for others to read its messages", waited)
 

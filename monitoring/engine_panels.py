@@ -87,6 +87,27 @@ def engine_panels() -> list[Panel]:
             },
         ),
         lines(
+            "Ranks up",
+            "Of workers whose model several ranks share: 1 for each rank that has its part of it and lives",
+            "short",
+            {"{{worker}} {{rank}}": f"min by (worker, rank) (pagestream_rank_up{{{SELECTED}}})"},
+        ),
+        lines(
+            "Ranks apart",
+            "Seconds until the last rank had read the latest step, and seconds a second that rank 0 waited for others",
+            "s",
+            {
+                "{{worker}} skew": f"max by (worker) (pagestream_step_skew_seconds{{{SELECTED}}})",
+                "{{worker}} waits": rate("pagestream_channel_wait_seconds_total", "worker", SELECTED),
+            },
+        ),
+        lines(
+            "Sums over ranks",
+            "1 for what sums over a worker's ranks: memory that its GPUs share (own, symmetric_memory), nccl, gloo",
+            "short",
+            {"{{worker}} {{path}}": f"max by (worker, path) (pagestream_all_reduce_info{{{SELECTED}}})"},
+        ),
+        lines(
             "Made good",
             "Steps offered to the store again, reads of the queue and heartbeats that failed, heartbeats nobody could "
             "read, tokens that came twice, and streams whose tokens came otherwise",

@@ -10,6 +10,8 @@ class GroupHealth:
     ranks_up: tuple[bool, ...] = (True,)  # whether it has loaded and lives; one that ends, ends the group
     messages_behind: tuple[int, ...] = (0,)  # by rank, what rank 0 has told and it has not read
     channel_wait_seconds: float = 0.0  # of rank 0, for others to read what was in the way
+    step_skew_seconds: float = 0.0  # from the sending of the latest message to its reading by the last rank
+    all_reduce_path: str = "none"  # what sums over the ranks: own, symmetric_memory, nccl, gloo; none of one rank
 
 
 ALONE = GroupHealth()

@@ -77,6 +77,8 @@ class RankGroup:
             ranks_up=(True, *map(self._is_up, range(1, self.tensor_parallel.size))),
             messages_behind=(0, *self.channel.messages_behind()),
             channel_wait_seconds=self.channel.wait_seconds,
+            step_skew_seconds=self.channel.skew_seconds(),
+            all_reduce_path=self.tensor_parallel.all_reduce_path,
         )
 
     def _is_up(self, rank: int) -> bool:

@@ -60,7 +60,11 @@ class SpanningGroup:
 
     def health(self) -> GroupHealth:
         """All ranks that there are have loaded, for they load in step."""
-        return GroupHealth(ranks_up=(True,) * self.tensor_parallel.size, channel_wait_seconds=self.channel.wait_seconds)
+        return GroupHealth(
+            ranks_up=(True,) * self.tensor_parallel.size,
+            channel_wait_seconds=self.channel.wait_seconds,
+            all_reduce_path=self.tensor_parallel.all_reduce_path,
+        )
 
     def close(self) -> None:
         """Leave; the others end by it."""

@@ -19,6 +19,8 @@ logger = logging.getLogger("worker")
 
 
 class PairedMemory:
+    name = "own"
+
     def __init__(self, device: torch.device) -> None:
         """Both ranks of the default group make one at the same time. Raises RuntimeError where they share no memory."""
         from torch.distributed import _symmetric_memory  # noqa: PLC0415 - alpha: imported by who uses it
@@ -54,6 +56,7 @@ class _InTurn:
 
     def __init__(self, *ways: PeerMemory) -> None:
         self._ways = ways
+        self.name = ways[0].name
 
     def serves(self, tensor: Tensor) -> bool:
         return any(way.serves(tensor) for way in self._ways)

@@ -23,6 +23,8 @@ _MULTIPLE_BYTES = 16  # that every rank's share is of
 class SymmetricMemory:
     """The memory of one rank that all read, and the sums that go through it."""
 
+    name = "symmetric_memory"
+
     def __init__(
         self,
         device: torch.device,

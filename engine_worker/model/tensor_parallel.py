@@ -77,6 +77,8 @@ SINGLE: TensorParallel = SingleRank()
 class PeerMemory(Protocol):
     """Sums between devices that reach each other's memory: symmetric_memory.py, paired_memory.py."""
 
+    name: str
+
     def serves(self, tensor: Tensor) -> bool: ...
     def all_reduce(self, tensor: Tensor) -> Tensor: ...
 
@@ -106,6 +108,11 @@ class ProcessGroup:
         is_right = self.minimum(int(_sums_rightly(peers, self, self._device))) == 1
         self._peers = peers if is_right else None
         return is_right
+
+    @property
+    def all_reduce_path(self) -> str:
+        """The name of what sums what a decode sums: that of the peers' memory, or of the backend."""
+        return self._peers.name if self._peers is not None else _BACKENDS[self._device.type]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self._peers is not None and self._peers.serves(tensor):

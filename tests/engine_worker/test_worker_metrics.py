@@ -25,7 +25,7 @@ EVERY_FAMILY = """
     queue_reclaims queue_given_back worker_incarnations
     workers_reaped orphaned_requests bad_heartbeats heartbeat_failures queue_read_failures store_retries
     worker_up worker_last_step_timestamp_seconds worker_start_phase device_memory_bytes build_info engine_info
-    rank_up rank_messages_behind channel_wait_seconds
+    rank_up rank_messages_behind channel_wait_seconds step_skew_seconds all_reduce_info
 """
 
 

@@ -54,14 +54,17 @@ class Groups:
         """Kill a rank; the exit status of rank 0. Both are gone within a second, with all that they had."""
         first, follower = self.world.fleet.processes[name].pid, await self.follower(name)
         memories = memories_of(first)
+        assert memories
         os.kill(follower if rank else first, signal.SIGKILL)
         killed_at = time.monotonic()
         status = await self.end_of(name)
         await gone(follower)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while any(memories & memories_of(pid) for pid in all_pids()):  # files are closed last
+                await asyncio.sleep(0.002)
         seconds = time.monotonic() - killed_at
         print(f"{name}: the group was gone {1e3 * seconds:.0f} ms after the end of rank {rank}")
         assert seconds < max(1.0, os.getloadavg()[0])  # on an idle machine a few ms; neighbours take their turns
-        assert memories and not [pid for pid in all_pids() if memories & memories_of(pid)]
         assert not list(self._temporary.iterdir())
         return status
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(600)
 EMPTY_BY_NATURE = {
     "PagestreamNoWorker": "a worker serves",
     "PagestreamWorkerStalled": "it steps",
+    "PagestreamRankDown": "the only rank is there",
     "PagestreamRedisDown": "the store answers",
     "PagestreamQueueBacklog": "requests wait for milliseconds",
     "PagestreamKVCacheNearlyFull": "it may be, between two preemptions, or not",

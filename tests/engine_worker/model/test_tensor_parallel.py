@@ -214,6 +214,8 @@ def test_one_rank_asks_nobody() -> None:
 class Peers:
     """Sums by gathering, for tensors of 256 elements or fewer; `error` is what it is off by on one rank."""
 
+    name = "gathering"
+
     def __init__(self, ranks: TensorParallel, error: float) -> None:
         self.ranks, self.error, self.calls = ranks, error, 0
 
@@ -225,19 +227,20 @@ class Peers:
         return self.ranks.all_reduce_in_order(tensor.clone()).add_(self.error)
 
 
-def sums_by_peers(ranks: ProcessGroup, error: float) -> tuple[bool, int, Tensor]:
-    """Whether they are taken, how many of two sums of a step then go there, and one of these."""
+def sums_by_peers(ranks: ProcessGroup, error: float) -> tuple[bool, int, Tensor, str]:
+    """Whether they are taken, how many of two sums of a step then go there, one of these, and the path's name."""
     other = ProcessGroup(torch.device("cpu"))
     peers = Peers(ranks, error if ranks.rank == 1 else 0.0)
     is_taken = other.reduce_by(peers)
     tried = peers.calls
     found = other.all_reduce(torch.full((4, 24), 1.0 + ranks.rank, dtype=torch.bfloat16))
     other.all_reduce(torch.ones(8, 96, dtype=torch.bfloat16))
-    return is_taken, peers.calls - tried, found
+    return is_taken, peers.calls - tried, found, other.all_reduce_path
 
 
 @pytest.mark.parametrize(("error", "is_taken"), [(0.0, True), (2.0**-9, False), (4.0, False), (float("nan"), False)])
 def test_peers_sum_where_they_do_so_rightly_on_every_rank(ranks: Ranks, error: float, is_taken: bool) -> None:
-    for taken, calls, found in ranks.run(4, sums_by_peers, error):
+    for taken, calls, found, path in ranks.run(4, sums_by_peers, error):
         assert (taken, calls) == (is_taken, int(is_taken))
+        assert path == ("gathering" if is_taken else "gloo")
         assert torch.equal(found, torch.full((4, 24), 10.0, dtype=torch.bfloat16))

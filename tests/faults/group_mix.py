@@ -1,0 +1,180 @@
+"""make faults-group: ranks of groups are killed at random moments of their lives, a hundred times, under streams.
+
+    python -m tests.faults.group_mix --rounds 100 [--seed N] [--json FILE]
+
+A round kills one rank of one of two groups: while it loads, warms up, prefills, decodes or drains. The other group goes
+on with the streams, each of which must get the tokens of an undisturbed run, every one once; then nothing of the
+killed group and no request may be left. What a dead rank 0 held is requeued as `serve` does it. Prints a report; ends
+with 1 when a promise was broken.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.provenance import provenance
+from gateway.store.inference_client import InferenceClient
+from shared.reaping import reap_workers_with_prefix
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
+from tests.builders import make_prompt
+from tests.e2e.fleet import running_fleet
+from tests.e2e.reader import Reader
+from tests.engine_worker.execution.reference import write_model_of_words
+from tests.faults.conftest import Store, World
+from tests.faults.group_site import Groups, outputs
+from tests.faults.tcp_proxy import TcpProxy
+
+MOMENTS = ("load", "warm-up", "prefill", "decode", "drain")
+PHASES = {"load": ("import", "join", "load"), "warm-up": ("serve",)}  # of the follower, which rank 0 waits for
+LENGTHS = (3, 40, 200, 700)
+MOST_TOKENS = 300
+NUM_STREAMS = 4
+MOST_DELAY_SECONDS = 0.2
+
+
+@dataclass
+class Report:
+    killed: Counter[str] = field(default_factory=Counter)
+    streams: int = 0
+    taken_over: int = 0
+    wrong: list[str] = field(default_factory=list)
+    silences_seconds: list[float] = field(default_factory=list)  # of streams that were taken over
+
+
+class Rounds:
+    def __init__(self, world: World, groups: Groups, source: random.Random) -> None:
+        self._world, self._groups, self._random = world, groups, source
+        self._names = (f"g{number}" for number in itertools.count())
+        self._expected: dict[int, list[int]] = {}  # by the length of the prompt
+        self.report = Report()
+
+    async def begin(self) -> None:
+        names = [self._start(), self._start()]
+        await self._world.has_ready(*names)
+        readers = [self._reader(length, MOST_TOKENS) for length in LENGTHS]
+        self._expected = dict(zip(LENGTHS, await outputs(readers), strict=True))
+
+    async def play(self) -> None:
+        moment, rank = self._random.choice(MOMENTS), self._random.randrange(2)
+        self.report.killed[f"rank {rank}, {moment}"] += 1
+        lengths = self._random.choices(LENGTHS, k=NUM_STREAMS)
+        readers = [self._reader(length, self._random.randrange(100, MOST_TOKENS)) for length in lengths]
+        if moment in PHASES:
+            await self._groups.kill_while(next(self._names), self._random.choice(PHASES[moment]), rank)
+        else:
+            await self._kill_the_holder(moment, rank, readers)
+        await self._compare(lengths, readers)
+        await self._world.nothing_is_left()
+
+    async def _kill_the_holder(self, moment: str, rank: int, readers: list[Reader]) -> None:
+        world = self._world
+        await world.all_have(readers if moment != "prefill" else readers[:1], 1)
+        name = await self._groups.holder()
+        if moment == "drain":
+            world.fleet.processes[name].send_signal(signal.SIGTERM)
+            await world.logged(name, "draining")
+        await asyncio.sleep(self._random.uniform(0.0, MOST_DELAY_SECONDS))  # the rhythm of the faults
+        await self._groups.kill(name, rank)
+        await reap_workers_with_prefix(world.connections.commands, world.keys, name)
+        await world.has_ready(self._start())
+
+    async def _compare(self, lengths: list[int], readers: list[Reader]) -> None:
+        found = await outputs(readers)
+        attempts = await self._world.attempts(readers)
+        for length, reader, tokens, attempt in zip(lengths, readers, found, attempts, strict=True):
+            self.report.streams += 1
+            if tokens != self._expected[length][: reader.request.sampling.max_tokens]:
+                self.report.wrong.append(f"{length} tokens of prompt: {tokens}")
+            if attempt > 1:
+                self.report.taken_over += 1
+                self.report.silences_seconds.append(reader.longest_silence_seconds)
+
+    def _start(self) -> str:
+        self._groups.start(name := next(self._names))
+        return name
+
+    def _reader(self, length: int, max_tokens: int) -> Reader:
+        prompt = [20 + token % 200 for token in make_prompt(length, first=7 * length)]
+        return Reader(self._world.client, prompt, max_tokens=max_tokens)
+
+
+@asynccontextmanager
+async def running_world(directory: Path) -> AsyncIterator[World]:
+    (directory / "store").mkdir()
+    store = Store(directory / "store", append_fsync="everysec")
+    store.start()
+    keys = RedisKeys("m")
+    try:
+        async with TcpProxy("127.0.0.1", store.port) as proxy:
+            with running_fleet(directory / "logs") as fleet:
+                connections = connect(store.url)
+                client = InferenceClient(connections, keys, "g0")
+                await client.start()
+                yield World(store, proxy, keys, client, connections, fleet)
+                await client.close()
+                await connections.aclose()
+    finally:
+        store.kill()
+
+
+async def run_rounds(directory: Path, *, num_rounds: int, seed: int) -> dict[str, Any]:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (directory / "models").mkdir()
+    model = write_model_of_words(directory / "models" / "tiny", **sizes)
+    async with running_world(directory) as world:
+        rounds = Rounds(world, Groups(world, model), random.Random(seed))
+        await rounds.begin()
+        for number in range(num_rounds):
+            try:
+                await rounds.play()
+            except BaseException:
+                print(world.fleet.all_logs(), file=sys.stderr)
+                raise
+            print(f"round {number + 1} of {num_rounds}", flush=True)
+    report = rounds.report
+    silences = sorted(report.silences_seconds) or [0.0]
+    return {
+        "seed": seed,
+        "killed": dict(report.killed),
+        "streams": report.streams,
+        "taken_over": report.taken_over,
+        "wrong": report.wrong,
+        "silence_of_taken_over_seconds": {"median": statistics.median(silences), "max": silences[-1]},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.group_mix", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ps-groups-") as directory:
+        report = asyncio.run(run_rounds(Path(directory), num_rounds=options.rounds, seed=options.seed))
+    report = {**provenance(sys.argv[1:]), **report, "took_seconds": round(time.monotonic() - started, 1)}
+    print(json.dumps(report, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
