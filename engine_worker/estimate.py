@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_worker.execution.settings import MODEL_IMPLS
+from engine_worker.execution.settings import MODEL_IMPLS, QUANTIZATIONS
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -46,6 +46,7 @@ class Estimate:
     kv_blocks: int
     max_model_len: int
     sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
+    weight_format: str = ""  # of products that are quantised
     tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
 
     @property
@@ -61,17 +62,19 @@ def estimate(
     max_model_len: int,
     dtype: str,
     kv_dtype: str = "auto",
-    share: ModelShape | None = None,
+    blueprint: "Blueprint | None" = None,
     tensor_parallel_size: int = 1,
 ) -> Estimate:
     """`memory_bytes`: of a device, for weights and KV. Raises DoesNotFit.
 
-    `kv_dtype`: one of KV_CACHE_DTYPES. `share`: what one of `tensor_parallel_size` devices has of the model; all of it
-    unless given.
+    `kv_dtype`: one of KV_CACHE_DTYPES. `blueprint`: knows the share of `tensor_parallel_size` devices, and quantised
+    weights; without it they are all of `config`, in `dtype`.
     """
-    itemsize = ITEMSIZES[dtype]
-    share = share or config
-    weights_bytes = share.num_parameters() * itemsize
+    share, itemsize = config, ITEMSIZES[dtype]
+    weights_bytes, weight_format = config.num_parameters() * itemsize, ""
+    if blueprint is not None:
+        share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
+        weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
     kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
@@ -94,6 +97,7 @@ def estimate(
         max_model_len=max_model_len,
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
         tensor_parallel_size=tensor_parallel_size,
+        weight_format=weight_format,
     )
 
 
@@ -101,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
-        check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size)
-        blueprint = blueprint_from_directory(options.model, options.model_impl)
+        check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size, options.quantization)
+        blueprint = blueprint_from_directory(options.model, options.model_impl, options.quantization)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
     except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
         sys.stderr.write(f"pagestream estimate: {error}\n")
@@ -123,16 +127,17 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
         max_model_len=length,
         dtype=options.dtype or config.dtype,
         kv_dtype=options.kv_cache_dtype,
-        share=blueprint.share(size),
+        blueprint=blueprint,
         tensor_parallel_size=size,
     )
 
 
 def _text(found: Estimate) -> str:
+    products = f", products of {found.weight_format}" if found.weight_format else ""
     weights, kv_cache = (num_bytes / 2**30 for num_bytes in (found.weights_bytes, found.kv_cache_bytes))
     token, block = found.kv_bytes_per_token / 1024, found.kv_block_bytes / 1024
     lines = [
-        f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}",
+        f"weights     {weights:8.2f} GiB   {found.parameters / 1e9:.2f} G parameters in {found.dtype}{products}",
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
     ]
@@ -165,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
+    parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")
     parser.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="as of a worker (%(default)s)"
     )

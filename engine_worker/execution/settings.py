@@ -11,6 +11,7 @@ from engine_worker.kv.layout import KV_CACHE_DTYPES
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
+QUANTIZATIONS = ("auto", "none", "fp8")
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
@@ -44,7 +45,7 @@ class ExecutionSettings:
     load_format: str = setting("auto", choices=("auto", "dummy"), help="dummy: random weights of the config's shape")
     quantization: str = setting(
         "auto",
-        choices=("auto", "none", "fp8"),
+        choices=QUANTIZATIONS,
         help="weights of products; auto: as the checkpoint has them; none: 16 bits; fp8: quantised while loading",
     )
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")

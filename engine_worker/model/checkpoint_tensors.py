@@ -6,12 +6,15 @@ can be told from this before a byte of weights is read.
 It is used at a worker's start, for the checks of a directory and for estimates. It knows the spec, and no values.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec, QkNorm
 from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE, Fp8Scheme
 
 Shape = tuple[int, ...]
+
+_SCALE_BYTES = 4  # float32
 
 
 def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -20,7 +23,7 @@ def checkpoint_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def scale_names(spec: ModelSpec) -> list[str]:
-    """The names of those that are scales."""
+    """Names of all scales among them."""
     tensors = _dense_tensors(spec)
     return list(_scales(_fp8_modules(spec, tensors), tensors))
 
@@ -40,11 +43,29 @@ def fp8_modules(spec: ModelSpec) -> dict[str, Fp8Scheme]:
     return _fp8_modules(spec, _dense_tensors(spec))
 
 
+def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """The size of all weights where the device multiplies fp8; `itemsize`: bytes of an element that is not in fp8.
+
+    The head is multiplied in 16 or 32 bits whatever the checkpoint has.
+    """
+    tensors, stored = _dense_tensors(spec), spec.quantisation
+    dense_bytes = spec.num_parameters() * itemsize
+    if stored.is_dequantised:
+        return dense_bytes
+    schemes = {module: scheme for module in _products(spec, tensors) if (scheme := stored.scheme_of(module))}
+    shapes = {module: tensors[f"{module}.weight"] for module in schemes if f"{module}.weight" != spec.names.head}
+    scales = sum(math.prod(schemes[module].scale_shape(rows, columns)) for module, (rows, columns) in shapes.items())
+    return dense_bytes - sum(map(math.prod, shapes.values())) * (itemsize - 1) + scales * _SCALE_BYTES
+
+
 def _fp8_modules(spec: ModelSpec, tensors: Mapping[str, Shape]) -> dict[str, Fp8Scheme]:
-    products = [name for name, shape in tensors.items() if len(shape) == 2 and name != spec.names.embedding]
-    modules = [name.removesuffix(".weight") for name in products]
-    schemes = {module: spec.quantisation.stored_scheme(module) for module in modules}
+    schemes = {module: spec.quantisation.stored_scheme(module) for module in _products(spec, tensors)}
     return {module: scheme for module, scheme in schemes.items() if scheme is not None}
+
+
+def _products(spec: ModelSpec, tensors: Mapping[str, Shape]) -> list[str]:
+    products = [name for name, shape in tensors.items() if len(shape) == 2 and name != spec.names.embedding]
+    return [name.removesuffix(".weight") for name in products]
 
 
 def _dense_tensors(spec: ModelSpec) -> dict[str, Shape]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
-from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
 from engine_worker.model.quantisation_config import refuse_quantised
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
@@ -34,6 +34,9 @@ class NativeBlueprint:
 
     def share(self, size: int) -> ModelSpec:
         return sharded(self.shape, 0, size)
+
+    def weights_bytes(self, size: int, itemsize: int) -> int:
+        return weights_bytes(self.share(size), itemsize)
 
     @property
     def weight_format(self) -> str:

@@ -74,6 +74,9 @@ class Blueprint(Protocol):
     def share(self, size: int) -> ModelShape:
         """The shape of the largest part of the model, rank 0's of `size`. Raises ValueError as above."""
 
+    def weights_bytes(self, size: int, itemsize: int) -> int:
+        """The size of the weights of that part on a GPU; `itemsize`: bytes of an element that is not quantised."""
+
     def build(
         self,
         weights: WeightSource,

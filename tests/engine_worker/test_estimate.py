@@ -115,3 +115,30 @@ def test_it_needs_no_torch() -> None:
     code = "import sys, engine_worker.estimate; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8", "none"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_is_a_byte_and_its_scales(
+    quantization: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = LLAMA_8B | ({} if quantization == "fp8" else {"quantization_config": stored})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [str(tmp_path), "--max-model-len", "8K", "--quantization", quantization]
+    assert main([*command, "--tensor-parallel-size", str(size), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {"qkv": 6144, "out": 4096, "gate_up": 28672, "down": 4096}
+    columns = {"qkv": 4096, "out": 4096, "gate_up": 4096, "down": 14336}
+    products = 32 * sum(rows[name] * columns[name] for name in rows)
+    # Rows that are split by inputs have their scales on every rank.
+    by_rows = 32 * (rows["qkv"] + rows["gate_up"] + size * (rows["out"] + rows["down"]))
+    scales = {"auto": products // 128**2, "fp8": by_rows, "none": 0}[quantization]
+    head = 128256 * 4096
+    rest = 2 * ((8_030_261_248 - products - 2 * head) + head + head // size) if size == 1 else None
+    expected = products // size * (2 if quantization == "none" else 1) + 4 * scales // size
+    norms_and_embeddings = 2 * (head + head // size + 4096 * 65)
+    assert rest in (None, norms_and_embeddings)
+    assert found["weights_bytes"] == expected + norms_and_embeddings
+    names = {"auto": "fp8, a scale for each 128 x 128", "fp8": "fp8, quantised while loading", "none": ""}
+    assert found["weight_format"] == names[quantization]

@@ -87,6 +87,9 @@ class TransformersBlueprint:
         check_one_rank(size)
         return self.shape
 
+    def weights_bytes(self, size: int, itemsize: int) -> int:
+        return self.share(size).num_parameters() * itemsize
+
     def build(
         self,
         weights: WeightSource,

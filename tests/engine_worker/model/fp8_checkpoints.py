@@ -68,7 +68,7 @@ def of_blocks(weight: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, shape: tuple[int, int], is_blocks: bool) -> Tensor:
-    """What each element of a weight is multiplied by."""
+    """Factors of each element of a weight."""
     if not is_blocks:
         return scale.float().expand(shape)
     return scale.float()[torch.arange(shape[0])[:, None] // BLOCK, torch.arange(shape[1])[None] // BLOCK]

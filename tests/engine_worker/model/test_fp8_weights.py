@@ -36,7 +36,7 @@ PROMPT = [(7 * index * index + 3) % 1000 for index in range(24)]
 
 
 class ReferenceLinear:
-    """What fp8_cuda.Fp8Linear computes, in float32: it takes the same arguments and refuses others."""
+    """A stand-in for fp8_cuda.Fp8Linear, in float32: it takes the same arguments and refuses others."""
 
     made: ClassVar[list["ReferenceLinear"]] = []
 
@@ -84,7 +84,7 @@ def logits_of(model: Network) -> Tensor:
 
 
 def exact_logits(model: Fp8Model) -> Tensor:
-    """Of a network that never heard of fp8, on the weights multiplied out: the same operands, so the same bits."""
+    """A network that never heard of fp8 has the weights multiplied out: the same operands, so the same bits."""
     return logits_of(Network(spec_of(model.exact), source_of(model.exact), 64, method=linear_method(DENSE, "cpu")))
 
 
@@ -166,7 +166,7 @@ IGNORED: dict[str, tuple[str, str, list[str]]] = {
 
 @pytest.mark.parametrize("how", IGNORED)
 def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
-    """Of q, k and v one alone: they are one product here, which then has 16 bits."""
+    """One of q, k and v stays, too: they are one product here, which then has 16 bits."""
     name, key, ignored = IGNORED[how]
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, key: ignored})
     model = write_fp8(tmp_path, layout, is_fp8=lambda module: not module.endswith(KEPT))
