@@ -2,10 +2,12 @@
 
     rms_norm(x, weight, eps)               x [T, H], weight [H]                -> normed [T, H]
     add_rms_norm(x, residual, weight, eps) x, residual [T, H], weight [H]      -> (normed [T, H], new_residual [T, H])
+    add_rms_norm_quantised(..., is_grouped)                                    -> (normed as Scaled, new_residual)
 
 normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x +
 residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may
-be strided, the last dimension is contiguous. Inputs are not modified. Does not know what a layer is.
+be strided, the last dimension is contiguous. Inputs are not modified. What is quantised is normed, in the dtype of x,
+as quantise_rows() or quantise_groups() would (fp8_quantise.py). Does not know what a layer is.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917
@@ -17,6 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
+from kernels.fp8_quantise import quantised
+from kernels.scaled import GROUP, Scaled
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,9 +37,11 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, normed, new_residual, x_row_stride, residual_row_stride, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, residual, weight, normed, new_residual, scales, x_row_stride, residual_row_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """GROUP: elements with one scale where `normed` is quantised, 0 where it is not."""
     # One program a row: the result of a row cannot depend on how many rows the batch has.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -53,23 +59,49 @@ def _rms_norm_kernel(
         values = rounded.to(tl.float32)
     inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
     scaled = values * inverse_rms * scale
-    tl.store(normed + row * HIDDEN + columns, scaled.to(normed.dtype.element_ty), mask=inside)
+    if GROUP:
+        # As if it had been stored: the same bits as of a norm, and of what quantises it.
+        exact = scaled.to(new_residual.dtype.element_ty).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
+        small, scale_of = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+        groups = tl.arange(0, BLOCK // GROUP)[:, None]
+        tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
+        tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
+    else:
+        tl.store(normed + row * HIDDEN + columns, scaled.to(normed.dtype.element_ty), mask=inside)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _launch(x, None, weight, eps)[0]
+    normed = x.new_empty(x.shape)
+    _launch(x, None, weight, eps, normed, normed)
+    return normed
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _launch(x, residual, weight, eps)
+    normed, new_residual = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch(x, residual, weight, eps, normed, new_residual)
+    return normed, new_residual
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_quantised(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+) -> tuple[Scaled, Tensor]:
+    num_rows, hidden = x.shape
+    assert not is_grouped or hidden % GROUP == 0
+    new_residual = x.new_empty(x.shape)
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty((hidden // GROUP, num_rows) if is_grouped else (num_rows,), dtype=torch.float32)
+    group = GROUP if is_grouped else triton.next_power_of_2(hidden)
+    _launch(x, residual, weight, eps, values, new_residual, scales, group)
+    return Scaled(values, scales), new_residual
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, new_residual: Tensor,
+    scales: Tensor | None = None, group: int = 0,
+) -> None:  # fmt: skip
     num_rows, hidden = x.shape
     assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    normed = x.new_empty(x.shape)
-    new_residual = normed if residual is None else x.new_empty(x.shape)
     summand = x if residual is None else residual
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(num_rows,)](
@@ -78,17 +110,18 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         weight,
         normed,
         new_residual,
+        scales,
         x.stride(0),
         summand.stride(0),
         eps,
         HIDDEN=hidden,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
+        GROUP=group,
         # 8 elements a thread are one 16-byte load in bf16; more than 16 warps only add to the cost of the reduction.
         num_warps=min(16, max(1, block // 256)),
         **dependent_launch(x),
     )
-    return normed, new_residual
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

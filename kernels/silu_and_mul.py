@@ -1,9 +1,10 @@
 """The gate of a SwiGLU feed-forward layer.
 
-    silu_and_mul(x)   x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
+    silu_and_mul(x)             x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
+    silu_and_mul_quantised(x)   the same, quantised by rows                              -> Scaled
 
-Float32 inside, one rounding at the end, to the dtype of x. Rows may be strided, columns are contiguous. x is not
-modified.
+Float32 inside, one rounding at the end, to the dtype of x; what is quantised has been rounded so too. Rows may be
+strided, columns are contiguous. x is not modified.
 
 It is called once a layer in every step. It knows no layer.
 """
@@ -15,6 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
+from kernels.fp8_quantise import quantised
+from kernels.scaled import Scaled
 
 # 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
 _BLOCK = 1024
@@ -37,6 +40,37 @@ def _silu_and_mul_kernel(x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(output + row * WIDTH + columns, gated.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_and_mul_quantised_kernel(
+    x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    exact = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
+    tl.store(values + row * WIDTH + columns, small, mask=inside)
+    tl.store(scales + row, scale)
+
+
+def silu_and_mul_quantised(x: Tensor) -> Scaled:
+    num_rows, double_width = x.shape
+    assert double_width % 2 == 0 and x.stride(1) == 1
+    width = double_width // 2
+    values, scales = x.new_empty(num_rows, width, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    warps = min(32, max(1, block // 256))
+    _silu_and_mul_quantised_kernel[(num_rows,)](
+        x, values, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
+    )
+    return Scaled(values, scales)
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:

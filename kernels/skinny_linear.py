@@ -88,7 +88,7 @@ def _load_rows(
 
 
 @gluon.jit
-def _store(
+def store_turned(
     values, output, tile, first_row, num_rows,
     NUM_OUTPUTS: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def skinny_linear_kernel(
         else:
             result = warpgroup_mma_wait(0, deps=(first,))
         result = result.to(output.dtype.element_ty)
-        _store(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+        store_turned(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, tiles: Tiles, output: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ _LITTLE_WASTE = 0.7  # of the SMs' time, where tiles are not a multiple of SMs
 
 
 def tiles_for(weight: Tensor, num_rows: int, is_gated: bool) -> Tiles | None:
-    if weight.dtype != torch.bfloat16 or not _is_known(weight.device):
+    if weight.dtype != torch.bfloat16 or not is_known(weight.device):
         return None
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     return tiles_of((num_outputs, weight.shape[1], is_gated), num_rows)
@@ -91,7 +91,7 @@ def most_rows(weight: Tensor, is_gated: bool) -> int:
 
 
 @cache
-def _is_known(device: torch.device) -> bool:
+def is_known(device: torch.device) -> bool:
     """A Hopper GPU with the SMs that the rule was made for."""
     if device.type != "cuda":
         return False

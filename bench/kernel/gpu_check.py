@@ -37,6 +37,7 @@ from bench.kernel.cases import (
     rounding_tolerance,
     same_bits,
 )
+from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.products import MODELS, Shape, products_of
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
@@ -214,7 +215,7 @@ def _product_checks() -> dict[str, Check]:
 
 
 def all_checks() -> dict[str, Check]:
-    checks = _product_checks()
+    checks = _product_checks() | fp8_checks()
     for shape in HEAD_SHAPES:
         for dtype in DTYPES:
             name = f"{shape} {str(dtype).removeprefix('torch.')}"

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
+from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 from kernels.fp8_kv import UNIT_SCALES, KVScales
+from kernels.scaled import Scaled
 
 
 class CpuDevice:
@@ -77,6 +79,11 @@ class CpuStep:
         exact = residual.to(torch.float32, copy=True)
         length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
+
+    def add_rms_norm_quantised(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+    ) -> tuple[Scaled, Tensor]:
+        raise NotImplementedError("no product on a CPU quantises its inputs")
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         """Over the last dimension."""

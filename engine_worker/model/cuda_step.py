@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
+from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.fp8_kv import UNIT_SCALES, KVScales
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
+from kernels.scaled import Scaled
 
 # Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
 # tokens takes 30 us.
@@ -60,6 +62,11 @@ class CudaStep:
             device.layers[0][0],
             one_kernel=device.is_deterministic,
         )
+
+    def add_rms_norm_quantised(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+    ) -> tuple[Scaled, Tensor]:
+        return add_rms_norm_quantised(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)

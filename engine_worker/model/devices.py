@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.layers import AttentionWeights, NormWeight
+from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
+from kernels.scaled import Scaled
 
 logger = logging.getLogger("worker")
 
@@ -24,7 +26,12 @@ class DeviceStep(Protocol):
     """The operators of one forward pass on one device."""
 
     def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
-    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """-> (normed, x + residual)"""
+
+    def add_rms_norm_quantised(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+    ) -> tuple[Scaled, Tensor]: ...
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
     def store(self, qkv: Tensor, layer: int) -> None:
         """Keys and values of `qkv` [T, (Hq + 2 Hkv) * D] as they are, for networks that rotate by themselves."""

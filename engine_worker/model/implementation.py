@@ -68,7 +68,7 @@ class NativeBlueprint:
         from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
 
         spec = sharded(self.shape, ranks.rank, ranks.size)
-        stored = linear_method(spec.quantisation, weights.device.type)
+        stored = linear_method(spec.quantisation, weights.device.type, is_deterministic)
         method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
         parts = tensor_parts(self.shape, ranks.rank, ranks.size)
         own = ShardedWeights(weights, checkpoint_tensors(self.shape), parts)

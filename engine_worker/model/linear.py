@@ -1,7 +1,8 @@
 """Matrix products of a network, whatever their weights are stored as and multiplied by.
 
     method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
-    Linear(x), Linear.gated(x)                       the product, and the product of a gated MLP's first half
+    Linear(x), Linear.gated(x, scaling)              the product, and the product of a gated MLP's first half
+    Linear.scaling                                   how it quantises its inputs: who makes them may do it for it
     method.head(weight) -> Head                      the product whose outputs are logits
 
 A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
@@ -15,6 +16,10 @@ from typing import Protocol
 from torch import Tensor
 
 from engine_worker.model.weights import WeightSource
+from kernels.scaled import Scaled
+
+NOTHING_QUANTISED = "who quantises nothing is given nothing quantised"
+Input = Tensor | Scaled  # of a product: as it is, or quantised as the product would
 
 
 class Role(StrEnum):
@@ -29,6 +34,14 @@ class Split(StrEnum):
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"  # the product is a sum over ranks
+
+
+class Scaling(StrEnum):
+    """What of an input shares a scale, where a product quantises its inputs."""
+
+    NONE = "none"  # inputs stay as they are
+    ROWS = "rows"
+    GROUPS = "groups"  # 128 elements of a row
 
 
 SPLITS = {Role.QKV: Split.OUTPUTS, Role.OUT: Split.INPUTS, Role.GATE_UP: Split.OUTPUTS, Role.DOWN: Split.INPUTS}
@@ -58,11 +71,17 @@ class LinearSpec:
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs] in the dtype of `x`."""
+    @property
+    def scaling(self) -> Scaling: ...
 
-    def gated(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> silu(gate) * up [T, outputs / 2]; gate is the first half of the outputs, up the second."""
+    def __call__(self, x: Input) -> Tensor:
+        """x [T, inputs] -> [T, outputs] in the dtype of activations; it is quantised only by `self.scaling`."""
+
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Input:
+        """x [T, inputs] -> silu(gate) * up [T, outputs / 2]; gate is the first half of the outputs, up the second.
+
+        The result may be quantised by `scaling`, that of the product that takes it.
+        """
 
 
 class Head(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.layers import NormShape, NormWeight, RotaryTable, load_attention
-from engine_worker.model.linear import Linear, LinearMethod, LinearSpec, Role
+from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.rotary import rotary_table
@@ -61,14 +61,14 @@ class DecoderLayer:
         `rows` (int64): only these of the result are wanted; the KV is stored of all.
         """
         attention = self._attention
-        entering, residual = _enter(step, hidden, residual, self._before_attention)
+        entering, residual = _enter(step, hidden, residual, self._before_attention, attention.qkv)
         qkv = attention.qkv(entering)
         step.rotate_and_store(qkv, attention, self._index)
         hidden = attention.out(step.attend(qkv, attention.spec.scale, self._index, rows))
         hidden = self._leave(step, hidden, self._after_attention)
         residual = residual if rows is None else residual[rows]
-        entering, residual = _enter(step, hidden, residual, self._before_mlp)
-        hidden = self._down(self._gate_up.gated(entering))
+        entering, residual = _enter(step, hidden, residual, self._before_mlp, self._gate_up)
+        hidden = self._down(self._gate_up.gated(entering, self._down.scaling))
         return self._leave(step, hidden, self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
@@ -78,10 +78,14 @@ class DecoderLayer:
         return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
 
 
-def _enter(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None) -> tuple[Tensor, Tensor]:
-    """Return the input of a part, and the residual that it adds to."""
+def _enter(
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, product: Linear
+) -> tuple[Input, Tensor]:
+    """Return the input of a part, whose first product is `product`, and the residual that it adds to."""
     if norm is not None:
-        return step.add_rms_norm(hidden, residual, norm)
+        if product.scaling is Scaling.NONE:
+            return step.add_rms_norm(hidden, residual, norm)
+        return step.add_rms_norm_quantised(hidden, residual, norm, product.scaling)
     residual = residual + hidden
     return residual, residual
 
@@ -116,7 +120,7 @@ class Network:
         `spec`, `weights` and `method` are those of a rank where there are several `ranks`.
         """
         self.spec, self._is_deterministic = spec, is_deterministic
-        method = method or linear_method(spec.quantisation, weights.device.type)
+        method = method or linear_method(spec.quantisation, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         ropes = dict.fromkeys(layer.attention.rope for layer in spec.layers)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, Split
+from engine_worker.model.linear import Head, Input, Linear, LinearMethod, LinearSpec, Scaling, Split
 from engine_worker.model.sharding import padded_head_rows
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
@@ -22,10 +22,14 @@ class ReducedOver:
     def __init__(self, linear: Linear, all_reduce: Callable[[Tensor], Tensor]) -> None:
         self._linear, self._all_reduce = linear, all_reduce
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def scaling(self) -> Scaling:
+        return self._linear.scaling
+
+    def __call__(self, x: Input) -> Tensor:
         return self._all_reduce(self._linear(x))
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Input:
         raise NotImplementedError("a gated product is split by outputs")
 
 

@@ -28,12 +28,16 @@ from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
 from kernels.fp8_kv import E4M3
+from kernels.fp8_linear import fp8_linear, gated_fp8_linear
+from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.fp8_tiles import fp8_tiles
 from kernels.kv_block_copy import copy_kv_blocks_triton
-from kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton, rms_norm_triton
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
 from kernels.sampling.reference import SamplingRows
-from kernels.silu_and_mul import silu_and_mul_triton
+from kernels.scaled import Scaled
+from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
 from kernels.token_bitmask import apply_token_bitmask_triton
@@ -175,6 +179,26 @@ def skinny_products() -> None:
                 skinny_linear(x, weight, tiles, logits)
 
 
+def fp8_products() -> None:
+    """A gated product and one that is not, of an 8B layer, with their most rows and the fewest; what quantises rows."""
+    products = products_of(MODELS["Llama-3.1-8B"])
+    for shape, numbers_of_rows in ((products["gate_up"], (1, 64)), (products["down"], (32, 64, 128))):
+        num_outputs, num_inputs, is_gated = shape
+        weight = torch.empty(num_outputs * (1 + is_gated), num_inputs, dtype=torch.float8_e4m3fn, device="meta")
+        of_blocks = torch.empty(len(weight) // 128, num_inputs // 128, device="meta")
+        of_rows = torch.empty(len(weight), device="meta")
+        for num_rows in numbers_of_rows:
+            x = torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta")
+            for scales, quantise in ((of_rows, quantise_rows), (of_blocks, quantise_groups)):
+                tiles = fp8_tiles(shape, num_rows, scales is of_blocks)
+                assert tiles is not None
+                (gated_fp8_linear if is_gated else fp8_linear)(quantise(x), Scaled(weight, scales), tiles)
+    x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
+    for is_grouped in (False, True):
+        add_rms_norm_quantised(x, x, x[0], 1e-5, is_grouped)
+    silu_and_mul_quantised(x)
+
+
 def summing() -> None:
     own, peer = (torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="meta") for _ in range(2))
     exchange = Exchange(own, peer, torch.empty(MOST_BLOCKS, dtype=torch.int32, device="meta"))
@@ -236,6 +260,7 @@ def main(part: int, num_parts: int) -> None:
         "tokens smollm2-135m bf16": token_kernels("smollm2-135m", torch.bfloat16),
         "tokens llama-8b fp8 kv": token_kernels("llama-8b", torch.bfloat16, E4M3),
         "products llama-8b bf16": skinny_products,
+        "fp8 products llama-8b bf16": fp8_products,
         "sums of two": summing,
         "unpacking": unpacking,
     }

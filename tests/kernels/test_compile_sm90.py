@@ -78,6 +78,10 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "prefill_kernel",
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",
+        "_silu_and_mul_quantised_kernel",
+        "_quantise_rows_kernel",
+        "_quantise_groups_kernel",
+        "fp8_linear_kernel",
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "_copy_kv_blocks_kernel",
@@ -142,14 +146,24 @@ def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str)
 
 
 def test_skinny_products_keep_their_ring_full(reports: list[Report]) -> None:
-    for report in of(reports, "skinny_linear_kernel", "llama-8b"):
+    for report in of(reports, "skinny_linear_kernel", "llama-8b") + of(reports, "fp8_linear_kernel", "llama-8b"):
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
         # One program an SM: less than 180 KiB would be a stage or two that the configuration lost.
         assert report["shared_bytes"] >= 180 * 1024, report
 
 
 @pytest.mark.parametrize(
-    "kernel", ["_rms_norm_kernel", "_silu_and_mul_kernel", "_rotate_and_store_kernel", "skinny_linear_kernel"]
+    "kernel",
+    [
+        "_rms_norm_kernel",
+        "_silu_and_mul_kernel",
+        "_rotate_and_store_kernel",
+        "skinny_linear_kernel",
+        "fp8_linear_kernel",
+        "_quantise_rows_kernel",
+        "_quantise_groups_kernel",
+        "_silu_and_mul_quantised_kernel",
+    ],
 )
 def test_kernels_that_may_start_early_wait_once(reports: list[Report], kernel: str) -> None:
     for report in of(reports, kernel, "llama-8b"):

@@ -51,7 +51,7 @@ def weight(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch
 def test_shape_rows_and_device_alone_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = weight(6144, 4096)
     assert table.tiles_for(qkv, 1, is_gated=False) is None, "not on an unknown device"
-    monkeypatch.setattr(table, "_is_known", lambda device: True)
+    monkeypatch.setattr(table, "is_known", lambda device: True)
     few, more = Tiles(64, 256), Tiles(64, 128)
     chosen = {rows: table.tiles_for(qkv, rows, is_gated=False) for rows in (1, 16, 17, 64, 65)}
     assert chosen == {1: few, 16: few, 17: more, 64: more, 65: None}

@@ -4,12 +4,13 @@ from engine_worker.model.linear import LinearMethod
 from engine_worker.model.weight_format import WeightFormat
 
 
-def linear_method(stored: WeightFormat, device_type: str) -> LinearMethod:
-    """`device_type`: `cpu` or `cuda`, on which the weights will be."""
+def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool = False) -> LinearMethod:
+    """`device_type`: `cpu` or `cuda`, on which the weights will be; `is_deterministic`: rows have the same bits in any
+    batch."""
     if stored.groups:
         from engine_worker.model.quantisation import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
 
-        return fp8.method(stored, device_type)
+        return fp8.method(stored, device_type, is_deterministic)
     from engine_worker.model.quantisation import dense  # noqa: PLC0415
 
     return dense.method(device_type)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_worker.model.linear import NOTHING_QUANTISED, Input, Scaling
 from kernels.silu_and_mul import silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import most_rows, tiles_for
@@ -29,17 +30,21 @@ def _tell(name: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
 
 
 class CudaLinear:
+    scaling: Scaling = Scaling.NONE
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor), NOTHING_QUANTISED
         tiles = tiles_for(self.weight, len(x), is_gated=False)
         if tiles is None:
             return F.linear(x, self.weight, self.bias)
         product = skinny_linear(x, self.weight, tiles)
         return product if self.bias is None else product.add_(self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert isinstance(x, Tensor), NOTHING_QUANTISED
         tiles = tiles_for(self.weight, len(x), is_gated=True)
         if tiles is None or self.bias is not None:
             return silu_and_mul(F.linear(x, self.weight, self.bias))

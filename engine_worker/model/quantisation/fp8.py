@@ -9,6 +9,7 @@ Knows no layer and no network.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -27,13 +28,13 @@ from engine_worker.model.weights import WeightSource, joined
 logger = logging.getLogger("worker")
 
 
-def method(stored: WeightFormat, device_type: str) -> LinearMethod:
+def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
     if device_type != "cuda" or stored.is_dequantised:
         why = "--quantization none" if stored.is_dequantised else f"the {device_type} multiplies no fp8"
         logger.info("weights: %s, dequantised while they load: %s", stored.name, why)
         return DequantisedMethod(stored, dense.method(device_type))
     cuda = import_module("engine_worker.model.quantisation.fp8_cuda")  # imports triton
-    return Fp8Method(stored, dense.method(device_type), cuda.Fp8Linear)
+    return Fp8Method(stored, dense.method(device_type), partial(cuda.Fp8Linear, is_deterministic=is_deterministic))
 
 
 class DequantisedMethod:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.linear import Linear, LinearSpec, Role, Split
+from engine_worker.model.linear import Linear, LinearSpec, Role, Scaling, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuHead
@@ -26,6 +26,8 @@ BLOCK_SIZE = 8
 class Int8Linear:
     """Rows of int8 with a scale each."""
 
+    scaling = Scaling.NONE
+
     def __init__(self, weight: Tensor) -> None:
         self._scale = weight.abs().amax(dim=1, keepdim=True) / 127
         self._weight = (weight / self._scale).round().to(torch.int8)
@@ -33,7 +35,7 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight * self._scale)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate, up = self(x).chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -1,0 +1,146 @@
+"""Products of 8-bit floats on CUDA: fp8_linear for few rows where its rule has tiles, else the library's.
+
+    few rows                    kernels/fp8_linear.py
+    more, scales of rows        torch's row-wise product (CUTLASS)
+    more, scales of blocks      cuBLASLt's product of 1 x 128 and 128 x 128, on Hopper
+    sizes that none of them takes, and blocks on other devices: in 16 bits, dequantised for each product
+
+With `--deterministic` all rows go through fp8_linear, some at a time: its bits do not depend on how many there are.
+Knows no layer and no network, and not how a checkpoint stores scales (fp8.py does).
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from engine_worker.model.linear import Input, Scaling
+from kernels.fp8_linear import fp8_linear, gated_fp8_linear
+from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
+from kernels.scaled import GROUP, Scaled
+from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantised
+from kernels.skinny_linear_tiles import Shape, is_known
+
+_LIBRARY_MULTIPLE = 16  # of outputs and of inputs, in a row-wise product: TMA's 16 bytes
+
+
+class Fp8Linear:
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        input_scale: float | None = None,
+        is_gated: bool = False,
+        is_deterministic: bool = False,
+    ) -> None:
+        """`weight` [N, K] float8_e4m3fn; `weight_scale` float32, [N] or [N / 128, K / 128], both rounded up.
+
+        `input_scale` of static checkpoints is not used: rows are scaled by what they hold, which is finer.
+        Raises ValueError where `is_deterministic` and fp8_linear has no tiles.
+        """
+        self._weight = Scaled(weight.contiguous(), weight_scale.float().contiguous())
+        self._bias = bias
+        self._has_kernel = is_known(weight.device)
+        self._is_in_pieces = is_deterministic or not _has_product_of_blocks(self._weight)
+        self.scaling = Scaling.GROUPS if self._weight.is_grouped else Scaling.ROWS
+        if is_deterministic and self._most_rows(is_gated and bias is None) == 0:
+            raise ValueError(
+                f"--deterministic: fp8_linear multiplies multiples of 64 outputs and of {GROUP} inputs on an H100 or "
+                f"H200; a product here has {weight.shape[0]} and {weight.shape[1]}. --quantization none serves it"
+            )
+
+    def __call__(self, x: Input) -> Tensor:
+        rows = self._quantised(x)
+        product = self._own_product(rows, is_gated=False)
+        if product is None:
+            product = _library_product(rows, self._weight)
+        return product if self._bias is None else product.add_(self._bias)
+
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Input:
+        rows = self._quantised(x)
+        product = self._own_product(rows, is_gated=True) if self._bias is None else None
+        if product is not None:
+            return _quantised_by(scaling, product)
+        product = self(rows)
+        if scaling is Scaling.ROWS:
+            return silu_and_mul_quantised(product)
+        return _quantised_by(scaling, silu_and_mul(product))
+
+    def _quantised(self, x: Input) -> Scaled:
+        return x if isinstance(x, Scaled) else _scaled_by(self.scaling, x)
+
+    def _own_product(self, rows: Scaled, is_gated: bool) -> Tensor | None:
+        """None where the library's product is the faster or the only one."""
+        most = self._most_rows(is_gated)
+        if most == 0 or (len(rows) > most and not self._is_in_pieces):
+            return None
+        operation = gated_fp8_linear if is_gated else fp8_linear
+        products = []
+        for start in range(0, max(1, len(rows)), most):
+            piece = rows if len(rows) <= most else rows.part(start, start + most)
+            tiles = fp8_tiles(self._shape(is_gated), len(piece), self._weight.is_grouped)
+            assert tiles is not None
+            products.append(operation(piece, self._weight, tiles))
+        return products[0] if len(products) == 1 else torch.cat(products)
+
+    def _most_rows(self, is_gated: bool) -> int:
+        return most_fp8_rows(self._shape(is_gated), self._weight.is_grouped) if self._has_kernel else 0
+
+    def _shape(self, is_gated: bool) -> Shape:
+        num_outputs, num_inputs = self._weight.values.shape
+        return (num_outputs // 2 if is_gated else num_outputs, num_inputs, is_gated)
+
+
+def _scaled_by(scaling: Scaling, x: Tensor) -> Scaled:
+    return quantise_groups(x) if scaling is Scaling.GROUPS else quantise_rows(x)
+
+
+def _quantised_by(scaling: Scaling, x: Tensor) -> Input:
+    return x if scaling is Scaling.NONE else _scaled_by(scaling, x)
+
+
+def _has_product_of_blocks(weight: Scaled) -> bool:
+    """cuBLASLt reads scales of weights by fours along K: pytorch#166752."""
+    return not weight.is_grouped or weight.scales.shape[1] % 4 == 0
+
+
+def _library_product(rows: Scaled, weight: Scaled) -> Tensor:
+    num_outputs, num_inputs = weight.values.shape
+    if weight.is_grouped and _is_hopper(weight.values.device) and _has_product_of_blocks(weight):
+        return _product_of_blocks(rows, weight)
+    if weight.is_grouped or num_outputs % _LIBRARY_MULTIPLE or num_inputs % _LIBRARY_MULTIPLE:
+        return F.linear(rows.exact_rows().bfloat16(), weight.exact_weight().bfloat16())
+    return F.scaled_mm(
+        rows.values,
+        weight.values.T,
+        rows.scales[:, None],
+        ScalingType.RowWise,
+        weight.scales[None, :],
+        ScalingType.RowWise,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _product_of_blocks(rows: Scaled, weight: Scaled) -> Tensor:
+    missing = -len(rows) % 4  # cuBLASLt reads the scales of four rows at once
+    values, scales = F.pad(rows.values, (0, 0, 0, missing)), F.pad(rows.scales, (0, missing))
+    product = F.scaled_mm(
+        values,
+        weight.values.T,
+        scales.T,
+        ScalingType.BlockWise1x128,
+        weight.scales.T,
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return product[: len(rows)]
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,251 @@
+"""A product of few rows with a large weight of 8-bit floats, at the speed of reading the weight: for Hopper GPUs.
+
+    fp8_linear(x, weight, tiles)          x, weight: Scaled of [T, K] and [N, K]        -> x @ weight.T [T, N] bfloat16
+    gated_fp8_linear(x, weight, tiles)    x, weight: Scaled of [T, K] and [2 * N, K]    -> silu(gate) * up [T, N]
+        gate, up = rows [0, N) and [N, 2 * N) of the weight
+
+T <= 128; K a multiple of 128; Scaled is of scaled.py: rows with one scale or one for each 128 elements, a weight with
+one scale a row or one for each block of 128 x 128. Products of 128 elements of K are summed by the tensor cores, whose
+accumulator of 8-bit floats has 14 bits on Hopper; those sums are scaled and added up in float32, in the order of K. So
+a row's result depends neither on T nor on its neighbours. The rest is as in skinny_linear.py: a ring of steps filled by
+TMA, each program an even share of the tiles, weights asked for before the kernel before has ended. Does not quantise
+(fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has no interpreter.
+"""
+# Arguments of a launch are flat (ADR 0108).
+# Tuples in kernels have no star expressions.
+# ruff: noqa: PLR0913, PLR0917, RUF005
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.scaled import GROUP, Scaled
+from kernels.skinny_linear import MAX_ROWS, NUM_SMS, Tiles, store_turned
+
+_SHARED_BYTES = 225 * 1024
+
+
+def fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
+    return (x.exact_rows() @ weight.exact_weight().T).bfloat16()
+
+
+def gated_fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
+    gate, up = fp8_linear_reference(x, weight).float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).bfloat16()
+
+
+@gluon.jit
+def _load_weights(
+    weight, ring, barriers, step, num_steps, first_tile,
+    UP: gl.constexpr, BOXES: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr,
+    STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Asks for the weights of a step. Its barrier also expects the rows of x, which _load_rows asks for."""
+    wanted = step < num_steps
+    stage = step % NUM_STAGES
+    row = (first_tile + step // STEPS) * BOX_N
+    mbarrier.expect(barriers.index(stage), (BOXES * BOX_N + BLOCK_M) * CHUNKS * 128, pred=wanted)
+    for chunk in gl.static_range(CHUNKS):
+        column = (step % STEPS * CHUNKS + chunk) * 128
+        for box in gl.static_range(BOXES):
+            target = ring.index((stage * CHUNKS + chunk) * BOXES + box)
+            place = [row + box * UP, column]
+            tma.async_copy_global_to_shared(weight, place, barriers.index(stage), target, pred=wanted)
+
+
+@gluon.jit
+def _load_rows(
+    x, ring, barriers, step, num_steps, first_row,
+    CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = step % NUM_STAGES
+    for chunk in gl.static_range(CHUNKS):
+        place = [first_row, (step % STEPS * CHUNKS + chunk) * 128]
+        target = ring.index(stage * CHUNKS + chunk)
+        tma.async_copy_global_to_shared(x, place, barriers.index(stage), target, pred=step < num_steps)
+
+
+@gluon.jit
+def _scales_of_step(
+    weight_scales, x_scales, first_group, row, num_rows, row_of_x,
+    NUM_OUTPUTS: gl.constexpr, GROUPS: gl.constexpr, BOXES: gl.constexpr, CHUNKS: gl.constexpr,
+    ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr,
+):  # fmt: skip
+    """The factors of a step's products, a tuple [CHUNKS * BOXES]; 1 where scales are of whole rows."""
+    scales = ()
+    for chunk in gl.static_range(CHUNKS):
+        of_rows = 1.0
+        if ROWS_GROUPED:
+            place = (first_group + chunk) * num_rows + row_of_x
+            of_rows = gl.load(x_scales + place, mask=row_of_x < num_rows, other=0.0)[None, :]
+        for box in gl.static_range(BOXES):
+            of_box = of_rows
+            if WEIGHT_GROUPED:
+                block = (row + box * NUM_OUTPUTS) // 128 * GROUPS + first_group + chunk
+                of_box = of_rows * gl.load(weight_scales + block)
+            scales = scales + (of_box,)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
+def _start_products(weights, rows, zeros, stage, BOXES: gl.constexpr, CHUNKS: gl.constexpr):
+    """The products of a step, each of 128 elements of K, on their way: a tuple [CHUNKS * BOXES]."""
+    products = ()
+    for chunk in gl.static_range(CHUNKS):
+        place = stage * CHUNKS + chunk
+        columns = rows.index(place).permute((1, 0))
+        for box in gl.static_range(BOXES):
+            of_box = weights.index(place * BOXES + box)
+            products = products + (warpgroup_mma(of_box, columns, zeros, use_acc=False, is_async=True),)  # type: ignore[assignment]
+    return products
+
+
+@gluon.jit
+def _scaled_by_rows(
+    sums, of_outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr
+):
+    """`sums` times the scales that are of whole rows, of the weight and of x."""
+    if not WEIGHT_GROUPED:
+        sums *= gl.load(of_outputs)[:, None]
+    if not ROWS_GROUPED:
+        sums *= gl.load(x_scales + row_of_x, mask=row_of_x < num_rows, other=0.0)[None, :]
+    return sums
+
+
+# The number of rows changes from step to step and must not compile anything.
+@gluon.jit(do_not_specialize=["num_rows"])
+def fp8_linear_kernel(
+    weight, weight_scales, x, x_scales, output, num_rows,
+    NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, GATED: gl.constexpr,
+    ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr, NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Program = (share of the tiles, rows of x); those with the same tiles are neighbours."""
+    gdc_launch_dependents()
+    BOXES: gl.constexpr = 2 if GATED else 1
+    BOX_N: gl.constexpr = BLOCK_N // BOXES
+    GROUPS: gl.constexpr = NUM_INPUTS // 128
+    STEPS: gl.constexpr = GROUPS // CHUNKS
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 32])
+    weights = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * CHUNKS * BOXES, BOX_N, 128], weight.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * CHUNKS, BLOCK_M, 128], x.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(NUM_STAGES):
+        mbarrier.init(barriers.index(early), count=1)
+    NUM_TILES: gl.constexpr = NUM_OUTPUTS // BOX_N
+    share, first_row = gl.program_id(0) // ROW_BLOCKS, gl.program_id(0) % ROW_BLOCKS * BLOCK_M
+    first_tile = share * NUM_TILES // NUM_SHARES
+    num_tiles = (share + 1) * NUM_TILES // NUM_SHARES - first_tile
+    num_steps = num_tiles * STEPS
+    for early in gl.static_range(NUM_STAGES):
+        _load_weights(
+            weight, weights, barriers, early, num_steps, first_tile,
+            NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
+        )  # fmt: skip
+    gdc_wait()
+    for early in gl.static_range(NUM_STAGES):
+        _load_rows(x, rows, barriers, early, num_steps, first_row, CHUNKS, STEPS, NUM_STAGES)
+    row_of_x = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
+    zeros = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
+    step = 0
+    for tile in range(first_tile, first_tile + num_tiles):
+        first = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
+        second = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
+        for step_of_tile in range(STEPS):
+            scales = _scales_of_step(  # they arrive while the step does
+                weight_scales, x_scales, step_of_tile * CHUNKS, tile * BOX_N, num_rows, row_of_x,
+                NUM_OUTPUTS, GROUPS, BOXES, CHUNKS, ROWS_GROUPED, WEIGHT_GROUPED,
+            )  # fmt: skip
+            stage = step % NUM_STAGES
+            mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
+            products = _start_products(weights, rows, zeros, stage, BOXES, CHUNKS)
+            for chunk in gl.static_range(CHUNKS):
+                product = warpgroup_mma_wait((CHUNKS - chunk) * BOXES - 1, deps=(products[chunk * BOXES],))
+                first += product * scales[chunk * BOXES]
+                if GATED:
+                    product = warpgroup_mma_wait((CHUNKS - chunk) * BOXES - 2, deps=(products[chunk * BOXES + 1],))
+                    second += product * scales[chunk * BOXES + 1]
+            # The products of the step before are done in every warp, so its stage is free.
+            ahead = gl.where(step > 0, step - 1 + NUM_STAGES, num_steps)
+            _load_weights(
+                weight, weights, barriers, ahead, num_steps, first_tile,
+                NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
+            )  # fmt: skip
+            _load_rows(x, rows, barriers, ahead, num_steps, first_row, CHUNKS, STEPS, NUM_STAGES)
+            step += 1
+        outputs = weight_scales + tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, sums))
+        result = _scaled_by_rows(first, outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
+        if GATED:
+            outputs += NUM_OUTPUTS
+            up = _scaled_by_rows(second, outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
+            gate = result.to(output.dtype.element_ty).to(gl.float32)
+            result = gate / (1.0 + gl.exp(-gate)) * up.to(output.dtype.element_ty).to(gl.float32)
+        result = result.to(output.dtype.element_ty)
+        store_turned(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+
+
+def fp8_linear(x: Scaled, weight: Scaled, tiles: Tiles) -> Tensor:
+    return _launch(x, weight, tiles, len(weight), is_gated=False)
+
+
+def gated_fp8_linear(x: Scaled, weight: Scaled, tiles: Tiles) -> Tensor:
+    return _launch(x, weight, tiles, len(weight) // 2, is_gated=True)
+
+
+def _launch(x: Scaled, weight: Scaled, tiles: Tiles, num_outputs: int, is_gated: bool) -> Tensor:
+    num_rows, num_inputs = x.values.shape
+    boxes = 2 if is_gated else 1
+    box_n = tiles.block_n // boxes
+    assert num_rows <= MAX_ROWS and x.values.dtype == weight.values.dtype == torch.float8_e4m3fn
+    assert weight.values.shape[1] == num_inputs and x.values.is_contiguous() and weight.values.is_contiguous()
+    assert num_outputs % box_n == 0 and num_inputs % tiles.block_k == 0 and tiles.block_k % GROUP == 0
+    assert x.scales.shape == ((num_inputs // GROUP, num_rows) if x.is_grouped else (num_rows,))
+    if weight.is_grouped:
+        assert weight.scales.shape == (len(weight) // GROUP, num_inputs // GROUP) and len(weight) % GROUP == 0
+        assert num_outputs % GROUP == 0 and GROUP % box_n == 0
+    assert x.scales.is_contiguous() and weight.scales.is_contiguous()
+    output = x.values.new_empty(num_rows, num_outputs, dtype=torch.bfloat16)
+    if num_rows == 0:
+        return output
+    block_m = max(8, triton.next_power_of_2(triton.cdiv(num_rows, tiles.row_blocks)))  # wgmma has no fewer columns
+    stage_bytes = (tiles.block_n + block_m) * tiles.block_k
+    num_shares = min(num_outputs // box_n, NUM_SMS // tiles.row_blocks)
+    fp8_linear_kernel[(num_shares * tiles.row_blocks,)](
+        _descriptor(weight.values, box_n),
+        weight.scales,
+        _descriptor(x.values, block_m),
+        x.scales,
+        output,
+        num_rows,
+        NUM_OUTPUTS=num_outputs,
+        NUM_INPUTS=num_inputs,
+        GATED=is_gated,
+        ROWS_GROUPED=x.is_grouped,
+        WEIGHT_GROUPED=weight.is_grouped,
+        BLOCK_N=tiles.block_n,
+        BLOCK_M=block_m,
+        CHUNKS=tiles.block_k // GROUP,
+        NUM_STAGES=(_SHARED_BYTES - output.element_size() * box_n * block_m) // stage_bytes,
+        ROW_BLOCKS=tiles.row_blocks,
+        NUM_SHARES=num_shares,
+        num_warps=tiles.num_warps,
+        launch_pdl=True,
+    )
+    return output
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(values, [rows, GROUP], _layout(rows))
+
+
+@cache
+def _layout(rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, GROUP], gl.float8e4nv)

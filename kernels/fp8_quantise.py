@@ -1,0 +1,87 @@
+"""Rows of activations as 8-bit floats with scales.
+
+    quantise_rows(x)      x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [T] float32
+    quantise_groups(x)    x [T, K]  -> Scaled: values [T, K] float8_e4m3fn, scales [K / 128, T] float32
+
+A scale is the largest magnitude of what it scales / 448, the largest float8_e4m3fn; where all is 0 it is tiny, and the
+values are 0. Values are divided by it in float32 and rounded to nearest even, so none is beyond 448. A row's values
+depend on the row alone. Rows may be strided, columns are contiguous. Knows no product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
+from kernels.scaled import GROUP, Scaled
+
+_GROUPS = 8  # a program of quantise_groups: 1,024 elements for 4 warps are one 16-byte load a thread in bf16
+
+
+@triton.jit
+def quantised(values, largest):
+    """`values` float32 as 8-bit floats, and their scale; `largest` is of their magnitudes and has their shape but 1."""
+    scale = tl.maximum(largest / 448.0, 1e-12)
+    return tl.clamp(values / scale, -448.0, 448.0).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _quantise_rows_kernel(
+    x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    exact = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
+    tl.store(values + row * WIDTH + columns, small, mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _quantise_groups_kernel(
+    x, values, scales, x_row_stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = columns < WIDTH
+    exact = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+    tl.store(values + row * WIDTH + columns, small, mask=inside)
+    places = groups[:, None] * tl.num_programs(0) + row
+    tl.store(scales + places, scale, mask=groups[:, None] * 128 < WIDTH)
+
+
+def quantise_rows(x: Tensor) -> Scaled:
+    num_rows, width = x.shape
+    assert x.stride(1) == 1
+    values, scales = x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    warps = min(32, max(1, block // 256))
+    if num_rows:
+        _quantise_rows_kernel[(num_rows,)](
+            x, values, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
+        )
+    return Scaled(values, scales)
+
+
+def quantise_groups(x: Tensor) -> Scaled:
+    num_rows, width = x.shape
+    assert x.stride(1) == 1 and width % GROUP == 0
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(width // GROUP, num_rows, dtype=torch.float32)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width // GROUP, _GROUPS))
+        _quantise_groups_kernel[grid](
+            x, values, scales, x.stride(0), WIDTH=width, GROUPS=_GROUPS, num_warps=4, **dependent_launch(x)
+        )
+    return Scaled(values, scales)

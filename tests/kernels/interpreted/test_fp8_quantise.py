@@ -1,0 +1,78 @@
+"""What quantises rows to 8-bit floats, and the kernels that it is fused into, against the reference.
+
+The interpreter rounds three of a hundred float32 to another 8-bit float than a GPU does, one of half the value among
+them. So inputs here are 8-bit floats times powers of two, which nothing rounds, wherever the reference is compared
+with; how the GPU rounds, gpu_check.py checks.
+"""
+
+import pytest
+import torch
+
+from kernels.fp8_quantise import quantise_groups, quantise_rows
+from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton
+from kernels.scaled import GROUP, LARGEST, Scaled, quantise_groups_reference, quantise_rows_reference
+from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
+
+
+def random(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    """A strided view of rows whose magnitudes differ: the columns after a row belong to somebody else."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, width + 16, generator=generator) * torch.logspace(-3, 1, num_rows)[:, None]
+    rows[:, width:] = torch.nan
+    return rows.half()[:, :width]
+
+
+def representable(num_rows: int, width: int) -> torch.Tensor:
+    """Rows of float8_e4m3fn times a power of two for each 128 elements; 448 is in each of them."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(256, (num_rows, width // GROUP, GROUP), dtype=torch.uint8, generator=generator)
+    values = bits.view(torch.float8_e4m3fn).float().nan_to_num(1.5)
+    values[:, :, 7] = -LARGEST
+    return (values * 2.0 ** torch.randint(-9, 4, (num_rows, width // GROUP, 1), generator=generator)).flatten(1)
+
+
+def same(found: Scaled, expected: Scaled) -> bool:
+    values = torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+    return values and torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640), (2, 1536)])
+def test_groups_are_those_of_the_reference(num_rows: int, width: int) -> None:
+    x = representable(num_rows, width)
+    found = quantise_groups(x)
+    assert same(found, quantise_groups_reference(x))
+    assert torch.equal(found.exact_rows(), x)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_are_those_of_the_reference(num_rows: int) -> None:
+    x = representable(num_rows, GROUP)
+    found = quantise_rows(x)
+    assert same(found, quantise_rows_reference(x))
+    assert torch.equal(found.exact_rows(), x)
+
+
+def test_the_largest_element_is_448_and_zeros_stay_zeros() -> None:
+    x = torch.zeros(2, 256, dtype=torch.float16)
+    x[0, 5], x[0, 200] = -3.0, 0.75
+    of_rows, of_groups = quantise_rows(x), quantise_groups(x)
+    assert of_rows.values[0, [5, 200]].tolist() == [-448.0, 112.0]
+    assert of_groups.values[0, [5, 200]].tolist() == [-448.0, 448.0]
+    assert of_groups.scales.shape == (2, 2), "a group is a row of scales: the layout that products read"
+    assert not of_rows.values[1].float().any() and not of_groups.exact_rows()[1].any()
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640)])
+def test_a_norm_that_quantises_is_the_norm_then_what_quantises(num_rows: int, width: int, is_grouped: bool) -> None:
+    x, residual, weight = random(num_rows, width), random(num_rows, width, 1), random(1, width, 2)[0]
+    normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
+    found, added = add_rms_norm_quantised(x, residual, weight, 1e-5, is_grouped)
+    assert torch.equal(added, new_residual)
+    assert same(found, quantise_groups(normed) if is_grouped else quantise_rows(normed))
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 1000)])
+def test_a_gate_that_quantises_is_the_gate_then_what_quantises(num_rows: int, width: int) -> None:
+    x = random(num_rows, 2 * width)
+    assert same(silu_and_mul_quantised(x), quantise_rows(silu_and_mul_triton(x)))
