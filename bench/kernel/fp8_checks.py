@@ -30,7 +30,7 @@ ROWS = (1, 7, 16, 33, 64, 65, 100, 128, 129, 512, 1001)
 
 
 def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator: torch.Generator) -> Scaled:
-    """Of every block of 128 x 128, or of every row, the magnitudes differ by a factor of up to ten."""
+    """Magnitudes of blocks of 128 x 128, or of rows, differ by a factor of up to ten."""
     device = generator.device
     exact = torch.randn(num_outputs, num_inputs, device=device, generator=generator) * 0.02
     if not is_grouped:

@@ -37,7 +37,7 @@ class Split(StrEnum):
 
 
 class Scaling(StrEnum):
-    """What of an input shares a scale, where a product quantises its inputs."""
+    """A product that quantises its inputs has a scale for each row of them, or for each group of a row."""
 
     NONE = "none"  # inputs stay as they are
     ROWS = "rows"

@@ -1,4 +1,4 @@
-"""What can be known of fp8_linear without a GPU: who is sent to it, and with which tiles."""
+"""The rule of fp8_linear, as it can be known without a GPU: who is sent to it, and with which tiles."""
 
 from itertools import pairwise
 

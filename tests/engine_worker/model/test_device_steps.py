@@ -13,6 +13,7 @@ from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import check_shape
+from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Device, LogitsOf, Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuLinear
@@ -94,9 +95,9 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
     rows: list[int] = []
     gated = CpuLinear.gated
 
-    def count(gate_up: CpuLinear, x: torch.Tensor) -> torch.Tensor:
+    def count(gate_up: CpuLinear, x: Input, scaling: Scaling) -> torch.Tensor:
         rows.append(len(x))
-        return gated(gate_up, x)
+        return gated(gate_up, x, scaling)
 
     monkeypatch.setattr(CpuLinear, "gated", count)
     logits, pool = logits_and_pool(model, CpuDevice)

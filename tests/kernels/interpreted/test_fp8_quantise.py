@@ -1,4 +1,4 @@
-"""What quantises rows to 8-bit floats, and the kernels that it is fused into, against the reference.
+"""Kernels that quantise rows to 8-bit floats, alone and fused into others, against the reference.
 
 The interpreter rounds three of a hundred float32 to another 8-bit float than a GPU does, one of half the value among
 them. So inputs here are 8-bit floats times powers of two, which nothing rounds, wherever the reference is compared
