@@ -62,7 +62,7 @@ class ResultFile:
         os.truncate(path, self.num_bytes)
         self._file: BinaryIO = path.open("ab")
 
-    def add(self, custom_id: str, request_id: str, status: int, body: bytes) -> None:
+    def add(self, custom_id: str, request_id: str, status: int, body: bytes | bytearray) -> None:
         """`body`: JSON without line breaks."""
         response = _Response(status, request_id, msgspec.Raw(body))
         self._append(_Result(_new_id(), custom_id, response, None))

@@ -161,7 +161,7 @@ class AnthropicFormat(ResponseFormat):
     def error(self, error: GatewayError) -> bytes:
         return named_event("error", anthropic_error(error, log_request_id.get()))
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
         blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         told = (piece for update in choice.updates for piece in

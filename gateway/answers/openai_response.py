@@ -16,10 +16,10 @@ no store.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,6 +29,7 @@ from gateway.http.sse import DONE, error_event, event
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 
+Body: TypeAlias = bytes | bytearray  # a long one is put together in place: a copy of 28 MB takes 20 ms
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
@@ -129,8 +130,9 @@ class ResponseFormat:
         """In place of the rest of a stream."""
         raise NotImplementedError
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        """`extra`: fields of the whole answer beyond OpenAI's."""
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
+        """`choices`: each is let go of before the next one is asked for, where the format can. `extra`: fields of the
+        whole answer beyond OpenAI's."""
         raise NotImplementedError
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
@@ -234,9 +236,14 @@ class _Format(ResponseFormat):
             chunk["usage"] = usage
         return event(_encode(chunk))
 
-    def _body(self, choices: list[dict[str, Any]], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        body = {**self._head, "object": self.body_object, "choices": choices, "usage": usage.as_object()}
-        return _encode({**body, **extra})
+    def _body(self, choices: Iterable[dict[str, Any]], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
+        """Choice by choice: in one piece, 28 MB of log-probabilities keep the interpreter for 21 ms."""
+        body = bytearray(_encode({**self._head, "object": self.body_object})[:-1] + b',"choices":[')
+        for choice in choices:
+            body += _encode(choice)
+            body += b","
+        body[-1:] = b"]," + _encode({"usage": usage.as_object(), **extra})[1:]
+        return body
 
 
 class ChatFormat(_Format):
@@ -260,8 +267,8 @@ class ChatFormat(_Format):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object())
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        chosen = [_choice(choice, self.logprobs, message=_message(choice)) for choice in choices]
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
+        chosen = (_choice(choice, self.logprobs, message=_message(choice)) for choice in choices)
         return self._body(chosen, usage, extra)
 
     logprobs = staticmethod(chat_logprobs)
@@ -279,8 +286,8 @@ class CompletionFormat(_Format):
     before_text = '"text":'
     after_text = ',"logprobs":null,"finish_reason":null}'
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        return self._body([_choice(choice, self.logprobs, text=choice.text) for choice in choices], usage, extra)
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
+        return self._body((_choice(choice, self.logprobs, text=choice.text) for choice in choices), usage, extra)
 
     logprobs = staticmethod(completion_logprobs)
 

@@ -11,7 +11,7 @@ A token's way back at /v1/responses, in its last step. It knows no store, no tok
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -113,7 +113,7 @@ class ResponsesFormat(ResponseFormat):
         status = "cancelled" if error.code == _CANCELLED else "failed"
         return self._writer.event("response.failed", response=self._failed(status, error))
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
         for update in choice.updates:
             self.delta(0, update.reasoning, update.tool_calls)
@@ -200,7 +200,7 @@ class CompactionFormat(ResponseFormat):
     def error(self, error: GatewayError) -> bytes:
         return error_event(error.body())
 
-    def body(self, choices: list[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         (choice,) = choices
         return self._body(choice.text, usage)
 

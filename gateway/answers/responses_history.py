@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.answers.answer_kinds import RESPONSE
 from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.answers.openai_response import Body
 from gateway.answers.submission import collect_again
 from gateway.errors import BodyTooLarge, GatewayError, InvalidRequest, RequestNotFound, Unavailable
 from gateway.requests.request_body import MAX_BODY_BYTES, JsonBody, check_structure, check_values
@@ -88,7 +89,7 @@ async def _items_of(context: RequestContext, response_id: str) -> list[dict[str,
     return items_of(kept) + output
 
 
-def _output_of(response: bytes) -> list[dict[str, Any]]:
+def _output_of(response: Body) -> list[dict[str, Any]]:
     return json.loads(response)["output"]  # type: ignore[no-any-return]
 
 

@@ -25,7 +25,7 @@ from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.delivery import Reply, collect_reply, stream_reply
 from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
-from gateway.answers.openai_response import ResponseFormat
+from gateway.answers.openai_response import Body, ResponseFormat
 from gateway.answers.retention import told_names
 from gateway.errors import GatewayError, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
@@ -134,7 +134,7 @@ class AnswerSubmission:
     async def stream(self, http: web.Request) -> web.StreamResponse:
         return await stream_reply(EventStream(http, self._headers, self._context.state.watch), self._reply())
 
-    async def collect(self) -> bytes:
+    async def collect(self) -> Body:
         """The whole body. Raises the error that the answer ended with."""
         return await collect_reply(self._reply())
 
@@ -229,7 +229,7 @@ class KeptSubmission(AnswerSubmission):
         self._follow(streams, self._service.unrecorded, self._kept.ended_at)  # each answer is measured once
         self._kept.check_unchanged(streams)
 
-    async def collect_again(self) -> bytes:
+    async def collect_again(self) -> Body:
         """The body of one that has ended, without a place or a charge. Raises the error that it ended with."""
         await self._attach()
         try:
@@ -247,7 +247,7 @@ class KeptSubmission(AnswerSubmission):
             return web.Response(status=204)  # which tells an EventSource to stay away
         return await super().stream(http)
 
-    async def state_told(self, collect: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def state_told(self, collect: Callable[[], Awaitable[Body]]) -> Body:
         """The body as it stands, whether or not it has ended well. `collect`: gives that of one which has."""
         if not self._kept.has_result:
             return self._format().unfinished(self._kept.state)
@@ -281,12 +281,12 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
             submission.release()
 
 
-async def show_again(context: RequestContext, kept: KeptAnswer) -> bytes:
+async def show_again(context: RequestContext, kept: KeptAnswer) -> Body:
     """The body of a kept answer as it stands."""
     return await KeptSubmission(context, kept).state_told(partial(read_again, context, kept))
 
 
-async def read_again(context: RequestContext, kept: KeptAnswer) -> bytes:
+async def read_again(context: RequestContext, kept: KeptAnswer) -> Body:
     """collect_again(), charged as its making was, but for one in the background, which is read in no other way."""
     is_charged = not kept.completion.background
     if is_charged:
@@ -297,7 +297,7 @@ async def read_again(context: RequestContext, kept: KeptAnswer) -> bytes:
     return body
 
 
-async def collect_again(context: RequestContext, kept: KeptAnswer) -> bytes:
+async def collect_again(context: RequestContext, kept: KeptAnswer) -> Body:
     """The body of a kept answer that has ended. Raises the error that it ended with."""
     return await KeptSubmission(context, kept).collect_again()
 

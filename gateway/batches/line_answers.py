@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from gateway.answers.answer_kinds import CHAT, COMPLETION, RESPONSE, AnswerKind
 from gateway.answers.answering import submitted
+from gateway.answers.openai_response import Body
 from gateway.answers.responses_history import with_history
 from gateway.answers.retention import NAME_HEADER, name_digest
 from gateway.auth.rate_limits import Account, Charge
@@ -46,7 +47,7 @@ Forget: TypeAlias = Callable[[], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class LineResult:
     status: int
-    body: bytes
+    body: Body
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))  # the answer's; a refusal has its own
     forget: Forget | None = None  # what the store still has of it
 

@@ -36,7 +36,7 @@ class _BodyWrite:
 async def write_long(request: web.Request, response: web.StreamResponse, watch: StreamWatch) -> web.StreamResponse:
     """The response, written if its body is long. ConnectionResetError: the client has gone, or reads nothing."""
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
-    if not isinstance(body, bytes) or len(body) <= PIECE_BYTES or request.method == "HEAD":
+    if not isinstance(body, bytes | bytearray) or len(body) <= PIECE_BYTES or request.method == "HEAD":
         return response
     written = web.StreamResponse(status=response.status, headers=response.headers)
     written.content_length = len(body)

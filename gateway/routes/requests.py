@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.answer_shapes import ErrorDetail
 from gateway.answers.kept_answers import KeptAnswer, find_answer
+from gateway.answers.openai_response import Body
 from gateway.answers.submission import read_again, stream_again
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
@@ -57,7 +58,7 @@ async def _find(http: web.Request) -> KeptAnswer:
 
 
 async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
-    result: bytes | None = None
+    result: Body | None = None
     error: dict[str, Any] | None = None
     if answer.state not in ("queued", "running"):
         try:

@@ -1,4 +1,4 @@
-"""What a request had is freed as it ends. Of what is left in circles a search for garbage frees hundreds of requests at
+"""A request is freed as it ends. Of what is left in circles a search for garbage frees hundreds of requests at
 one time: 20 to 40 ms in which the event loop stands still, and until then each refused body has its buffers."""
 
 import gc
@@ -30,7 +30,7 @@ def failing(request: GenerationRequest) -> Iterable[StreamEvent]:
 
 @contextmanager
 def left_in_circles() -> Iterator[Counter[str]]:
-    """What is left of a gateway's own and of requests, by type, once it is over."""
+    """Counts by type what is left of a gateway's own and of requests, once it is over."""
     left: Counter[str] = Counter()
     gc.collect()
     gc.disable()
