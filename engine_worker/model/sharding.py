@@ -43,7 +43,10 @@ NOTHING = Part(0, ())
 def valid_tensor_parallel_sizes(spec: ModelSpec) -> list[int]:
     layers = set(spec.layers)
     most = min(layer.attention.num_heads for layer in layers)
-    return [size for size in range(1, most + 1) if all(_divides(size, layer) for layer in layers)]
+    sizes = [size for size in range(1, most + 1) if all(_divides(size, layer) for layer in layers)]
+    if not _has_blocks(spec):
+        return sizes
+    return [size for size in sizes if size == 1 or all(_keeps_blocks(spec, layer, size) for layer in layers)]
 
 
 def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
@@ -53,6 +56,7 @@ def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
         return
     layer = spec.layers[0]
     facts = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads, {layer.mlp.intermediate_size} intermediate"
+    facts += f", blocks of {BLOCK} with a scale each" if _has_blocks(spec) else ""
     raise ValueError(f"{facts}: --tensor-parallel-size may be {_listed(valid)}, not {size}")
 
 
@@ -110,6 +114,18 @@ def _divides(size: int, layer: LayerSpec) -> bool:
     attention, num_kv_heads = layer.attention, layer.attention.num_kv_heads
     heads_fit = attention.num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
     return heads_fit and layer.mlp.intermediate_size % size == 0
+
+
+def _has_blocks(spec: ModelSpec) -> bool:
+    return any(group.scheme.per is ScalePer.BLOCK for group in spec.quantisation.groups)
+
+
+def _keeps_blocks(spec: ModelSpec, layer: LayerSpec, size: int) -> bool:
+    """Whether every rank's part of every product begins with a block, and so does what lies behind it there."""
+    parts = [part for rank in range(size) for _, part in _layer_parts(spec, layer, rank, size)]
+    starts = [start for part in parts for start, _ in part.ranges]
+    inner = [end - start for part in parts for start, end in part.ranges[:-1]]
+    return not any(edge % BLOCK for edge in (*starts, *inner))
 
 
 def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:

@@ -47,6 +47,34 @@ def test_sizes_divide_heads_and_width(heads: int, kv_heads: int, intermediate: i
     assert valid_tensor_parallel_sizes(spec) == valid
 
 
+@pytest.mark.parametrize(
+    ("model_type", "heads", "kv_heads", "head_dim", "intermediate", "valid"),
+    [
+        ("llama", 32, 8, 128, 12288, [1, 2, 4, 8, 16, 32]),
+        ("llama", 32, 8, 128, 9728, [1, 2, 4]),  # 76 blocks: a half of one begins the sixth rank of eight
+        ("llama", 8, 8, 64, 1024, [1, 2, 4]),  # eight ranks have a head of 64 each
+        ("llama", 4, 4, 64, 320, [1]),
+        ("phi3", 4, 4, 64, 512, [1, 2]),
+        ("phi3", 12, 6, 64, 768, [1, 3]),  # of two ranks, each has three heads of keys: 192 rows before those of values
+    ],
+)
+def test_sizes_keep_blocks_of_fp8(
+    model_type: str, heads: int, kv_heads: int, head_dim: int, intermediate: int, valid: list[int]
+) -> None:
+    spec = spec_of(
+        model_type,
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    )
+    assert valid_tensor_parallel_sizes(spec) == valid
+    with pytest.raises(ValueError, match="blocks of 128 with a scale each: --tensor-parallel-size may be"):
+        check_tensor_parallel_size(spec, 64)
+
+
 @pytest.mark.parametrize("size", [-1, 0, 2, 9, 1000])
 def test_another_size_is_refused_with_those_there_are(size: int) -> None:
     spec = spec_of(num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536)

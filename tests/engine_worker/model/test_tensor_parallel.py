@@ -16,6 +16,8 @@ from engine_worker.model.network import Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
+from tests.engine_worker.model.family_cases import Case
+from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, write_fp8
 from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
 
@@ -141,6 +143,32 @@ def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_mode
     assert expected_bytes == 2 * spec.num_parameters()
     assert sum(read for read, _ in found) == expected_bytes + 2 * replicated
     assert expected_bytes / 3 < min(read for read, _ in found) < replicated + expected_bytes / 3
+
+
+FP8_CASES = {
+    "llama": Case("llama", {"hidden_size": 160, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
+                            "num_key_value_heads": 4, "attention_bias": True}),
+    "phi3": Case("phi3", {"hidden_size": 256, "intermediate_size": 512, "head_dim": None, "num_attention_heads": 4,
+                          "num_key_value_heads": 4}),
+}  # fmt: skip
+
+
+def fp8_logits(ranks: TensorParallel, directory: Path) -> Tensor:
+    weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
+    model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
+    layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5))))
+
+
+@pytest.mark.parametrize("family", FP8_CASES)
+@pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "fp8, tensors, static"])
+def test_ranks_share_weights_of_fp8_with_their_scales(ranks: Ranks, name: str, family: str, tmp_path: Path) -> None:
+    model = write_fp8(tmp_path, LAYOUTS[name], FP8_CASES[family])
+    expected = fp8_logits(SINGLE, model.exact)
+    assert torch.equal(fp8_logits(SINGLE, model.directory), expected)
+    found = ranks.run(2, fp8_logits, model.directory)[0]
+    # Partial sums are added in another order, over five times as many elements as above: 1.1e-5 at most.
+    assert (found - expected).abs().max() <= 3e-5 * expected.std()
 
 
 def operations(ranks: TensorParallel, shards: list[Tensor], vocab_size: int) -> dict[str, Tensor | int]:
