@@ -13,7 +13,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from engine_worker.model.checkpoint_tensors import Shape, checkpoint_tensors, fp8_modules
-from engine_worker.model.kv_scales import KV_SCALE_SUFFIXES
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE
 from shared.model_files import ModelFilesError, read_json
@@ -25,7 +24,9 @@ _MOST_NAMES = 4  # of many that are wrong, in an error
 
 # In files of older exporters, but computed (inv_freq) or shared with the embedding (a tied head); scales of an fp8 KV
 # cache, which it reads if it has that type (kv_scales.py).
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight", *KV_SCALE_SUFFIXES)
+_IGNORED_SUFFIXES = (
+    "rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale"
+)  # fmt: skip
 # Parts beside the language model, which alone is served: images, sound, and heads that draft tokens.
 _OTHER_PARTS = (
     "audio_tower.", "embed_audio.", "embed_vision.", "image_newline", "model.image_newline",

@@ -1,21 +1,34 @@
-"""The scales of an fp8 KV cache that a checkpoint may have: where they are, one of keys and one of values a layer.
+"""The scales of an fp8 KV cache that a checkpoint may have: one of keys and one of values a layer.
 
 compressed-tensors writes `self_attn.k_scale` and `v_scale`, modelopt `self_attn.k_proj.k_scale` and
-`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. They are no weights: a cache of 16 bits leaves them.
+`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. A cache of 16 bits leaves them.
 """
 
-from collections.abc import Mapping
+import math
 
-KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale")
+import torch
+
+from engine_worker.model.spec import ModelSpec
+from engine_worker.model.weights import WeightSource
+from kernels.fp8_kv import KVScales
+
 _KEYS = ("self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
 _VALUES = ("self_attn.v_scale", "self_attn.attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
 
 
-def kv_scale_names(stored: Mapping[str, object], layer: str) -> tuple[str | None, str | None]:
-    """The names of the scales of keys and of values in `stored`; None where there is none.
+def read_kv_scales(source: WeightSource, spec: ModelSpec) -> tuple[KVScales, ...]:
+    """By layer; 1 where the checkpoint has none. Raises ValueError for one that is no factor."""
+    layers = [spec.names.layer.format(index=index) for index in range(spec.num_layers)]
+    return tuple(KVScales(_scale(source, layer, _KEYS), _scale(source, layer, _VALUES)) for layer in layers)
 
-    `layer`: what the names of its tensors begin with, as NamesSpec.layer with its index.
-    """
-    keys = next((layer + name for name in _KEYS if layer + name in stored), None)
-    values = next((layer + name for name in _VALUES if layer + name in stored), None)
-    return keys, values
+
+def _scale(source: WeightSource, layer: str, suffixes: tuple[str, ...]) -> float:
+    name = next((layer + suffix for suffix in suffixes if layer + suffix in source.names), None)
+    if name is None:
+        return 1.0
+    stored = source.get(name, (), dtype=torch.float32)
+    source.keep_as(stored.nbytes, 0)  # a number of the program from here on
+    scale = stored.item()
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"{name} is {scale}; scales of keys and values are finite and over 0")
+    return scale

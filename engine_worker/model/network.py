@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.devices import Device, DeviceStep, attach_device
+from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormShape, NormWeight, RotaryTable, load_attention
 from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
@@ -135,6 +136,7 @@ class Network:
         ]
         self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)
         self._head = method.head(self._head_weight(weights))
+        self._kv_scales = read_kv_scales(weights, spec)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:
         spec = self.spec
@@ -148,7 +150,7 @@ class Network:
         return self._embedding.dtype
 
     def attach(self, kv_pool: Tensor) -> Device:
-        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic)
+        return attach_device(self.spec, kv_pool, self.dtype, self._is_deterministic, self._kv_scales)
 
     @torch.inference_mode()
     def forward(

@@ -122,7 +122,7 @@ class ShardedWeights:
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         assert part is None, "a rank's part is not divided again"
-        tensor = self._source.get(name, self._shapes[name], self._parts.get(name), dtype)
+        tensor = self._source.get(name, self._shapes.get(name, shape), self._parts.get(name), dtype)
         assert tuple(tensor.shape) == shape, f"{name}: this rank's part is {tuple(tensor.shape)}, not {shape}"
         return tensor
 

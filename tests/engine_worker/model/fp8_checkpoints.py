@@ -145,7 +145,9 @@ def write_fp8(
             stored |= tensors
             multiplied[name] = exact_weight(tensors, module, layout)
     for index in range(3):
-        stored |= {f"model.layers.{index}.{name}": torch.tensor(0.5) for name in layout.others}
+        stored |= {
+            f"model.layers.{index}.{name}": torch.tensor(0.25 if ".v_" in name else 0.5) for name in layout.others
+        }
     save_file(multiplied, exact / "model.safetensors", {"format": "pt"})
     quantised.mkdir()
     save_file(stored, quantised / "model.safetensors", {"format": "pt"})

@@ -7,9 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantisation import dense, linear_method
@@ -17,6 +20,7 @@ from engine_worker.model.quantisation.fp8 import Fp8Method
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
+from kernels.fp8_kv import KVScales
 from tests.engine_worker.model.family_cases import NATIVE, Case
 from tests.engine_worker.model.fp8_checkpoints import (
     BLOCK,
@@ -39,6 +43,7 @@ class ReferenceLinear:
     """A stand-in for fp8_cuda.Fp8Linear, in float32: it takes the same arguments and refuses others."""
 
     made: ClassVar[list["ReferenceLinear"]] = []
+    scaling = Scaling.NONE
 
     def __init__(
         self,
@@ -59,11 +64,12 @@ class ReferenceLinear:
         self.input_scale, self.is_gated = input_scale, is_gated
         self.made.append(self)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor)
         return F.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
-        assert self.is_gated
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert self.is_gated and scaling is Scaling.NONE
         gate, up = self(x).chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -175,3 +181,31 @@ def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS - 2
     spec = spec_of(model.directory)
     assert torch.equal(logits_of(Network(spec, source_of(model.directory), 64)), exact_logits(model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("compressed-tensors, rows", KVScales()),
+        ("compressed-tensors, tensors, static", KVScales(0.5, 0.25)),
+        ("fp8, tensors, static", KVScales(0.5, 0.5)),
+        ("modelopt", KVScales(0.5, 0.25)),
+    ],
+)
+def test_scales_of_keys_and_values_are_the_checkpoints(layout: str, expected: KVScales, tmp_path: Path) -> None:
+    model = write_fp8(tmp_path, LAYOUTS[layout])
+    network = Network(spec_of(model.directory), source_of(model.directory), 64)
+    shape = kv_layout(network.spec, BLOCK_SIZE, "float8_e4m3fn")
+    device = network.attach(torch.zeros(shape.pool_shape(*shape.groups, 5)).to(FP8))
+    assert isinstance(device, CpuDevice)
+    assert [layer.scales for layer in device.layers] == [expected] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_of_keys_that_is_no_factor_is_refused(value: float, tmp_path: Path) -> None:
+    model = write_fp8(tmp_path, LAYOUTS["fp8, tensors, static"])
+    tensors = load_file(model.directory / "model.safetensors")
+    tensors["model.layers.1.self_attn.kv_scale"].fill_(value)
+    save_file(tensors, model.directory / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; scales of keys and values are finite"):
+        Network(spec_of(model.directory), source_of(model.directory), 64)
