@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pagestream.child_process import ChildCommand
 from pagestream.directories import state_directory
-from pagestream.gpus import environ_of_worker, visible_gpus
+from pagestream.gpus import environ_of_worker, groups_of_gpus, visible_gpus
+from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, files_folder
 
@@ -79,13 +80,15 @@ class ChildCommands:
             argv += ["--tensor-parallel-size", str(size)]
         if num_ranks > 1 and not told.worker_has("--num-threads"):
             argv += ["--num-threads", str(max(1, usable_cores() // num_ranks))]
-        environ = environ_of_worker(self._ranks_before(number), size, os.environ, visible_gpus(os.environ))
+        environ = self._environ(number)
         return self._command(f"worker-{number}", "engine_worker", [*argv, *told.worker], environ)
 
-    def _ranks_before(self, number: int) -> int:
-        """Count the ranks of the workers before this one."""
+    def _environ(self, number: int) -> dict[str, str]:
+        """Return that of a worker, with the GPUs that are its own."""
         sizes = [model.tensor_parallel_size for model in self._models for _ in range(model.num_workers)]
-        return sum(sizes[:number])
+        gpus = visible_gpus(os.environ)
+        links = nvlinks(gpus) if max(sizes) > 1 else ()
+        return environ_of_worker(groups_of_gpus(sizes, gpus, links)[number], os.environ, gpus)
 
     def _command(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ

@@ -23,8 +23,11 @@ from pagestream.address import AddressInUse, require_free_port
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
+from pagestream.gpus import visible_gpus
+from pagestream.group_checks import check_group
 from pagestream.hub_model import is_hub_name
 from pagestream.installation import HOME, PACKAGES, foreign_packages
+from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import DEMO
 from pagestream.store_checks import Finding, check_embedded_store, check_redis
 
@@ -36,8 +39,12 @@ _TORCH_PROBE = """
 import json, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
-    {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0]}
+    {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
+     "total_bytes": torch.cuda.mem_get_info(i)[1]}
     for i in range(torch.cuda.device_count() if cuda else 0)
+], "peers": [
+    [i, j] for i in range(torch.cuda.device_count() if cuda else 0) for j in range(torch.cuda.device_count())
+    if i != j and torch.cuda.can_device_access_peer(i, j)
 ], "cpu_capability": torch.backends.cpu.get_cpu_capability()}))
 """
 
@@ -49,9 +56,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--redis-url", default="", help="a Redis or Valkey to examine; default: the embedded one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--tensor-parallel-size", type=_size, default=1, help="GPUs that are to share the model")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    findings = examine(args.model, args.redis_url, args.host, args.port)
+    findings = examine(args.model, args.redis_url, args.host, args.port, args.tensor_parallel_size)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -62,12 +70,22 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 
 
-def examine(model: str, redis_url: str, host: str, port: int) -> list[Finding]:
-    findings = [check_python(sys.version_info[:2]), *check_packages(), *check_torch(probe_torch(), nvidia_driver())]
+def examine(model: str, redis_url: str, host: str, port: int, tensor_parallel_size: int = 1) -> list[Finding]:
+    torch = probe_torch()
+    findings = [check_python(sys.version_info[:2]), *check_packages(), *check_torch(torch, nvidia_driver())]
+    if tensor_parallel_size > 1:
+        gpus = visible_gpus(os.environ)
+        findings += check_group(torch, tensor_parallel_size, nvlinks(gpus), gpus)
     findings += asyncio.run(check_redis(redis_url)) if redis_url else check_embedded_store(server_binary)
     findings += [check_port(host, port), check_model(model)]
     findings += [check_disk("disk (cache)", cache_directory()), check_disk("disk (state)", state_directory())]
     return findings
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"1 or more; got {text!r}")
+    return int(text)
 
 
 def check_packages() -> list[Finding]:

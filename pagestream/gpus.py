@@ -1,14 +1,17 @@
 """The GPUs of this machine, and which of them each worker of `serve` sees.
 
-They are found without CUDA, because the supervisor never loads torch. A worker sees as many as share its model, one
-after another as the machine numbers them: several workers are several copies of the model on as many GPUs.
+They are found without CUDA, because the supervisor never loads torch. A worker sees as many as share its model, linked
+by NVLink where there are such, else one after another as the machine numbers them: several workers are several copies
+of the model on as many GPUs.
 
 It is used at a start and after each death, for all_in_one.py and child_commands.py. It knows no worker's options.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
+from pagestream.nvlink import Links
 from pagestream.served_models import ServedModel
 from shared.settings import SettingsError
 
@@ -36,8 +39,34 @@ def check_gpus(models: Sequence[ServedModel], gpus: Sequence[str]) -> None:
     )
 
 
-def environ_of_worker(first: int, size: int, environ: Mapping[str, str], gpus: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: `size` GPUs, behind the `first` that others have; unchanged where there is one."""
-    if len(gpus) <= 1:
-        return dict(environ)
-    return {**environ, VISIBLE: ",".join(gpus[(first + index) % len(gpus)] for index in range(size))}
+def groups_of_gpus(sizes: Sequence[int], gpus: Sequence[str], links: Links) -> list[list[str]]:
+    """Share `gpus` out to workers of `sizes`: those of a group are all linked where that can be, and in order else.
+
+    More workers than GPUs, of one each, take them in turn. None where there is none.
+    """
+    if sum(sizes) > len(gpus):
+        return [[gpus[number % len(gpus)]] if gpus else [] for number, _ in enumerate(sizes)]
+    left, groups = list(gpus), dict[int, list[str]]()
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):  # small ones do not break links
+        groups[number] = _best_group(left, sizes[number], links)
+        left = [gpu for gpu in left if gpu not in groups[number]]
+    return [groups[number] for number in range(len(sizes))]
+
+
+def environ_of_worker(group: Sequence[str], environ: Mapping[str, str], gpus: Sequence[str]) -> dict[str, str]:
+    """Return a worker's environment: it sees its `group` of `gpus`. Unchanged where there is nothing to share out."""
+    return dict(environ) if len(gpus) <= 1 else {**environ, VISIBLE: ",".join(group)}
+
+
+def _best_group(gpus: Sequence[str], size: int, links: Links) -> list[str]:
+    """The first of those that have the most links among them, and of those the one that breaks the fewest."""
+
+    def num_links(group: Sequence[str]) -> tuple[int, int]:
+        inside = sum(frozenset(pair) in links for pair in combinations(group, 2))
+        touched = sum(any(gpu in link for gpu in group) for link in links if link <= set(gpus))
+        return inside, inside - touched
+
+    if not links or size == 1:
+        return list(gpus[:size])
+    groups = [list(group) for group in combinations(gpus, size)]
+    return max(groups, key=num_links)

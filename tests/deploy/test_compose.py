@@ -91,6 +91,12 @@ def test_an_image_is_not_root_says_how_it_is_and_knows_its_options(target: str) 
     assert named <= options_of(target), named - options_of(target)
 
 
+def test_a_worker_on_gpus_has_as_many_as_share_its_model() -> None:
+    service = SERVICES["engine_worker_gpu"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["count"] == service["environment"]["PAGESTREAM_TENSOR_PARALLEL_SIZE"] == "${TENSOR_PARALLEL_SIZE:-1}"
+
+
 def test_the_gateway_image_has_no_torch() -> None:
     assert "torch" not in (ROOT / "requirements" / "gateway.txt").read_text()
     assert "engine" not in stage("gateway")

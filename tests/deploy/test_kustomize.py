@@ -1,5 +1,6 @@
 """The Kubernetes manifests: valid, and true to the code, to Compose and to the alerts."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
+from engine_worker import remote_follower
 from engine_worker.settings import WorkerSettings
 from gateway.auth.access import OPEN_ROUTES
 from gateway.settings import GatewaySettings
-from shared.settings import options
+from shared.settings import load_settings, options
 
 ROOT = Path(__file__).parents[2]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
-OVERLAYS = ("cpu", "gpu", "keda", "monitoring")
-CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule"}  # no schema of theirs is in Kubernetes
+OVERLAYS = ("cpu", "gpu", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
+NAME = "app.kubernetes.io/name"  # label of a pod
+# No schema of theirs is in Kubernetes.
+CUSTOM_KINDS = {"ScaledObject", "PodMonitor", "PrometheusRule", "LeaderWorkerSet"}
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -29,7 +33,12 @@ def built(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_object_is_valid(built: str, tmp_path: Path) -> None:
-    objects = [item for item in yaml.safe_load_all(built) if item["kind"] not in CUSTOM_KINDS]
+    found = list(yaml.safe_load_all(built))
+    objects = [item for item in found if item["kind"] not in CUSTOM_KINDS]
+    objects += [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": f"template-{number}"}, "template": template}
+        for number, template in enumerate(templates_of_groups(found))
+    ]
     (tmp_path / "built.yaml").write_text(yaml.safe_dump_all(objects))
     validate = str(Path(sys.executable).with_name("kubernetes-validate"))
     done = subprocess.run([validate, "--strict", tmp_path / "built.yaml"], capture_output=True, text=True, check=False)
@@ -48,19 +57,72 @@ def test_references_inside_a_build_resolve(built: str) -> None:
             assert item["spec"]["scaleTargetRef"]["name"] in targets
 
 
+def test_an_update_and_a_drained_node_take_one_worker_at_a_time(built: str) -> None:
+    objects = list(yaml.safe_load_all(built))
+    budgets = {
+        item["spec"]["selector"]["matchLabels"][NAME]: item["spec"]
+        for item in objects
+        if item["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets["pagestream-engine-worker"]["maxUnavailable"] == 1
+    for item in objects:
+        if item["kind"] == "LeaderWorkerSet":
+            assert budgets["pagestream-follower"]["maxUnavailable"] == 1
+            update = item["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+            assert (item["spec"]["replicas"], update) == (2, {"maxUnavailable": 1, "maxSurge": 0})
+        elif item["metadata"]["name"] == "pagestream-engine-worker" and "nvidia.com/gpu" in str(item):
+            # More than it has GPUs for is never asked for.
+            assert item["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_a_group_has_as_many_gpus_as_ranks(built: str) -> None:
+    for container in containers(list(yaml.safe_load_all(built))):
+        env = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+        gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+        assert gpus is None or int(env.get("PAGESTREAM_TENSOR_PARALLEL_SIZE", 1)) == gpus
+
+
+def test_ranks_of_several_hosts_meet_at_their_leader_by_options_that_there_are() -> None:
+    objects = documents("overlays/leader-worker-set/groups.yaml")
+    assert objects[0]["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    leader, follower = containers(objects)
+    told = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "g-0.g.ns", "LWS_WORKER_INDEX": "1"}
+    arguments = {}
+    for container in (leader, follower):
+        assert container["command"][:2] == ["python", "-m"]
+        filled = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], argument) for argument in container["args"]]
+        arguments[container["command"][2]] = filled
+    assert arguments.keys() == {"engine_worker", "engine_worker.remote_follower"}
+    argv = ["--model", "/m", "--served-model-name", "m", *arguments["engine_worker"]]
+    execution = load_settings(WorkerSettings, argv, {}, prog="worker").settings.execution
+    options_ = remote_follower._parser().parse_args(arguments["engine_worker.remote_follower"])
+    assert execution.tensor_parallel_size == options_.tensor_parallel_size == 2
+    assert execution.rendezvous_endpoint == options_.rendezvous_endpoint == "g-0.g.ns:29500"
+    assert options_.rank == 1
+
+
 def documents(path: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((KUSTOMIZE / path).read_text()))
 
 
 def containers(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    workloads = [item for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
-    return [container for item in workloads for container in item["spec"]["template"]["spec"]["containers"]]
+    templates = [item["spec"]["template"] for item in objects if item["kind"] in ("Deployment", "StatefulSet")]
+    templates += templates_of_groups(objects)
+    return [container for template in templates for container in template["spec"]["containers"]]
+
+
+def templates_of_groups(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates of the leader and of the others of each LeaderWorkerSet."""
+    groups = [item["spec"]["leaderWorkerTemplate"] for item in objects if item["kind"] == "LeaderWorkerSet"]
+    return [group[name] for group in groups for name in ("leaderTemplate", "workerTemplate")]
 
 
 @pytest.mark.parametrize(
     ("path", "settings"),
     [("base/gateway.yaml", GatewaySettings), ("base/engine-worker.yaml", WorkerSettings),
-     ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings)],
+     ("overlays/gpu/engine-worker-gpu.yaml", WorkerSettings),
+     ("overlays/tensor-parallel/engine-worker-group.yaml", WorkerSettings),
+     ("overlays/leader-worker-set/groups.yaml", WorkerSettings)],
 )  # fmt: skip
 def test_named_options_exist(path: str, settings: type) -> None:
     known = {f"PAGESTREAM_{field.name.upper()}" for field in options(settings)}
@@ -120,6 +182,7 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
             name = item["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
             guarded.setdefault(name, []).extend(item["spec"].get("ingress") or [])
     pods = {item["metadata"]["name"] for item in objects if item["kind"] in ("Deployment", "StatefulSet")}
+    pods |= {template["metadata"]["labels"][NAME] for template in templates_of_groups(objects)}
     assert guarded.keys() == pods - {"pagestream-gateway"}  # which has keys
     for rules in guarded.values():
         for rule in rules:
@@ -127,7 +190,16 @@ def test_what_has_no_key_is_reached_by_nobody_or_by_those_who_are_named(built: s
             assert all(peer.get("podSelector") or peer.get("namespaceSelector") for peer in rule["from"])
     of_worker = guarded["pagestream-engine-worker"]
     scrapers = [item for item in objects if item["kind"] == "PodMonitor"]
-    assert [rule["ports"] for rule in of_worker] == ([[{"port": "metrics"}]] if scrapers else [])
+    expected: list[list[dict[str, Any]]] = [[{"port": "metrics"}]] if scrapers else []
+    if templates_of_groups(objects):
+        (ranks,) = of_worker
+        assert ranks["from"] == [{"podSelector": {"matchLabels": {NAME: "pagestream-follower"}}}]
+        expected = [[{"port": 1024, "endPort": 65535}]]
+    assert [rule["ports"] for rule in of_worker] == expected
+    (store,) = [
+        item for item in objects if item["metadata"]["name"] == "pagestream-redis" and "ingress" in item["spec"]
+    ]
+    assert "pagestream-follower" not in str(store)  # a rank that takes no requests reaches none
 
 
 def test_a_drain_fits_into_the_grace_time() -> None:

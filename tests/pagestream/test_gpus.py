@@ -1,11 +1,13 @@
 """pagestream/gpus.py: several workers on several GPUs, one each or a group each."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from pagestream.gpus import check_gpus, environ_of_worker, visible_gpus
+from pagestream.gpus import check_gpus, environ_of_worker, groups_of_gpus, visible_gpus
 from pagestream.model_source import find_model
+from pagestream.nvlink import Links
 from pagestream.served_models import ServedModel
 from shared.models_file import ModelEntry
 from shared.settings import SettingsError
@@ -26,22 +28,48 @@ def test_a_machine_without_the_driver_has_none(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path / "absent") == []
 
 
+def environs(sizes: list[int], gpus: list[str], links: Links = ()) -> list[dict[str, str]]:
+    return [environ_of_worker(group, {"A": "b"}, gpus) for group in groups_of_gpus(sizes, gpus, links)]
+
+
+def seen(sizes: list[int], gpus: list[str], links: Links = ()) -> list[str]:
+    return [environ["CUDA_VISIBLE_DEVICES"] for environ in environs(sizes, gpus, links)]
+
+
 def test_workers_take_the_gpus_in_turn() -> None:
-    seen = [environ_of_worker(number, 1, {"A": "b"}, ["4", "7"]) for number in range(3)]
-    assert seen == [{"A": "b", "CUDA_VISIBLE_DEVICES": name} for name in ("4", "7", "4")]
+    assert environs([1, 1, 1], ["4", "7"]) == [{"A": "b", "CUDA_VISIBLE_DEVICES": name} for name in ("4", "7", "4")]
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"]])
 def test_one_gpu_or_none_is_nothing_to_share_out(gpus: list[str]) -> None:
-    assert environ_of_worker(1, 1, {"A": "b"}, gpus) == {"A": "b"}
+    assert environs([1, 1], gpus) == [{"A": "b"}] * 2
 
 
 def test_a_group_takes_as_many_as_share_its_model() -> None:
-    gpus = ["0", "1", "2", "GPU-8f"]
-    assert [environ_of_worker(first, 2, {}, gpus) for first in (0, 2)] == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,GPU-8f"},
-    ]
+    assert seen([2, 2], ["0", "1", "2", "GPU-8f"]) == ["0,1", "2,GPU-8f"]
+
+
+LINKS = {frozenset(pair.split()) for pair in ("0 3", "1 2")}
+OF_FOUR = {frozenset(pair) for half in ("0145", "2367") for pair in combinations(half, 2)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_gpus", "links", "expected"),
+    [
+        ([2, 2], 4, LINKS, ["0,3", "1,2"]),
+        ([1, 2], 4, LINKS, ["1", "0,3"]),
+        ([1, 1, 2], 4, LINKS, ["1", "2", "0,3"]),
+        ([4, 4], 8, OF_FOUR, ["0,1,4,5", "2,3,6,7"]),
+        ([2, 2, 4], 8, OF_FOUR, ["2,3", "6,7", "0,1,4,5"]),
+        ([4], 4, LINKS, ["0,1,2,3"]),
+        ([3], 4, {frozenset("12"), frozenset("23"), frozenset("13")}, ["1,2,3"]),
+        ([2], 3, {frozenset("01"), frozenset("12")}, ["0,1"]),
+    ],
+)
+def test_gpus_of_a_group_are_linked_where_they_can_be(
+    sizes: list[int], num_gpus: int, links: Links, expected: list[str]
+) -> None:
+    assert seen(sizes, [str(index) for index in range(num_gpus)], links) == expected
 
 
 def served(tmp_path: Path, num_workers: int, size: int) -> ServedModel:

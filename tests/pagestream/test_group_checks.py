@@ -1,0 +1,75 @@
+"""pagestream doctor --tensor-parallel-size N, on made-up machines."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagestream import group_checks
+from pagestream.group_checks import check_channel, check_group, check_shared_memory
+
+H200 = {"name": "H200", "total_bytes": 141 * 2**30}
+LINKED = {frozenset(("0", "1"))}
+
+
+def machine(*devices: dict[str, Any], peers: list[list[int]] | None = None) -> dict[str, Any]:
+    return {"devices": list(devices), "peers": [[0, 1], [1, 0]] if peers is None else peers}
+
+
+def finding(answer: dict[str, Any] | str, check: str, size: int = 2, links: Any = LINKED) -> tuple[str, str]:
+    (found,) = [found for found in check_group(answer, size, links, ["0", "1"]) if found.check == check]
+    return found.status, found.message
+
+
+def test_two_gpus_that_are_linked() -> None:
+    found = check_group(machine(H200, H200), 2, LINKED, ["0", "1"])
+    assert [each.check for each in found] == ["group", "step channel", "peer access", "shared memory"]
+    assert (found[0].status, found[0].message) == ("ok", "2 x H200")
+    assert (found[2].status, found[2].message) == ("ok", "each reaches the memory of the others, by NVLink")
+
+
+@pytest.mark.parametrize(
+    ("answer", "size", "status", "told"),
+    [
+        (machine(H200), 2, "fail", "2 ranks take 2 GPUs, and 1 can be seen"),
+        (machine(H200, H200), 4, "fail", "4 ranks take 4 GPUs, and 2 can be seen"),
+        (machine(H200, {**H200, "name": "A10"}), 2, "fail", "the GPUs of a group must be alike: H200, A10"),
+        (machine(H200, {**H200, "total_bytes": 80 * 2**30}), 2, "warn", "2 x H200 of 80 to 141 GiB"),
+        (machine(), 2, "warn", "no CUDA device: 2 processes would share the CPU, which is slower than one"),
+    ],
+)
+def test_what_is_no_group(answer: dict[str, Any], size: int, status: str, told: str) -> None:
+    assert finding(answer, "group", size) == (status, told)
+
+
+def test_gpus_that_do_not_reach_each_other() -> None:
+    told = "GPUs 0-1 do not reach each other's memory: NCCL sums, through the host"
+    assert finding(machine(H200, H200, peers=[]), "peer access") == ("warn", told)
+
+
+@pytest.mark.parametrize("names", [["0", "1"], []], ids=["no link", "no name"])
+def test_gpus_without_nvlink(names: list[str]) -> None:
+    (found,) = [each for each in check_group(machine(H200, H200), 2, (), names) if each.check == "peer access"]
+    assert found.status == "warn" and "by PCIe for all that is known" in found.message
+
+
+def test_a_torch_that_cannot_be_asked_was_told_already() -> None:
+    assert check_group("it died", 2, (), []) == []
+
+
+def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_checks, "SHARED_MEMORY_BYTES", 2**62)
+    assert (found := check_shared_memory(tmp_path)).status == "warn" and "--shm-size" in found.hint
+    monkeypatch.setattr(group_checks, "SHARED_MEMORY_BYTES", 1)
+    assert check_shared_memory(tmp_path).status == "ok"
+    assert check_shared_memory(tmp_path / "absent").status == "warn"
+
+
+def test_a_kernel_that_has_no_memfd_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_channel().status == "ok"
+
+    def refused(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refused)
+    assert (found := check_channel()).status == "fail" and "Operation not permitted" in found.message
