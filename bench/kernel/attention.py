@@ -1,5 +1,8 @@
 """Paged attention of an 8B model's layers, as a step replays them: `python -m bench attention --out DIR [--layouts]`.
 
+`--kv-dtype fp8` times the cases of KV_CASES with a cache in bf16 and one in e4m3, in one call, then decoding from e4m3
+by each form of FP8_FORMS: the figures that kernels/attention/decode_shares.py has a table of.
+
 A CUDA graph holds one plan's layers, at least 256 MB of keys and values, so that no call finds its own in L2; the time
 is one layer's share, the median of the replays. The plan is made with the bound of a captured decode. Blocks are
 drawn at random from the pool; `--layouts` times both orders of blocks and layers over a pool of 84 GB. Prints a table
@@ -12,6 +15,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -19,7 +23,10 @@ from torch import Tensor
 
 from bench.kernel.cases import HEAD_SHAPES
 from bench.kernel.gpu_check import READ_CEILING_BYTES_PER_SECOND
+from kernels.attention import paged_attention
+from kernels.attention.decode_shares import ShareConfig
 from kernels.attention.paged_attention import AttentionPlan
+from kernels.fp8_kv import E4M3
 
 BLOCK_SIZE = 16
 MODEL_LEN_TOKENS = 131072
@@ -43,6 +50,16 @@ PREFILL: dict[str, Lengths] = {
     "prefill 2048 after 6144": [(6144, 2048)],
     "mixed 64 x 1024 + 2048 new": [*[(1023, 1)] * 64, (0, 2048)],
 }
+KV_CASES = {
+    **{name: DECODE[name] for name in ("decode 64 x 8192", "decode 256 x 1024", "decode 16 x 1024", "decode 1 x 8192")},
+    **{name: RAGGED[name] for name in ("decode 16 x 16384", "decode 256 x 100..1500")},
+    **{name: PREFILL[name] for name in ("prefill 8192", "prefill 2048 after 6144")},
+}
+FP8_FORMS = tuple(
+    ShareConfig(tile=tile, num_stages=stages, programs_per_sm=programs, tail=tail)
+    for tile, stages, programs in ((32, 3, 8), (32, 4, 6), (32, 6, 4), (32, 2, 12), (64, 2, 6), (64, 3, 4))
+    for tail in (0, 2)
+)
 LAYOUT_CASES = ("decode 64 x 1024", "decode 256 x 1024", "decode 16 x 16384")
 
 
@@ -63,10 +80,10 @@ def replay_seconds(launch: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def random_pool(*shape: int) -> Tensor:
-    pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+def random_pool(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    pool = torch.empty(shape, dtype=dtype, device="cuda")
     for piece in pool.view(-1).split(2**30):
-        piece.normal_()
+        piece.copy_(torch.randn(piece.shape, dtype=torch.bfloat16, device="cuda"))
     return pool
 
 
@@ -98,7 +115,7 @@ def time_layers(name: str, lengths: Lengths, layers: list[tuple[Tensor, Tensor]]
 
     attend()
     seconds = replay_seconds(attend) / len(layers)
-    read_bytes = int(seq_lens.sum()) * 2 * shape.num_kv_heads * shape.head_dim * 2
+    read_bytes = int(seq_lens.sum()) * 2 * shape.num_kv_heads * shape.head_dim * layers[0][0].itemsize
     seen_keys = sum(new * cached + new * (new + 1) // 2 for cached, new in lengths)
     return {
         "case": name,
@@ -110,14 +127,33 @@ def time_layers(name: str, lengths: Lengths, layers: list[tuple[Tensor, Tensor]]
     }
 
 
-def time_case(name: str, lengths: Lengths) -> dict[str, Any]:
+def time_case(name: str, lengths: Lengths, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """`dtype`: of the cache."""
     shape = HEAD_SHAPES["llama-8b"]
     num_blocks = 1 + sum(-(-sum(pair) // BLOCK_SIZE) for pair in lengths)
-    block_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * 2
+    block_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
     num_layers = max(4, -(-ROTATED_BYTES // (num_blocks * block_bytes)))
-    pool = random_pool(num_blocks, num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    pool = random_pool(num_blocks, num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype)
     layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(num_layers)]
     return time_layers(name, lengths, layers)
+
+
+def time_kv_dtypes() -> list[dict[str, Any]]:
+    timings = []
+    for name, lengths in KV_CASES.items():
+        wide = time_case(f"{name}, bf16", lengths)
+        narrow = time_case(f"{name}, fp8", lengths, E4M3)
+        print(f"{name:28s} bf16 {wide['microseconds']:8.1f} us, fp8 {narrow['microseconds']:8.1f}", end="")
+        print(f" = {narrow['microseconds'] / wide['microseconds']:.3f} of it", flush=True)
+        timings += [wide, narrow]
+        for form in FP8_FORMS if name.startswith("decode") else ():
+            with mock.patch.object(paged_attention, "share_config", lambda *_, form=form, **__: form):
+                case = (
+                    f"{name}, fp8, {form.tile} x {form.num_stages}, {form.programs_per_sm} programs, tail {form.tail}"
+                )
+                timings.append(time_case(case, lengths, E4M3))
+        torch.cuda.empty_cache()
+    return timings
 
 
 def time_layouts() -> list[dict[str, Any]]:
@@ -142,16 +178,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
     parser.add_argument("--layouts", action="store_true", help="also time both layouts of an 84 GB pool")
+    parser.add_argument(
+        "--kv-dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: beside bf16, and nothing else"
+    )
     options = parser.parse_args(argv)
-    timings = []
-    for name, lengths in {**DECODE, **RAGGED, **PREFILL}.items():
+    timings = time_kv_dtypes() if options.kv_dtype == "fp8" else []
+    for name, lengths in {**DECODE, **RAGGED, **PREFILL}.items() if options.kv_dtype == "bf16" else ():
         timings.append(time_case(name, lengths))
         torch.cuda.empty_cache()
     timings += time_layouts() if options.layouts else []
-    print(f"{'attention, llama-8b bf16 block 16':40s} {'us a layer':>10s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
+    print(f"{'attention, llama-8b bf16 block 16':64s} {'us a layer':>10s} {'of read ceiling':>16s} {'TFLOP/s':>8s}")
     for timing in timings:
         print(
-            f"{timing['case']:40s} {timing['microseconds']:10.1f} {timing['read_ceiling_ratio']:16.3f} "
+            f"{timing['case']:64s} {timing['microseconds']:10.1f} {timing['read_ceiling_ratio']:16.3f} "
             f"{timing['teraflops_per_second']:8.0f}"
         )
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}

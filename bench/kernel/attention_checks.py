@@ -25,6 +25,7 @@ from bench.kernel.cases import (
 from kernels.attention import paged_attention as serving
 from kernels.attention.paged_attention import AttentionPlan, paged_attention, paged_attention_triton
 from kernels.attention.prefill import LARGE_TILES, SHORT_TILES, SMALL_TILES, SplitPrefill, launch_prefill
+from kernels.fp8_kv import KVScales
 
 # (cached, new) tokens: decoding and prefill, without keys, at the ends of blocks and tiles, in many splits.
 MIXED = [(513, 1), (0, 0), (1024, 511), (63, 1), (0, 33), (2047, 1), (5, 2), (4000, 1)]
@@ -34,9 +35,17 @@ def attend(batch: AttentionBatch) -> Tensor:
     return poisoned(lambda: paged_attention(**vars(batch)))
 
 
-def check_attention(shape: str, block_size: int, lengths: list[tuple[int, int]], dtype: torch.dtype) -> Check:
+def check_attention(
+    shape: str,
+    block_size: int,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    fp8_scales: KVScales | None = None,
+) -> Check:
+    """`fp8_scales`, here and below: the cache is e4m3, and exact is what it holds times them."""
+
     def check(generator: torch.Generator) -> list[Error]:
-        batch = attention_batch(HEAD_SHAPES[shape], block_size, lengths, dtype, generator)
+        batch = attention_batch(HEAD_SHAPES[shape], block_size, lengths, dtype, generator, fp8_scales)
         output = attend(batch)
         errors = [measure_error(output, exact_attention(batch), attention_tolerance(dtype))]
         # Exactly the same bits on a second run: a moving result is a race.
@@ -49,13 +58,13 @@ def attend_invariantly(batch: AttentionBatch) -> Tensor:
     return poisoned(lambda: paged_attention_triton(**vars(batch), one_kernel=True))
 
 
-def check_invariance(shape: str, dtype: torch.dtype) -> Check:
+def check_invariance(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
     """By one kernel a sequence alone has the bits that it has in a mixed batch, and a decoded token those that it has
     in its prompt."""
 
     def check(generator: torch.Generator) -> list[Error]:
         lengths = [*MIXED, (0, 1200)]
-        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
+        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator, fp8_scales)
         together, starts = attend_invariantly(batch), batch.query_start_loc.tolist()
         errors = [measure_error(together, exact_attention(batch), attention_tolerance(dtype))]
         for sequence, (cached, new) in enumerate(lengths):
@@ -83,11 +92,11 @@ def part_of(batch: AttentionBatch, sequence: int, first: int, end: int, cached: 
     )
 
 
-def check_chunks(shape: str, dtype: torch.dtype) -> Check:
+def check_chunks(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
     """A prompt in chunks (none of one token: those take the decode kernel) has the bits of the prompt in one piece."""
 
     def check(generator: torch.Generator) -> list[Error]:
-        whole = attention_batch(HEAD_SHAPES[shape], 16, [(0, 700)], dtype, generator)
+        whole = attention_batch(HEAD_SHAPES[shape], 16, [(0, 700)], dtype, generator, fp8_scales)
         expected, cuts = attend(whole), (0, 33, 35, 300, 698, 700)
         pieces = [part_of(whole, 0, start, end, 0) for start, end in itertools.pairwise(cuts)]
         return [same_bits(torch.cat([attend(piece) for piece in pieces]), expected)]
@@ -95,13 +104,13 @@ def check_chunks(shape: str, dtype: torch.dtype) -> Check:
     return check
 
 
-def check_captured(shape: str, dtype: torch.dtype) -> Check:
+def check_captured(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
     """A decode captured with bounds far above its batch, padded with rows of no keys, and replayed on other lengths,
     has the bits of a launch with exact bounds."""
 
     def check(generator: torch.Generator) -> list[Error]:
         lengths = [(37 * i, 1) for i in range(1, 30)]
-        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator)
+        batch = attention_batch(HEAD_SHAPES[shape], 16, lengths, dtype, generator, fp8_scales)
         sequences, padded = len(lengths), 32
         query = torch.nn.functional.pad(batch.query, (0, 0, 0, 0, 0, padded - sequences))
         tables = torch.nn.functional.pad(batch.block_tables, (0, 8192 - batch.block_tables.shape[1], 0, 3))
@@ -113,7 +122,7 @@ def check_captured(shape: str, dtype: torch.dtype) -> Check:
             plan = AttentionPlan(tables, starts, seq_lens, 1, 131072, query.shape[1], batch.key_cache)
             results.fill_(torch.nan)  # a kernel that waits for the plan, as every step has before its first layer
             for _ in range(3):
-                results.copy_(plan.attend(query, batch.key_cache, batch.value_cache, batch.scale))
+                results.copy_(plan.attend(query, batch.key_cache, batch.value_cache, batch.scale, batch.kv_scales))
 
         attend_layers()
         graph = torch.cuda.CUDAGraph()
@@ -148,9 +157,9 @@ def check_tilings(shape: str, dtype: torch.dtype) -> Check:
     return check
 
 
-def check_for_every_device(shape: str, dtype: torch.dtype) -> Check:
+def check_for_every_device(shape: str, dtype: torch.dtype, fp8_scales: KVScales | None = None) -> Check:
     """The kernels that serve where those for Hopper do not."""
-    check = check_attention(shape, 16, MIXED, dtype)
+    check = check_attention(shape, 16, MIXED, dtype, fp8_scales)
 
     def check_elsewhere(generator: torch.Generator) -> list[Error]:
         with mock.patch.object(serving, "supports_tma", lambda *_: False):

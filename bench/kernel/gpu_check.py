@@ -38,6 +38,7 @@ from bench.kernel.cases import (
     same_bits,
 )
 from bench.kernel.fp8_checks import fp8_checks
+from bench.kernel.fp8_kv_checks import fp8_kv_checks
 from bench.kernel.products import MODELS, Shape, products_of
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
@@ -237,7 +238,7 @@ def all_checks() -> dict[str, Check]:
                 checks[f"tilings {name}"] = check_tilings(shape, dtype)
                 checks[f"mixed for every device, {name}"] = check_for_every_device(shape, dtype)
         checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
-    return checks
+    return {**checks, **fp8_kv_checks(LENGTHS)}
 
 
 def run_checks(time_limit_seconds: float, only: list[str]) -> list[dict[str, Any]]:

@@ -94,6 +94,10 @@ def check_kv_dtype(kv_dtype: str, model_dtype: str, capability: tuple[int, int] 
             f"--kv-cache-dtype {kv_dtype}: the model computes in {model_dtype}; on cuda the KV cache has that type or "
             "fp8 (auto, fp8)"
         )
+    if model_dtype == "float32":
+        raise ValueError(
+            "--kv-cache-dtype fp8: on cuda beside bfloat16 and float16, to be had with --dtype; not float32"
+        )
     if capability < FP8_CAPABILITY:
         raise ValueError(
             f"--kv-cache-dtype fp8: e4m3 needs a GPU of compute capability 8.9 or more (Ada, Hopper); this one has "

@@ -1,7 +1,7 @@
 """Paged attention of sequences with one new token on a Hopper GPU. paged_attention.py holds the contract.
 
     attend_decode_hopper(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early,
-                         keys_are_old) -> None                              writes the rows that `plan` names
+                         keys_are_old, value_scale) -> None                 writes the rows that `plan` names
 
 A program is one warp with one kv head and a share of the plan's tiles, which it walks in one loop. Its ring of
 NUM_STAGES tiles in shared memory is filled by TMA, a block at a time. One warp waits at no barrier: a few
@@ -9,10 +9,15 @@ of them an SM hide each other's latencies, and 190 KiB of keys and values an SM 
 program to finish a piece of a row joins its splits, in ascending order. The GROUP query heads that share a kv head are
 the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
 compiled. Does not know how shares are cut.
+
+A cache in e4m3 is walked as 16-bit pairs of neighbours, so that its way to the registers is that of any other cache:
+TMA, ring, swizzle, ldmatrix. There a pair becomes two float16, and heads become two halves, the even and the odd
+elements (PARTS, 1 of other caches): queries are loaded so, products are the sum of two, results are stored so.
 """
 # Arguments of a launch are flat (ADR 0108), and the kernel is one function: see there.
 # ruff: noqa: PLR0913, PLR0917, C901, PLR0915
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -44,16 +49,16 @@ def _share_of(tile, long, short, LONG_SHARES: gl.constexpr):
 @gluon.jit
 def _fill(
     pool, ring, barriers, step, block_table, first_key, seq_len, head_row, block_rows, value_rows,
-    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, NUM_STAGES: gl.constexpr,
+    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Asks for a tile of keys and values: boxes [BOX, 64] at their places in [keys and values, halves, TILE, 64]."""
-    COLUMNS: gl.constexpr = 64
-    HALVES: gl.constexpr = HEAD_DIM // COLUMNS
+    COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH
+    HALVES: gl.constexpr = WIDTH // COLUMNS
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
     BOXES: gl.constexpr = TILE // BOX
     stage = step % NUM_STAGES
     barrier = barriers.index(stage)
-    mbarrier.expect(barrier, 2 * TILE * HEAD_DIM * 2)
+    mbarrier.expect(barrier, 2 * TILE * WIDTH * 2)
     for box in gl.static_range(BOXES):
         key = first_key + box * BOX
         # Behind a sequence's end block 0 is read: its scores and values are masked.
@@ -136,16 +141,55 @@ def _clear_unused(value_tile, num_used, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _unpacked(pairs):
+    """(even, odd) elements in float16 of int16 pairs of e4m3, exactly."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+        }
+        """,
+        constraints="=r,=r,r",
+        args=[pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _operands(tile, layout: gl.constexpr, PARTS: gl.constexpr):
+    """The parts of a tile in shared memory, as right operands of products."""
+    stored = tile.load(layout)
+    return _unpacked(stored) if PARTS == 2 else (stored,)
+
+
+@gluon.jit
+def _zeros(WIDTH: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
+    """The accumulators of a row's parts."""
+    zeros = gl.zeros([16, WIDTH], gl.float32, mma)
+    return (zeros, gl.zeros([16, WIDTH], gl.float32, mma)) if PARTS == 2 else (zeros,)
+
+
+@gluon.jit
 def _attend_tile(
     query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
-    TILE: gl.constexpr, mma: gl.constexpr,
+    TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys and values [TILE, HEAD_DIM] in shared memory into the running softmax (row_max in log2 units)."""
+    """A tile of keys and values [TILE, WIDTH] in shared memory into the running softmax (row_max in log2 units)."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, mma))
     scores = gl.zeros([16, TILE], gl.float32, mma)
-    scores = mma_v2(query_tile, key_tile.permute((1, 0)).load(right), scores)
+    key_parts = _operands(key_tile.permute((1, 0)), right, PARTS)
+    scores = mma_v2(query_tile[0], key_parts[0], scores)
+    if PARTS == 2:
+        scores = mma_v2(query_tile[1], key_parts[1], scores)
     # This also wipes the scores of unused slots, so that keys need no mask of their own.
     scores = gl.where((keys < seq_len)[None, :], scores, float("-inf"))
     # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it. A tile has a key, so
@@ -156,33 +200,62 @@ def _attend_tile(
     row_sum = row_sum * decay + gl.sum(weights, axis=1)
     if tile * TILE + TILE > seq_len:
         _clear_unused(value_tile, seq_len - tile * TILE, TILE)
-    values = value_tile.load(right)
-    accumulator = mma_v2(gl.convert_layout(weights.to(values.dtype), left), values, accumulator * decay[:, None])
-    return accumulator, row_sum, new_max
+    value_parts = _operands(value_tile, right, PARTS)
+    weights = gl.convert_layout(weights.to(value_parts[0].dtype), left)
+    even = mma_v2(weights, value_parts[0], accumulator[0] * decay[:, None])
+    odd = mma_v2(weights, value_parts[1], accumulator[1] * decay[:, None]) if PARTS == 2 else even
+    return (even, odd) if PARTS == 2 else (even,), row_sum, new_max
+
+
+@gluon.jit
+def _normalised(accumulator, row_sum, value_scale):
+    attended = accumulator / row_sum[:, None]
+    if value_scale is not None:
+        attended *= value_scale
+    return attended
+
+
+@gluon.jit
+def _store_parts(
+    attended, target, start, group, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """The rows of a group, each from its `start` of `target` on; None: `target` is a pointer for each row."""
+    for part in gl.static_range(PARTS):
+        lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, mma))
+        owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+        write = lanes[None, :] if start is None else start + lanes[None, :]
+        gl.store(target + write, attended[part].to(target.dtype.element_ty), mask=owned)
+
+
+@gluon.jit
+def _lanes(part: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
+    """The elements of a head that are in a part of it."""
+    lanes = gl.arange(0, HEAD_DIM // PARTS, layout)
+    return lanes * 2 + part if PARTS == 2 else lanes
 
 
 @gluon.jit
 def _write_split(
-    accumulator, row_sum, row_max, output, splits, split_lse, arrivals, long, short, share, row, seq_len, first_tile,
-    split_tile, is_last, kv_head,
+    accumulator, row_sum, row_max, value_scale, output, splits, split_lse, arrivals, long, short, share, row, seq_len,
+    first_tile, split_tile, is_last, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr,
+    PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """The normalised result: to the output where the share has all of the row, else to its place among the splits,
     which the last to arrive joins."""
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     group = gl.arange(0, 16, gl.SliceLayout(1, mma))
-    lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, mma))
     heads = kv_head * GROUP + group
-    attended = accumulator / row_sum[:, None]
-    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
+    even = _normalised(accumulator[0], row_sum, value_scale)
+    attended = (even, _normalised(accumulator[1], row_sum, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
-        write = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
-        gl.store(output + write, attended.to(output.dtype.element_ty), mask=owned)
+        start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
+        _store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
     else:
         # A row that began before the share ends or goes on in its first place, one that begins in it in its second.
         place = (share * 2 + gl.where(split_tile == 0, 1, 0)) * NUM_HEADS + heads
-        gl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], attended, mask=owned)
+        _store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
         gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
         first_share = _share_of(first_tile, long, short, LONG_SHARES)
         last_share = _share_of(first_tile + (seq_len - 1) // TILE, long, short, LONG_SHARES)
@@ -198,14 +271,40 @@ def _write_split(
 
 @gluon.jit
 def _load_query(
-    query, row, token_stride, head_stride, kv_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, mma: gl.constexpr
-):
+    query, row, token_stride, head_stride, kv_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    mma: gl.constexpr,
+):  # fmt: skip
+    """The parts of a group's queries, as left operands of products."""
+    even = _query_part(query, row, token_stride, head_stride, kv_head, 0, GROUP, HEAD_DIM, PARTS, mma)
+    if PARTS == 2:
+        odd = _query_part(query, row, token_stride, head_stride, kv_head, 1, GROUP, HEAD_DIM, PARTS, mma)
+    else:
+        odd = even
+    return (even, odd) if PARTS == 2 else (even,)
+
+
+@gluon.jit
+def _to_float16(x):
+    """As operands.query_operand(): beyond +-65504 it is +-65504; NaN stays NaN."""
+    exact = x.to(gl.float32)
+    exact = gl.where(exact > 65504.0, 65504.0, exact)
+    return gl.where(exact < -65504.0, -65504.0, exact).to(gl.float16)
+
+
+@gluon.jit
+def _query_part(
+    query, row, token_stride, head_stride, kv_head, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PARTS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     group = gl.arange(0, 16, gl.SliceLayout(1, left))
-    lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, left))
+    lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, left))
     read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-    return gl.load(query + read, mask=owned, other=0.0)
+    loaded = gl.load(query + read, mask=owned, other=0.0)
+    if PARTS == 2 and loaded.dtype == gl.bfloat16:
+        loaded = _to_float16(loaded)
+    return loaded
 
 
 @gluon.jit
@@ -220,21 +319,24 @@ def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
 @gluon.jit(do_not_specialize=["table_stride", "num_sequences"])
 # A warp has two cursors, what it asks for next and what it attends to; Triton has no structure to hand them over in.
 def decode_hopper_kernel(
-    pool, query, block_tables, output, rows, counts, share_rows, arrivals, splits, split_lse, scale_log2,
+    pool, query, block_tables, output, rows, counts, share_rows, arrivals, splits, split_lse, scale_log2, value_scale,
     query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr, ROW_FIELDS: gl.constexpr,
-    LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, DEPENDENT: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr,
+    ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Program = (kv head, share); heads run fastest because they share a block."""
     if DEPENDENT:
         gdc_launch_dependents()
+    WIDTH: gl.constexpr = HEAD_DIM // PARTS  # of what is stored, in 16 bits
+    COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < TILE else TILE
-    BOXES: gl.constexpr = NUM_STAGES * 2 * (HEAD_DIM // 64) * (TILE // BOX)
+    BOXES: gl.constexpr = NUM_STAGES * 2 * (WIDTH // COLUMNS) * (TILE // BOX)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     rows_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    ring = gl.allocate_shared_memory(pool.dtype, [BOXES, BOX, 64], pool.layout)
-    tiles = ring._reinterpret(pool.dtype, [NUM_STAGES * 2, TILE, HEAD_DIM], gl.NVMMASharedLayout(128, 16, 2))
+    ring = gl.allocate_shared_memory(pool.dtype, [BOXES, BOX, COLUMNS], pool.layout)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
+    tiles = ring._reinterpret(pool.dtype, [NUM_STAGES * 2, TILE, WIDTH], tile_layout)
     barriers = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for early in gl.static_range(NUM_STAGES):
         mbarrier.init(barriers.index(early), count=1)
@@ -258,12 +360,12 @@ def decode_hopper_kernel(
             for step in range(asked):
                 _fill(
                     pool, ring, barriers, step, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                    value_rows, TILE, BLOCK_SIZE, HEAD_DIM, NUM_STAGES,
+                    value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES,
                 )  # fmt: skip
                 next_tile += 1
         gdc_wait()
-    query_tile = _load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, mma)
-    accumulator = gl.zeros([16, HEAD_DIM], gl.float32, mma)
+    query_tile = _load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma)
+    accumulator = _zeros(WIDTH, PARTS, mma)
     row_sum = gl.zeros([16], gl.float32, rows_layout)
     row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
     # The steps before the first only fill the ring.
@@ -279,29 +381,29 @@ def decode_hopper_kernel(
             mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
             accumulator, row_sum, row_max = _attend_tile(
                 query_tile, tiles.index(stage * 2), tiles.index(stage * 2 + 1), tile, seq_len, accumulator, row_sum,
-                row_max, scale_log2, TILE, mma,
+                row_max, scale_log2, TILE, PARTS, mma,
             )  # fmt: skip
         if ahead < num_steps:
             gl.thread_barrier()
             _fill(
                 pool, ring, barriers, ahead, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                value_rows, TILE, BLOCK_SIZE, HEAD_DIM, NUM_STAGES,
+                value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES,
             )  # fmt: skip
             next_tile += 1
         is_last = tile * TILE + TILE >= seq_len
         if (step >= 0) & (is_last | (step == num_steps - 1)):
             _write_split(
-                accumulator, row_sum, row_max, output, splits, split_lse, arrivals, long, short, share, row, seq_len,
-                first_tile, split_tile, is_last, kv_head,
-                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, TILE, LONG_SHARES, mma,
+                accumulator, row_sum, row_max, value_scale, output, splits, split_lse, arrivals, long, short, share,
+                row, seq_len, first_tile, split_tile, is_last, kv_head,
+                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, PARTS, TILE, LONG_SHARES, mma,
             )  # fmt: skip
             if step < num_steps - 1:
                 index += 1
                 _, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
                 query_tile = _load_query(
-                    query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, mma
+                    query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma
                 )
-                accumulator = gl.zeros([16, HEAD_DIM], gl.float32, mma)
+                accumulator = _zeros(WIDTH, PARTS, mma)
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
                 tile = -1
@@ -324,13 +426,19 @@ def attend_decode_hopper(
     scale: float,
     may_start_early: bool,
     keys_are_old: bool,
+    value_scale: float | None = None,
 ) -> None:
     """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
     complete, which any kernel launched without dependence between them and this one ensures. `keys_are_old`: so are
-    the keys and values of all positions but the last of each sequence."""
+    the keys and values of all positions but the last of each sequence. `value_scale`: of values in e4m3, None of
+    others.
+    """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
-    pool = PoolRows(key_cache, value_cache)
+    is_fp8 = value_scale is not None
+    pool = PoolRows(
+        *((cache.view(torch.int16) for cache in (key_cache, value_cache)) if is_fp8 else (key_cache, value_cache))
+    )
     launch = dependent_launch(query) if may_start_early else {"DEPENDENT": False}
     decode_hopper_kernel[(plan.num_shares * num_kv_heads,)](
         pool.boxes(min(block_size, plan.tile)),
@@ -344,6 +452,7 @@ def attend_decode_hopper(
         plan.splits,
         plan.split_lse,
         scale * LOG2_E,
+        value_scale,
         *query.stride()[:2],
         pool.block_rows,
         pool.head_rows,
@@ -354,6 +463,7 @@ def attend_decode_hopper(
         GROUP=group,
         BLOCK_GROUP=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
+        PARTS=2 if is_fp8 else 1,
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         NUM_STAGES=plan.num_stages,

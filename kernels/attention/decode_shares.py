@@ -45,10 +45,18 @@ H200_CONFIGS = (
     (48, ShareConfig(tile=32, num_stages=3, programs_per_sm=4, tail=0)),
     (None, ShareConfig(tile=32, num_stages=2, programs_per_sm=6, tail=2)),
 )
+# Of a cache in e4m3: as many bytes on their way. An SM has eight programs of many rows, because what they convert
+# between two loads takes as long again as what they multiply.
+H200_FP8_CONFIGS = (
+    (8, ShareConfig(tile=64, num_stages=3, programs_per_sm=4, tail=2)),
+    (48, ShareConfig(tile=64, num_stages=3, programs_per_sm=4, tail=0)),
+    (None, ShareConfig(tile=32, num_stages=3, programs_per_sm=8, tail=2)),
+)
 
 
-def share_config(num_rows: int) -> ShareConfig:
-    return next(config for most, config in H200_CONFIGS if most is None or num_rows <= most)
+def share_config(num_rows: int, is_fp8: bool = False) -> ShareConfig:
+    configs = H200_FP8_CONFIGS if is_fp8 else H200_CONFIGS
+    return next(config for most, config in configs if most is None or num_rows <= most)
 
 
 @dataclass(frozen=True)

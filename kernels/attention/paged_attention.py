@@ -144,7 +144,8 @@ class TritonPlan:
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
             num_kv_heads, _, head_dim = key_cache.shape[1:]
             if self._on_hopper:
-                config, processors = share_config(seq_lens.shape[0]), num_multiprocessors(seq_lens.device)
+                config = share_config(seq_lens.shape[0], is_fp8=key_cache.dtype == E4M3)
+                processors = num_multiprocessors(seq_lens.device)
                 self._decode = plan_shares(*self._lengths, num_heads, num_kv_heads, head_dim, config, processors)
             else:
                 self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim)
@@ -180,12 +181,12 @@ class TritonPlan:
     ) -> None:
         if isinstance(self._decode, SharePlan):
             only_decodes = self._max_query_len == 1
-            attend_decode_hopper(*tensors, self._decode, output, scale, may_start_early, keys_are_old=only_decodes)
+            attend_decode_hopper(*tensors, self._decode, output, scale, may_start_early, only_decodes, value_scale)
         elif self._decode is not None:
             attend_decode(*tensors, self._decode, output, scale, may_start_early, value_scale)
 
     def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None) -> None:
-        if self._max_query_len > 1 and self._on_hopper:
+        if self._max_query_len > 1 and self._on_hopper and value_scale is None:
             attend_prefill_hopper(*tensors, *self._lengths, output, scale)
         elif self._max_query_len > 1:
             attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale, value_scale)

@@ -1,4 +1,4 @@
-"""The KV pool as TMA sees it on a Hopper GPU.
+"""The KV pool as TMA sees it on a Hopper GPU, in elements of 16 bits: a pool in e4m3 is one of pairs.
 
 supports_tma(key_cache, num_heads) -> whether the kernels for Hopper can serve these heads
 PoolRows(key_cache, value_cache)        the pool from the layer's first key on, a row for each slot of a head
@@ -16,17 +16,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.dependent_launch import dependent_launch
+from kernels.fp8_kv import E4M3
 
 COLUMNS = 64  # of a copy: 128 bytes, the width of the swizzle
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int16: gl.int16}
 MOST_HEADS_A_KV_HEAD = 16  # the rows of a product in the decode kernel
 
 
 def supports_tma(key_cache: Tensor, num_heads: int) -> bool:
-    """Heads of 64 or 128 in half precision, blocks of a power of two from 8 slots on, each in one piece."""
+    """Heads of 64 or 128 in half precision or e4m3, blocks of a power of two from 8 slots on, each in one piece."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     return (
         dependent_launch(key_cache)["DEPENDENT"]
-        and key_cache.dtype in {torch.bfloat16, torch.float16}
+        and key_cache.dtype in {torch.bfloat16, torch.float16, E4M3}
         and head_dim in {64, 128}
         and block_size in {8, 16, 32, 64, 128}
         and num_heads // num_kv_heads <= MOST_HEADS_A_KV_HEAD
@@ -49,10 +51,10 @@ class PoolRows:
         self._rows = key_cache.as_strided((self.num_rows, head_dim), (head_dim, 1))
 
     def boxes(self, slots: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(self._rows, [slots, COLUMNS], _layout(slots, self._rows.dtype))
+        columns = min(COLUMNS, self._rows.shape[1])
+        return TensorDescriptor.from_tensor(self._rows, [slots, columns], _layout(slots, columns, self._rows.dtype))
 
 
 @cache
-def _layout(slots: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([slots, COLUMNS], kind)
+def _layout(slots: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([slots, columns], _KINDS[dtype])

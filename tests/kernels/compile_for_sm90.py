@@ -233,6 +233,8 @@ def describe(case: str, kernel: CompiledKernel, report: str) -> dict[str, object
         "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "waits_for_the_kernel_before": ptx.count("griddepcontrol.wait"),
         "wgmma": ptx.count("wgmma.mma_async"),
+        "pairs_from_e4m3": ptx.count("cvt.rn.f16x2.e4m3x2"),
+        "loads_of_operands": len(re.findall(r"ldmatrix\.", ptx)),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.attention.decode_shares import H200_CONFIGS
+from kernels.attention.decode_shares import H200_CONFIGS, H200_FP8_CONFIGS
 from tests.kernels.ingredients import are_the_same, ingredients
 
 # A minute of compiling on two idle cores, which the first test waits for.
@@ -128,6 +128,22 @@ def test_the_warps_of_decode_on_hopper_fit_an_sm(reports: list[Report], shape: s
         assert report["num_warps"] == 1 and report["bulk_copies"] > 0, report
         programs = programs_by_stages[report["shared_bytes"] // (2 * 32 * head_dim * 2)]
         assert programs * (report["shared_bytes"] + 1024) <= 228 * 1024 and report["registers"] <= 255, report
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
+def test_decode_from_e4m3_on_hopper_loads_what_it_multiplies_with_wide_and_fits_an_sm(
+    reports: list[Report], shape: str
+) -> None:
+    most_programs = max(config.programs_per_sm for _, config in H200_FP8_CONFIGS)
+    found = [r for r in reports if r["kernel"] == "decode_hopper_kernel" and f"{shape} fp8 kv" in r["case"]]
+    assert found
+    for report in found:
+        # A pair of numbers a conversion, and a product for each 16 x 8 of them: keys and values once. Loads of single
+        # bytes would be 32 times as many as these of four 8 x 8 matrices of pairs.
+        assert report["pairs_from_e4m3"] == 2 * report["mma"] == 8 * report["loads_of_operands"], report
+        assert report["registers"] * 32 * most_programs <= 65536, report
+        programs = 8 if report["shared_bytes"] <= 25 * 1024 else 4
+        assert programs * (report["shared_bytes"] + 1024) <= 228 * 1024, report
 
 
 @pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])

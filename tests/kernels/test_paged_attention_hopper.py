@@ -19,6 +19,9 @@ def caches(block_size: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) 
         (16, 128, torch.bfloat16, 8, True),
         (8, 64, torch.float16, 2, True),
         (128, 128, torch.bfloat16, 32, True),
+        (16, 128, torch.float8_e4m3fn, 32, True),
+        (64, 64, torch.float8_e4m3fn, 9, True),
+        (16, 96, torch.float8_e4m3fn, 8, False),
         (16, 128, torch.float32, 8, False),  # the products of the kernels are those of half precision
         (16, 80, torch.bfloat16, 8, False),  # not whole copies of 64
         (16, 128, torch.bfloat16, 34, False),  # 17 heads a kv head are more than a product's rows
@@ -44,6 +47,17 @@ def test_rows_lead_to_the_slots_of_the_pool() -> None:
         assert torch.equal(flat[row + rows.value_rows], values[block, head, slot])
     # The last value is the last row: the one behind it, which reads as zeros, is outside of the layer.
     assert rows.num_rows == 39 * rows.block_rows + rows.head_rows + 15 + rows.value_rows + 1
+
+
+def test_a_pool_in_e4m3_is_one_of_pairs() -> None:
+    codes = torch.randint(256, (5, 3, 2, 2, 16, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    pool = codes.view(torch.float8_e4m3fn)
+    keys, values = (pool[:, 1, which].view(torch.int16) for which in range(2))
+    rows = PoolRows(keys, values)
+    flat = keys.as_strided((rows.num_rows, 32), (32, 1))
+    pair = flat[3 * rows.block_rows + rows.head_rows + 5 + rows.value_rows][7]
+    # The even element is in the low byte: the kernel unpacks it so.
+    assert int(pair) & 0xFF == int(codes[3, 1, 1, 1, 5, 14]) and int(pair) >> 8 & 0xFF == int(codes[3, 1, 1, 1, 5, 15])
 
 
 @pytest.mark.parametrize(("max_tiles", "heads"), [(1, 8), (33, 8), (65, 4), (129, 2), (257, 1)])
