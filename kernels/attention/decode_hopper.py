@@ -10,9 +10,7 @@ program to finish a piece of a row joins its splits, in ascending order. The GRO
 the rows of a product, so that keys are read once. Gluon has no interpreter: without a GPU the kernel can only be
 compiled. Does not know how shares are cut.
 
-A cache in e4m3 is walked as 16-bit pairs of neighbours, so that its way to the registers is that of any other cache:
-TMA, ring, swizzle, ldmatrix. There a pair becomes two float16, and heads become two halves, the even and the odd
-elements (PARTS, 1 of other caches): queries are loaded so, products are the sum of two, results are stored so.
+Of a cache in e4m3 elements are 16-bit pairs until they are in registers, and heads have PARTS 2 (head_parts.py).
 """
 # Arguments of a launch are flat (ADR 0108), and the kernel is one function: see there.
 # ruff: noqa: PLR0913, PLR0917, C901, PLR0915
@@ -28,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode import LOG2_E
 from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
+from kernels.attention.head_parts import load_query, normalised, operands, store_parts, zeros
 from kernels.attention.pool_rows import PoolRows
 from kernels.dependent_launch import dependent_launch
 
@@ -141,42 +140,6 @@ def _clear_unused(value_tile, num_used, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(pairs):
-    """(even, odd) elements in float16 of int16 pairs of e4m3, exactly."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 sorted;
-            .reg .b16 even, odd;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {even, odd}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, even;
-            cvt.rn.f16x2.e4m3x2 $1, odd;
-        }
-        """,
-        constraints="=r,=r,r",
-        args=[pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _operands(tile, layout: gl.constexpr, PARTS: gl.constexpr):
-    """The parts of a tile in shared memory, as right operands of products."""
-    stored = tile.load(layout)
-    return _unpacked(stored) if PARTS == 2 else (stored,)
-
-
-@gluon.jit
-def _zeros(WIDTH: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
-    """The accumulators of a row's parts."""
-    zeros = gl.zeros([16, WIDTH], gl.float32, mma)
-    return (zeros, gl.zeros([16, WIDTH], gl.float32, mma)) if PARTS == 2 else (zeros,)
-
-
-@gluon.jit
 def _attend_tile(
     query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
     TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr,
@@ -186,7 +149,7 @@ def _attend_tile(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     keys = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, mma))
     scores = gl.zeros([16, TILE], gl.float32, mma)
-    key_parts = _operands(key_tile.permute((1, 0)), right, PARTS)
+    key_parts = operands(key_tile.permute((1, 0)), right, PARTS)
     scores = mma_v2(query_tile[0], key_parts[0], scores)
     if PARTS == 2:
         scores = mma_v2(query_tile[1], key_parts[1], scores)
@@ -200,39 +163,11 @@ def _attend_tile(
     row_sum = row_sum * decay + gl.sum(weights, axis=1)
     if tile * TILE + TILE > seq_len:
         _clear_unused(value_tile, seq_len - tile * TILE, TILE)
-    value_parts = _operands(value_tile, right, PARTS)
+    value_parts = operands(value_tile, right, PARTS)
     weights = gl.convert_layout(weights.to(value_parts[0].dtype), left)
     even = mma_v2(weights, value_parts[0], accumulator[0] * decay[:, None])
     odd = mma_v2(weights, value_parts[1], accumulator[1] * decay[:, None]) if PARTS == 2 else even
     return (even, odd) if PARTS == 2 else (even,), row_sum, new_max
-
-
-@gluon.jit
-def _normalised(accumulator, row_sum, value_scale):
-    attended = accumulator / row_sum[:, None]
-    if value_scale is not None:
-        attended *= value_scale
-    return attended
-
-
-@gluon.jit
-def _store_parts(
-    attended, target, start, group, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-    mma: gl.constexpr,
-):  # fmt: skip
-    """The rows of a group, each from its `start` of `target` on; None: `target` is a pointer for each row."""
-    for part in gl.static_range(PARTS):
-        lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, mma))
-        owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-        write = lanes[None, :] if start is None else start + lanes[None, :]
-        gl.store(target + write, attended[part].to(target.dtype.element_ty), mask=owned)
-
-
-@gluon.jit
-def _lanes(part: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
-    """The elements of a head that are in a part of it."""
-    lanes = gl.arange(0, HEAD_DIM // PARTS, layout)
-    return lanes * 2 + part if PARTS == 2 else lanes
 
 
 @gluon.jit
@@ -247,15 +182,15 @@ def _write_split(
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     group = gl.arange(0, 16, gl.SliceLayout(1, mma))
     heads = kv_head * GROUP + group
-    even = _normalised(accumulator[0], row_sum, value_scale)
-    attended = (even, _normalised(accumulator[1], row_sum, value_scale)) if PARTS == 2 else (even,)
+    even = normalised(accumulator[0], row_sum, value_scale)
+    attended = (even, normalised(accumulator[1], row_sum, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
         start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
-        _store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
+        store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
     else:
         # A row that began before the share ends or goes on in its first place, one that begins in it in its second.
         place = (share * 2 + gl.where(split_tile == 0, 1, 0)) * NUM_HEADS + heads
-        _store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
+        store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
         gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
         first_share = _share_of(first_tile, long, short, LONG_SHARES)
         last_share = _share_of(first_tile + (seq_len - 1) // TILE, long, short, LONG_SHARES)
@@ -267,44 +202,6 @@ def _write_split(
                 output, splits, split_lse, first_share, last_share - first_share + 1, row, kv_head * GROUP,
                 NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
             )  # fmt: skip
-
-
-@gluon.jit
-def _load_query(
-    query, row, token_stride, head_stride, kv_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-    mma: gl.constexpr,
-):  # fmt: skip
-    """The parts of a group's queries, as left operands of products."""
-    even = _query_part(query, row, token_stride, head_stride, kv_head, 0, GROUP, HEAD_DIM, PARTS, mma)
-    if PARTS == 2:
-        odd = _query_part(query, row, token_stride, head_stride, kv_head, 1, GROUP, HEAD_DIM, PARTS, mma)
-    else:
-        odd = even
-    return (even, odd) if PARTS == 2 else (even,)
-
-
-@gluon.jit
-def _to_float16(x):
-    """As operands.query_operand(): beyond +-65504 it is +-65504; NaN stays NaN."""
-    exact = x.to(gl.float32)
-    exact = gl.where(exact > 65504.0, 65504.0, exact)
-    return gl.where(exact < -65504.0, -65504.0, exact).to(gl.float16)
-
-
-@gluon.jit
-def _query_part(
-    query, row, token_stride, head_stride, kv_head, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PARTS: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    group = gl.arange(0, 16, gl.SliceLayout(1, left))
-    lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, left))
-    read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
-    owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-    loaded = gl.load(query + read, mask=owned, other=0.0)
-    if PARTS == 2 and loaded.dtype == gl.bfloat16:
-        loaded = _to_float16(loaded)
-    return loaded
 
 
 @gluon.jit
@@ -364,8 +261,8 @@ def decode_hopper_kernel(
                 )  # fmt: skip
                 next_tile += 1
         gdc_wait()
-    query_tile = _load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma)
-    accumulator = _zeros(WIDTH, PARTS, mma)
+    query_tile = load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma)
+    accumulator = zeros(WIDTH, PARTS, mma)
     row_sum = gl.zeros([16], gl.float32, rows_layout)
     row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
     # The steps before the first only fill the ring.
@@ -400,10 +297,10 @@ def decode_hopper_kernel(
             if step < num_steps - 1:
                 index += 1
                 _, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
-                query_tile = _load_query(
+                query_tile = load_query(
                     query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma
                 )
-                accumulator = _zeros(WIDTH, PARTS, mma)
+                accumulator = zeros(WIDTH, PARTS, mma)
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
                 tile = -1
