@@ -25,7 +25,6 @@ from gateway.routes import (
     batches,
     completions,
     description,
-    embeddings,
     files,
     kv,
     messages,
@@ -35,6 +34,7 @@ from gateway.routes import (
     responses,
     tokenize,
 )
+from gateway.routes.description import OPERATIONS_OF_ALL
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -116,17 +116,15 @@ def create_app(
     meet_expectations()
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    groups = [completions, messages, responses, embeddings, requests, models, tokenize]
-    groups += [admin, kv]
+    groups = [completions, messages, responses, requests, models, tokenize, admin, kv, description]
     if settings.ui:
         groups.append(page)
     if settings.files_dir is not None:
         app[BATCHES] = BatchService(settings, app[STATE], access)
         groups += [files, batches]
-    for group in groups:
-        app.add_routes(group.routes())
-    operations = [operation for group in groups for operation in group.OPERATIONS]
-    app.add_routes(description.routes(operations))
+    operations = tuple(operation for group in groups for operation in group.OPERATIONS)
+    app.add_routes([web.route(operation.method, operation.path, operation.handler) for operation in operations])
+    app[OPERATIONS_OF_ALL] = operations
     app.cleanup_ctx.append(_inference_clients)
     app.cleanup_ctx.append(_served_models)
     app.cleanup_ctx.append(_stream_watch)

@@ -30,8 +30,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from gateway.store.delivery_counts import DeliveryCounts
-from gateway.store.stream_table import StreamTable
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.vllm_metric_names import VllmNames
 
 

@@ -1,14 +1,14 @@
 """The description of the HTTP API, OpenAPI 3.1, made from the types that the routes check and answer with. Pure.
 
-Each module of routes has a table `OPERATIONS` beside its `routes()`: one entry a method and path. A test says which
-route has none, and schemathesis holds the answers of a running gateway against what is said here.
+Each module of routes has a table `OPERATIONS`: one entry a method and path, with its handler. app.py serves these and
+no others, and schemathesis holds the answers of a running gateway against what is said here.
 
 Beside every walk: it is made once, at the start. It knows no request.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -73,13 +73,15 @@ KEEPING_PARAMETERS = (
 MODEL_PARAMETER = Parameter(name="model", where="query", description="One of several models; default: all of them")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """`answer`: the type of a JSON answer; `media`: what else can be answered; `errors`: beside those of all."""
 
     method: str
-    path: str  # as in `routes()`
+    path: str
+    handler: Callable[[Any], Awaitable[Any]]
     summary: str
+    _: KW_ONLY
     body: Any = None
     body_media: str = JSON
     answer: Any = None
@@ -90,6 +92,9 @@ class Operation:
     errors: tuple[type[GatewayError], ...] = ()
     parameters: tuple[Parameter, ...] = ()
     is_open: bool = False  # answers without a key
+
+    def below(self, prefix: str) -> "Operation":
+        return replace(self, path=prefix + self.path)
 
     @property
     def described_path(self) -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.catalog import Catalog, Entry, OpenBatch
+from gateway.batches.catalog import Catalog, Entry, OpenBatch, Quota
 from gateway.batches.disk import ENTRY_BYTES, Lease, make_private, sync_directory, try_lock, write_whole
+from gateway.batches.file_store import FileStore
 from gateway.batches.records import (
     BatchBody,
     BatchProgress,
@@ -233,3 +234,37 @@ def _entry(folder: BatchFolder, num_bytes: int, *, expires_at: int | None, is_op
         expires_at=expires_at,
         is_open=is_open,
     )
+
+
+SWEPT = 1000  # files, and batches, at one time
+
+
+class Storage:
+    """A directory of files and batches, with its catalog and what keeps both in order. Blocking."""
+
+    def __init__(self, directory: Path, quota: Quota, retention_seconds: int) -> None:
+        """Raises OSError."""
+        make_private(directory)
+        self.retention_seconds = retention_seconds
+        self._catalog = Catalog(directory / "catalog.sqlite", quota)
+        self.files = FileStore(directory, self._catalog, retention_seconds)
+        self.batches = BatchStore(directory, self._catalog, retention_seconds)
+        self.files.prepare()
+        self.batches.prepare()
+        self._reconcile()
+
+    def used_bytes(self) -> int:
+        return self._catalog.used_bytes()
+
+    def tidy(self) -> None:
+        """Learn what came and went by other hands, and delete what has expired or was left behind. Raises OSError."""
+        self._reconcile()
+        self.files.sweep(SWEPT)
+        self.batches.sweep(SWEPT)
+
+    def close(self) -> None:
+        self._catalog.close()
+
+    def _reconcile(self) -> None:
+        self.files.reconcile()
+        self.batches.reconcile()

@@ -1,7 +1,7 @@
 """The batches that this gateway drives: those in the directory that no other gateway does, a few at one time.
 
 A batch is begun by the gateway that created it, and taken over by any other as soon as its lock is free. Owners have
-equal shares of what is driven (turns.py), and of the lines in flight (fair_slots.py). A batch whose key may not spend
+equal shares of what is driven, and of the lines in flight (fair_slots.py). A batch whose key may not spend
 now, or is not known here, is not driven: it waits in the directory and takes nobody's place.
 
 Beside the walks: app.py runs it as long as the gateway. It knows no line: driver.py does.
@@ -17,14 +17,12 @@ from aiohttp import web
 
 from gateway.auth.access import Access
 from gateway.auth.rate_limits import Account
-from gateway.batches.batch_store import BatchFolder
+from gateway.batches.batch_store import BatchFolder, Storage
+from gateway.batches.catalog import Quota
 from gateway.batches.disk import Lease, to_the_end
 from gateway.batches.driver import BatchDriver, Read
-from gateway.batches.fair_slots import FairSlots
+from gateway.batches.fair_slots import FairSlots, Turn, num_of, who_gives_way
 from gateway.batches.line_answers import LineAnswers
-from gateway.batches.quota import Quota
-from gateway.batches.storage import Storage
-from gateway.batches.turns import Turn, num_of, who_gives_way
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from shared.tasks import cancel_and_wait

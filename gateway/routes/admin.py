@@ -109,45 +109,37 @@ async def _refresh_model(service: ModelService) -> bool:
     return True
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        web.get("/health", health),
-        web.get("/livez", livez),
-        web.get("/ready", ready),
-        web.get("/readyz", readyz),
-        web.get("/metrics", metrics),
-        web.get("/version", show_version),
-    ]
-
-
 OPERATIONS = (
     Operation(
-        method="GET",
-        path="/health",
-        summary="Ready or not, by its status alone",
+        "GET",
+        "/health",
+        health,
+        "Ready or not, by its status alone",
         other_statuses=(503,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
     ),
-    Operation(method="GET", path="/livez", summary="The process answers", answer=StateBody, is_open=True),
+    Operation("GET", "/livez", livez, "The process answers", answer=StateBody, is_open=True),
     Operation(
-        method="GET",
-        path="/ready",
-        summary="Ready or not, and how far the start is",
+        "GET",
+        "/ready",
+        ready,
+        "Ready or not, and how far the start is",
         answer=ReadinessBody,
         other_statuses=(503,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),
     ),
     Operation(
-        method="GET",
-        path="/readyz",
-        summary="Send traffic here or not",
+        "GET",
+        "/readyz",
+        readyz,
+        "Send traffic here or not",
         answer=StoreReadinessBody,
         other_statuses=(503,),
         parameters=(Parameter(name="all", where="query", description="true: ready when every model is, not some"),),
         is_open=True,
     ),
-    Operation(method="GET", path="/metrics", summary="Metrics for Prometheus", media=(TEXT, OPENMETRICS)),
-    Operation(method="GET", path="/version", summary="Of this gateway", answer=VersionBody),
+    Operation("GET", "/metrics", metrics, "Metrics for Prometheus", media=(TEXT, OPENMETRICS)),
+    Operation("GET", "/version", show_version, "Of this gateway", answer=VersionBody),
 )

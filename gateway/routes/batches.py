@@ -18,10 +18,10 @@ from gateway.answers.submission import ignored_header
 from gateway.auth.access import ACCOUNT
 from gateway.batches.batch_store import BatchFolder
 from gateway.batches.disk import to_the_end
-from gateway.batches.paging import asked_page, page_of
 from gateway.batches.records import BatchBody, BatchListBody, DeletedBody, Metadata
 from gateway.batches.service import BATCHES
 from gateway.errors import BatchEnded, BatchNotEnded, BatchNotFound, DiskFull, FilesFull, InvalidRequest
+from gateway.http.query_fields import asked_page, page_of
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
@@ -129,45 +129,39 @@ def _no_input() -> InvalidRequest:
     )
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/batches", create_batch),
-        web.get("/v1/batches", list_batches),
-        web.get("/v1/batches/{id}", retrieve_batch),
-        web.post("/v1/batches/{id}/cancel", cancel_batch),
-        web.delete("/v1/batches/{id}", delete_batch),
-    ]
-
-
 OPERATIONS = (
     Operation(
-        method="POST",
-        path="/v1/batches",
-        summary="Begin a batch",
+        "POST",
+        "/v1/batches",
+        create_batch,
+        "Begin a batch",
         body=CreateBatchBody,
         answer=BatchBody,
         errors=(FilesFull, DiskFull),
     ),
     Operation(
-        method="GET",
-        path="/v1/batches",
-        summary="The batches of this key, the newest first",
+        "GET",
+        "/v1/batches",
+        list_batches,
+        "The batches of this key, the newest first",
         answer=BatchListBody,
         errors=(InvalidRequest,),
         parameters=PAGING_PARAMETERS,
     ),
-    Operation(method="GET", path="/v1/batches/{id}", summary="A batch", answer=BatchBody, errors=(BatchNotFound,)),
+    Operation("GET", "/v1/batches/{id}", retrieve_batch, "A batch", answer=BatchBody, errors=(BatchNotFound,)),
     Operation(
-        method="POST",
-        path="/v1/batches/{id}/cancel",
-        summary="Cancel it",
+        "POST",
+        "/v1/batches/{id}/cancel",
+        cancel_batch,
+        "Cancel it",
         answer=BatchBody,
         errors=(BatchNotFound, BatchEnded),
     ),
     Operation(
-        method="DELETE",
-        path="/v1/batches/{id}",
-        summary="Delete one that has ended; its files stay",
+        "DELETE",
+        "/v1/batches/{id}",
+        delete_batch,
+        "Delete one that has ended; its files stay",
         answer=DeletedBody,
         errors=(BatchNotFound, BatchNotEnded),
     ),

@@ -1,10 +1,9 @@
 """GET /openapi.json: what every route takes and answers, made once at the start.
 
-gateway/app.py adds it behind all other routes, with their OPERATIONS; gateway/openapi.py makes the document of them.
+gateway/app.py says which routes there are; gateway/openapi.py makes the document of them.
 No request's way leads through it, and it knows no route by name.
 """
 
-from collections.abc import Iterable
 from functools import cache
 
 import msgspec
@@ -12,7 +11,11 @@ from aiohttp import web
 
 from gateway.openapi import Operation, describe
 
-OPERATIONS = (Operation(method="GET", path="/openapi.json", summary="This description", answer=dict),)
+OPERATIONS_OF_ALL = web.AppKey("OPERATIONS_OF_ALL", tuple[Operation, ...])  # that are served, set by app.py
+
+
+async def show_description(request: web.Request) -> web.Response:
+    return web.Response(body=_document(request.app[OPERATIONS_OF_ALL]), content_type="application/json")
 
 
 @cache  # 50 ms of CPU: a process with many gateways, as in tests, makes it once
@@ -20,11 +23,4 @@ def _document(operations: tuple[Operation, ...]) -> bytes:
     return msgspec.json.encode(describe(operations))
 
 
-def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
-    """`operations`: those of every other module of routes that is served."""
-    document = _document((*operations, *OPERATIONS))
-
-    async def show_description(request: web.Request) -> web.Response:
-        return web.Response(body=document, content_type="application/json")
-
-    return [web.get("/openapi.json", show_description)]
+OPERATIONS = (Operation("GET", "/openapi.json", show_description, "This description", answer=dict),)

@@ -20,11 +20,11 @@ from aiohttp import web
 
 from gateway.auth.access import ACCOUNT
 from gateway.batches.disk import ended
-from gateway.batches.paging import asked_page, page_of
 from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRecord, file_body
 from gateway.batches.service import BATCHES, BatchService
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
+from gateway.http.query_fields import asked_page, page_of
 from gateway.openapi import Operation, Parameter
 from gateway.state import STATE
 
@@ -159,16 +159,6 @@ def _json(body: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/files", create_file),
-        web.get("/v1/files", list_files),
-        web.get("/v1/files/{id}", retrieve_file),
-        web.get("/v1/files/{id}/content", download_file),
-        web.delete("/v1/files/{id}", delete_file),
-    ]
-
-
 PAGING_PARAMETERS = (
     Parameter(name="limit", where="query", description="Entries of a page"),
     Parameter(name="after", where="query", description="The id behind which the page begins"),
@@ -176,18 +166,20 @@ PAGING_PARAMETERS = (
 
 OPERATIONS = (
     Operation(
-        method="POST",
-        path="/v1/files",
-        summary="Upload the input of a batch",
+        "POST",
+        "/v1/files",
+        create_file,
+        "Upload the input of a batch",
         body=UploadForm,
         body_media=MULTIPART,
         answer=FileBody,
         errors=(FilesFull, DiskFull),
     ),
     Operation(
-        method="GET",
-        path="/v1/files",
-        summary="The files of this key",
+        "GET",
+        "/v1/files",
+        list_files,
+        "The files of this key",
         answer=FileListBody,
         errors=(InvalidRequest,),
         parameters=(
@@ -196,14 +188,15 @@ OPERATIONS = (
             Parameter(name="order", where="query", description="desc, or asc: the oldest first"),
         ),
     ),
-    Operation(method="GET", path="/v1/files/{id}", summary="A file", answer=FileBody, errors=(FileNotFound,)),
+    Operation("GET", "/v1/files/{id}", retrieve_file, "A file", answer=FileBody, errors=(FileNotFound,)),
     Operation(
-        method="GET",
-        path="/v1/files/{id}/content",
-        summary="What is in it",
+        "GET",
+        "/v1/files/{id}/content",
+        download_file,
+        "What is in it",
         media=(CONTENT,),
         other_statuses=(206,),
         errors=(FileNotFound,),
     ),
-    Operation(method="DELETE", path="/v1/files/{id}", summary="Delete it", answer=DeletedBody, errors=(FileNotFound,)),
+    Operation("DELETE", "/v1/files/{id}", delete_file, "Delete it", answer=DeletedBody, errors=(FileNotFound,)),
 )

@@ -35,15 +35,12 @@ async def stream_snapshots(request: web.Request) -> web.StreamResponse:
     return stream.response
 
 
-def routes() -> list[web.RouteDef]:
-    return [web.get("/debug/kv/stream", stream_snapshots)]
-
-
 OPERATIONS = (
     Operation(
-        method="GET",
-        path="/debug/kv/stream",
-        summary="The workers' KV memory as it changes, as events",
+        "GET",
+        "/debug/kv/stream",
+        stream_snapshots,
+        "The workers' KV memory as it changes, as events",
         media=(EVENTS,),
         errors=(ModelNotFound,),
         parameters=(MODEL_PARAMETER,),

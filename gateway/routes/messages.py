@@ -38,15 +38,12 @@ def _counted(body: bytes, models: Sequence[ReadModel]) -> int:
     return len(token_ids)
 
 
-def routes() -> list[web.RouteDef]:
-    return [web.post("/v1/messages", create_message), web.post("/v1/messages/count_tokens", count_tokens)]
-
-
 OPERATIONS = (
     Operation(
-        method="POST",
-        path="/v1/messages",
-        summary="Answer a chat in Anthropic's words; with `stream` as events",
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer a chat in Anthropic's words; with `stream` as events",
         body=MessagesBody,
         answer=AnthropicMessageBody,
         media=(EVENTS,),
@@ -54,9 +51,10 @@ OPERATIONS = (
         parameters=KEEPING_PARAMETERS,
     ),
     Operation(
-        method="POST",
-        path="/v1/messages/count_tokens",
-        summary="How many tokens such a chat has",
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "How many tokens such a chat has",
         body=PromptFields,
         answer=TokenCountBody,
         errors=INFERENCE_ERRORS,

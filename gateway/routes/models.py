@@ -51,26 +51,9 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
     }
 
 
-def routes() -> list[web.RouteDef]:
+_OPERATIONS = (
+    Operation("GET", "/models", list_models, "The models served here", answer=ModelListBody),
     # {id:.+}: names such as organisation/model hold slashes
-    return [
-        web.get(prefix + path, handler)
-        for prefix in ("/v1", "")
-        for path, handler in (("/models", list_models), ("/models/{id:.+}", retrieve_model))
-    ]
-
-
-OPERATIONS = tuple(
-    operation
-    for prefix in ("/v1", "")
-    for operation in (
-        Operation(method="GET", path=prefix + "/models", summary="The models served here", answer=ModelListBody),
-        Operation(
-            method="GET",
-            path=prefix + "/models/{id:.+}",
-            summary="One of them",
-            answer=ModelBody,
-            errors=(ModelNotFound,),
-        ),
-    )
+    Operation("GET", "/models/{id:.+}", retrieve_model, "One of them", answer=ModelBody, errors=(ModelNotFound,)),
 )
+OPERATIONS = tuple(operation.below(prefix) for prefix in ("/v1", "") for operation in _OPERATIONS)

@@ -6,6 +6,7 @@ by itself, as the password of HTTP Basic, and shows it with every request of the
 Beside the walks. It knows nothing of what the page shows.
 """
 
+from functools import cache
 from importlib.resources import files
 
 from aiohttp import web
@@ -25,33 +26,27 @@ _HEADERS = {
 }
 
 
-def routes() -> list[web.RouteDef]:
-    folder = files("gateway") / "ui"
-    contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
-
-    async def show_part(request: web.Request) -> web.Response:
-        return _part(contents, request.match_info["name"])
-
-    async def show_page(request: web.Request) -> web.Response:
-        return _part(contents, "index.html")
-
-    return [web.get("/", show_page), web.get("/ui/{name}", show_part)]
+async def show_page(request: web.Request) -> web.Response:
+    return _part("index.html")
 
 
-def _part(contents: dict[str, bytes], name: str) -> web.Response:
+async def show_part(request: web.Request) -> web.Response:
+    return _part(request.match_info["name"])
+
+
+@cache
+def _contents() -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in (files("gateway") / "ui").iterdir() if entry.is_file()}
+
+
+def _part(name: str) -> web.Response:
     content_type = _TYPES.get(name.rpartition(".")[2])
-    if name not in contents or content_type is None:
+    if name not in _contents() or content_type is None:
         raise web.HTTPNotFound
-    return web.Response(body=contents[name], content_type=content_type, charset="utf-8", headers=_HEADERS)
+    return web.Response(body=_contents()[name], content_type=content_type, charset="utf-8", headers=_HEADERS)
 
 
 OPERATIONS = (
-    Operation(method="GET", path="/", summary="The page", media=("text/html",)),
-    Operation(
-        method="GET",
-        path="/ui/{name}",
-        summary="A part of the page",
-        media=tuple(_TYPES.values()),
-        errors=(UnknownUrl,),
-    ),
+    Operation("GET", "/", show_page, "The page", media=("text/html",)),
+    Operation("GET", "/ui/{name}", show_part, "A part of the page", media=tuple(_TYPES.values()), errors=(UnknownUrl,)),
 )

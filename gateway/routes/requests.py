@@ -81,31 +81,25 @@ async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
     return web.Response(body=msgspec.json.encode(shown), content_type="application/json")
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        web.get("/v1/requests/{id}", show_request),
-        web.delete("/v1/requests/{id}", cancel_request),
-        web.get("/v1/requests/{id}/events", stream_request),
-    ]
-
-
 _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 OPERATIONS = (
     Operation(
-        method="GET",
-        path="/v1/requests/{id}",
-        summary="State of a kept request, and its answer once it has ended",
+        "GET",
+        "/v1/requests/{id}",
+        show_request,
+        "State of a kept request, and its answer once it has ended",
         answer=RequestBody,
         errors=_ERRORS,
     ),
     Operation(
-        method="DELETE", path="/v1/requests/{id}", summary="Cancel a kept request", answer=RequestBody, errors=_ERRORS
+        "DELETE", "/v1/requests/{id}", cancel_request, "Cancel a kept request", answer=RequestBody, errors=_ERRORS
     ),
     Operation(
-        method="GET",
-        path="/v1/requests/{id}/events",
-        summary="The answer of a kept request as events, from the beginning or where a stream was cut",
+        "GET",
+        "/v1/requests/{id}/events",
+        stream_request,
+        "The answer of a kept request as events, from the beginning or where a stream was cut",
         media=(EVENTS,),
         other_statuses=(204,),
         errors=(*_ERRORS, InvalidRequest, RateLimited),

@@ -121,25 +121,14 @@ async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
     return web.Response(body=await show_again(context_of(http), kept), content_type="application/json")
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/responses", create_response),
-        web.get(_PATH, show_response),
-        web.delete(_PATH, delete_response),
-        web.post(_PATH + "/cancel", cancel_response),
-        web.get(_PATH + "/input_items", list_input_items),
-        web.post("/v1/responses/input_tokens", count_input_tokens),
-        web.post("/v1/responses/compact", compact_conversation),
-    ]
-
-
 _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 OPERATIONS = (
     Operation(
-        method="POST",
-        path="/v1/responses",
-        summary="Make a response; with `stream` as events, with `background` without waiting for it",
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Make a response; with `stream` as events, with `background` without waiting for it",
         body=ResponsesBody,
         answer=ResponseBody,
         media=(EVENTS,),
@@ -147,9 +136,10 @@ OPERATIONS = (
         parameters=KEEPING_PARAMETERS,
     ),
     Operation(
-        method="GET",
-        path=_PATH,
-        summary="A stored response as it stands, or its events",
+        "GET",
+        _PATH,
+        show_response,
+        "A stored response as it stands, or its events",
         answer=ResponseBody,
         media=(EVENTS,),
         errors=(*_ERRORS, InvalidRequest, RateLimited),
@@ -158,20 +148,20 @@ OPERATIONS = (
             Parameter(name="starting_after", where="query", description="Only events behind this number", kind=int),
         ),
     ),
+    Operation("DELETE", _PATH, delete_response, "Forget a stored response", answer=DeletedResponseBody, errors=_ERRORS),
     Operation(
-        method="DELETE", path=_PATH, summary="Forget a stored response", answer=DeletedResponseBody, errors=_ERRORS
-    ),
-    Operation(
-        method="POST",
-        path=_PATH + "/cancel",
-        summary="Cancel a response that is being made in the background",
+        "POST",
+        _PATH + "/cancel",
+        cancel_response,
+        "Cancel a response that is being made in the background",
         answer=ResponseBody,
         errors=(*_ERRORS, InvalidRequest),
     ),
     Operation(
-        method="GET",
-        path=_PATH + "/input_items",
-        summary="What came into a stored response",
+        "GET",
+        _PATH + "/input_items",
+        list_input_items,
+        "What came into a stored response",
         answer=InputItemsBody,
         errors=(*_ERRORS, InvalidRequest),
         parameters=(
@@ -181,17 +171,19 @@ OPERATIONS = (
         ),
     ),
     Operation(
-        method="POST",
-        path="/v1/responses/input_tokens",
-        summary="How many tokens the prompt of such a response has",
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        "How many tokens the prompt of such a response has",
         body=CountedBody,
         answer=InputTokensBody,
         errors=INFERENCE_ERRORS,
     ),
     Operation(
-        method="POST",
-        path="/v1/responses/compact",
-        summary="Sum a conversation up: what its user said, and one item for the rest, to be given as input again",
+        "POST",
+        "/v1/responses/compact",
+        compact_conversation,
+        "Sum a conversation up: what its user said, and one item for the rest, to be given as input again",
         body=CompactionBody,
         answer=CompactedBody,
         errors=INFERENCE_ERRORS,

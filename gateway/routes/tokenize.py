@@ -99,40 +99,33 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return web.json_response(model.tokenizer_info)
 
 
-def routes() -> list[web.RouteDef]:
-    return [
-        route
-        for prefix in ("", "/v1")
-        for route in (
-            web.post(prefix + "/tokenize", tokenize),
-            web.post(prefix + "/detokenize", detokenize),
-            web.get(prefix + "/tokenizer_info", tokenizer_info),
-        )
-    ]
-
-
-OPERATIONS = tuple(
+_OPERATIONS = (
     Operation(
-        method="POST",
-        path=prefix + path,
-        summary=summary,
-        body=body,
-        answer=answer,
+        "POST",
+        "/tokenize",
+        tokenize,
+        "The token ids of a prompt or of messages",
+        body=TokenizeBody,
+        answer=TokenizedBody,
         errors=(ModelNotFound, Unavailable),
-    )
-    for prefix in ("", "/v1")
-    for path, summary, body, answer in (
-        ("/tokenize", "The token ids of a prompt or of messages", TokenizeBody, TokenizedBody),
-        ("/detokenize", "The text of token ids", DetokenizeBody, DetokenizedBody),
-    )
-) + tuple(
+    ),
     Operation(
-        method="GET",
-        path=prefix + "/tokenizer_info",
-        summary="Special tokens and chat template of a model",
+        "POST",
+        "/detokenize",
+        detokenize,
+        "The text of token ids",
+        body=DetokenizeBody,
+        answer=DetokenizedBody,
+        errors=(ModelNotFound, Unavailable),
+    ),
+    Operation(
+        "GET",
+        "/tokenizer_info",
+        tokenizer_info,
+        "Special tokens and chat template of a model",
         answer=TokenizerInfoBody,
         errors=(InvalidRequest, ModelNotFound, Unavailable),
         parameters=(Parameter(name="model", where="query", description="Needed where there are several"),),
-    )
-    for prefix in ("", "/v1")
+    ),
 )
+OPERATIONS = tuple(operation.below(prefix) for prefix in ("", "/v1") for operation in _OPERATIONS)

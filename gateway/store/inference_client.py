@@ -19,19 +19,17 @@ from collections.abc import Callable
 
 from gateway.admission import Fleet, WorkerStatus
 from gateway.store.acceptance import Acceptance
-from gateway.store.delivery_counts import DeliveryCounts
 from gateway.store.held_answers import HeldAnswers
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening
 from gateway.store.overdue import OverdueRequests
-from gateway.store.queue_stats import QueueStats
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, ShareFull, StoreCalls, StoreUnavailable
 from gateway.store.store_memory import StoreMemory
-from gateway.store.store_probe import StoreProbe
-from gateway.store.stream_table import StreamTable
+from gateway.store.store_probe import QueueStats, StoreProbe
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
 from gateway.store.withdrawals import Withdrawals
 from shared.fleet_clock import FleetClock

@@ -12,8 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from gateway.admission import Fleet
-from gateway.store.delivery_counts import DeliveryCounts
-from gateway.store.stream_table import StreamTable
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.messages import FormatError, StreamEvent, decode_event_batch, decode_heartbeat
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys

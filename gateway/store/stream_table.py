@@ -7,9 +7,21 @@ Redis and no HTTP.
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from gateway.store.response_stream import ResponseStream
 from shared.messages import TerminalEvent
+
+
+@dataclass
+class DeliveryCounts:
+    """One gateway's counts of a model's deliveries; read at a scrape (gateway/metrics.py), never acted on."""
+
+    num_journal_reads: int = 0
+    num_bad_messages: int = 0
+    num_restored_requests: int = 0
+    num_gaps: int = 0
+    num_torn_streams: int = 0
 
 
 class StreamTable:

@@ -7,6 +7,9 @@ What is told of a tokenizer (GET /tokenizer_info) is in vLLM's shape: lm-eval ta
 from it. Of tokenizer_config.json only fields that say how text becomes tokens are told: others may hold paths of the
 machine on which it was written.
 
+Defaults of sampling as the model's makers would have them are the fields that vLLM takes from generation_config.json;
+`do_sample` is not among them: a request without a temperature is sampled.
+
 It runs once, before any walk: models/model_service.py loads with it what a chat is encoded with.
 """
 
@@ -15,15 +18,41 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.generation_defaults import generation_defaults
 from gateway.text.tokenization import PromptEncoder
-from shared.model_files import ModelFilesError, read_json, read_model_files
+from shared.model_files import Json, ModelFilesError, read_json, read_model_files
 from shared.version import VERSION
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """None: as the API has it. Ranges are those of the API."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+
+def generation_defaults(source: str, file: Json) -> dict[str, Any]:
+    """Fields by name, without those that are as the API has them. `source`: as --generation-config names it; `file`:
+    generation_config.json. Raises ModelFilesError."""
+    if source != "auto":
+        return {}
+    try:
+        return msgspec.to_builtins(msgspec.convert(file, GenerationDefaults))  # type: ignore[no-any-return]
+    except msgspec.ValidationError as error:
+        raise ModelFilesError(
+            f"generation_config.json: {error}; --generation-config none leaves its defaults alone"
+        ) from error
+
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MORE_TOKENS = ("cls_token", "sep_token", "mask_token")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from gateway.store.queue_stats import read_queue_stats
+from gateway.store.store_probe import read_queue_stats
 from shared.new_requests import Keep
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections

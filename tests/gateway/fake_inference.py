@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.admission import ready_workers
-from gateway.store.delivery_counts import DeliveryCounts
 from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
-from gateway.store.queue_stats import QueueLoad
 from gateway.store.store_memory import StoreMemory
-from gateway.store.stream_table import StreamTable
+from gateway.store.store_probe import QueueLoad
+from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
     FinishEvent,

@@ -10,10 +10,9 @@ import openai
 from openai.types import Batch
 
 from gateway.auth.api_keys import digest_of
-from gateway.batches.batch_store import BatchFolder
-from gateway.batches.quota import Quota
+from gateway.batches.batch_store import BatchFolder, Storage
+from gateway.batches.catalog import Quota
 from gateway.batches.records import BatchRecord
-from gateway.batches.storage import Storage
 from tests.gateway.conftest import Gateway
 
 RETENTION_SECONDS = 30 * 24 * 3600

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches.catalog import Catalog, Entry
-from gateway.batches.quota import Quota
+from gateway.batches.catalog import Catalog, Entry, Quota
 from gateway.errors import FilesFull
 
 

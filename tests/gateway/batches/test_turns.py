@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.batches.fair_slots import FairSlots
-from gateway.batches.turns import TURN_SECONDS, Turn, who_gives_way
+from gateway.batches.fair_slots import TURN_SECONDS, FairSlots, Turn, who_gives_way
 
 
 def turns(*owners: str) -> list[Turn]:
