@@ -261,7 +261,8 @@ def decode_hopper_kernel(
                 )  # fmt: skip
                 next_tile += 1
         gdc_wait()
-    query_tile = load_query(query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma)
+    place = (row, query_token_stride, kv_head, query_head_stride)
+    query_tile = load_query(query, place, GROUP, HEAD_DIM, PARTS, mma)
     accumulator = zeros(WIDTH, PARTS, mma)
     row_sum = gl.zeros([16], gl.float32, rows_layout)
     row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
@@ -297,9 +298,8 @@ def decode_hopper_kernel(
             if step < num_steps - 1:
                 index += 1
                 _, row, seq_len, first_tile = _load_row(rows, index, ROW_FIELDS)
-                query_tile = load_query(
-                    query, row, query_token_stride, query_head_stride, kv_head, GROUP, HEAD_DIM, PARTS, mma
-                )
+                place = (row, query_token_stride, kv_head, query_head_stride)
+                query_tile = load_query(query, place, GROUP, HEAD_DIM, PARTS, mma)
                 accumulator = zeros(WIDTH, PARTS, mma)
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)

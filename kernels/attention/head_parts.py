@@ -7,8 +7,6 @@
 A cache in e4m3 is walked as 16-bit pairs of neighbours, so that its way to the registers is that of any other cache:
 TMA, ring, swizzle, ldmatrix. Only there a pair becomes two float16. It knows no softmax and no ring.
 """
-# Arguments of a launch are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,12 +29,13 @@ def _to_float16(x):
 
 @gluon.jit
 def _query_part(
-    query, row, token_stride, head_stride, kv_head, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PARTS: gl.constexpr, mma: gl.constexpr,
+    query, place, part: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    mma: gl.constexpr,
 ):  # fmt: skip
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     group = gl.arange(0, 16, gl.SliceLayout(1, left))
     lanes = _lanes(part, HEAD_DIM, PARTS, gl.SliceLayout(0, left))
+    row, token_stride, kv_head, head_stride = place
     read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
     loaded = gl.load(query + read, mask=owned, other=0.0)
@@ -46,17 +45,13 @@ def _query_part(
 
 
 @gluon.jit
-def load_query(
-    query, row, token_stride, head_stride, kv_head, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-    mma: gl.constexpr,
-):  # fmt: skip
-    """The parts of a group's queries, as left operands of products."""
-    even = _query_part(query, row, token_stride, head_stride, kv_head, 0, GROUP, HEAD_DIM, PARTS, mma)
-    if PARTS == 2:
-        odd = _query_part(query, row, token_stride, head_stride, kv_head, 1, GROUP, HEAD_DIM, PARTS, mma)
-    else:
-        odd = even
-    return (even, odd) if PARTS == 2 else (even,)
+def load_query(query, place, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
+    """The parts of a group's queries, as left operands of products.
+
+    `place`: (row, elements from row to row, kv head, elements from head to head).
+    """
+    even = _query_part(query, place, 0, GROUP, HEAD_DIM, PARTS, mma)
+    return (even, _query_part(query, place, 1, GROUP, HEAD_DIM, PARTS, mma)) if PARTS == 2 else (even,)
 
 
 @gluon.jit
