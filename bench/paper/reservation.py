@@ -1,4 +1,4 @@
-"""Four ways to give KV slots to a request, behind one interface, so that the same scheduler runs over each.
+"""Four ways to give KV slots to a request, behind one interface (KVSlots), so that the same scheduler runs over each.
 
     max      the model's whole context, contiguous                             Orca (Max)
     pow2     prompt + the next power of two of the output, contiguous          Orca (Pow2)
@@ -13,9 +13,12 @@ from collections.abc import Callable, Collection
 from enum import StrEnum
 
 from bench.paper.buddy_allocator import BuddyAllocator
+from engine_worker.scheduling.batch import Transfers
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_events import KVEventLog
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
+from engine_worker.scheduling.stats import KVCacheStats
 
 NUM_SLOTS = 15_700  # of OPT-13B on 40 GB (table 1): 12 GB of KV at 800 KB a token
 BLOCK_SIZE = 16
@@ -44,41 +47,85 @@ def reserved_tokens(policy: ReservationPolicy, sequence: Sequence, max_model_len
     return final_tokens(sequence)
 
 
-class ReservedKVCacheManager(KVCacheManager):
-    """A contiguous run for each sequence, from admission to its end; its block table is the run in order."""
+class ReservedKVSlots:
+    """A contiguous run for each sequence, from admission to its end; its block table is the run in order.
+
+    What grows, swaps, shares or forks never happens to it: requests here have one sequence, which never yields.
+    """
+
+    may_swap = False
+    device_pool = host_pool = None
 
     def __init__(self, num_blocks: int, block_size: int, reserve: Callable[[Sequence], int]) -> None:
-        """`reserve`: slots to set aside for a sequence. `num_blocks` includes the padding block, as in the parent."""
-        super().__init__(num_blocks, block_size, enable_prefix_caching=False)
+        """`reserve`: slots to set aside for a sequence. `num_blocks` includes the padding block, as with others."""
+        self.block_size = block_size
+        self.events = KVEventLog()
         self._reserve = reserve
         self._buddies = BuddyAllocator(num_blocks - 1)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self._buddies.num_blocks
 
     @property
     def num_available_blocks(self) -> int:
         return self._buddies.num_blocks - self._buddies.num_allocated_blocks
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
+    def missing(self, sequence: Sequence) -> int:
+        """All blocks of `sequence` before it is admitted, and none afterwards."""
         return 0 if sequence.block_table else -(-self._reserve(sequence) // self.block_size)
 
-    def can_allocate(self, *sequences: Sequence, headroom_blocks: int = 0) -> bool:
-        """A reservation never grows, so it needs no headroom. Requests here have one sequence."""
+    def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        return False
+
+    def can_allocate(self, *sequences: Sequence) -> bool:
         (sequence,) = sequences
-        return self._buddies.can_allocate(self.num_missing_blocks(sequence))
+        return self._buddies.can_allocate(self.missing(sequence))
 
     def allocate(self, sequence: Sequence) -> None:
-        if (num_blocks := self.num_missing_blocks(sequence)) > 0:
+        if (num_blocks := self.missing(sequence)) > 0:
             first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
             sequence.block_table = list(range(first, first + num_blocks))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
+        """A reservation never grows, so it needs no headroom."""
         if not self.can_allocate(sequence):
             return False
         self.allocate(sequence)
         return True
 
+    def is_arriving(self, sequence: Sequence) -> bool:
+        return False
+
+    def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
+        raise NotImplementedError("a reservation is kept to the end")
+
+    def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
+        raise NotImplementedError("a reservation is kept to the end")
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        raise NotImplementedError("a reservation is of one sequence")
+
+    def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
+
+    def take_transfers(self) -> Transfers:
+        return Transfers()
+
     def free(self, sequence: Sequence) -> None:
         self._buddies.free(sequence.block_table[0] - 1)
         sequence.block_table = []
+
+    def stats(self, running: Collection[Sequence]) -> KVCacheStats:
+        num_slots = sum(len(sequence.block_table) for sequence in running) * self.block_size
+        return KVCacheStats(
+            block_size=self.block_size,
+            num_blocks=self.num_usable_blocks,
+            num_free_blocks=self.num_available_blocks,
+            num_cached_blocks=0,
+            num_active_blocks=self._buddies.num_allocated_blocks,
+            num_wasted_slots=num_slots - sum(sequence.num_computed_tokens for sequence in running),
+            sharing_ratio=0.0,
+        )
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         self._buddies.check_integrity()
@@ -91,13 +138,11 @@ def make_manager(
     num_slots: int = NUM_SLOTS,
     block_size: int = BLOCK_SIZE,
     max_model_len: int = MAX_MODEL_LEN,
-) -> KVCacheManager:
+) -> ReservedKVSlots | KVCacheManager:
     num_blocks = num_slots // block_size + 1
     if policy is ReservationPolicy.PAGED:
         return KVCacheManager(num_blocks, block_size, enable_prefix_caching=False)  # nor had the paper's system
-    return ReservedKVCacheManager(
-        num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len)
-    )
+    return ReservedKVSlots(num_blocks, block_size, lambda sequence: reserved_tokens(policy, sequence, max_model_len))
 
 
 def make_swapping_manager(num_slots: int = NUM_SLOTS, block_size: int = BLOCK_SIZE) -> KVCacheManager:

@@ -14,10 +14,10 @@ from bench.paper.cost_model import A100_OPT_13B, StepCost
 from bench.paper.knee import summary, sweep
 from bench.paper.lengths import TimedRequest
 from bench.paper.occupancy import Occupancy, SharingSaving
-from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVCacheManager
+from bench.paper.reservation import MAX_MODEL_LEN, ReservedKVSlots
 from engine_worker.engine import Engine
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from shared.messages import FinishEvent, GenerationRequest, SamplingParams
 
@@ -60,7 +60,7 @@ class SimulationResult:
 
 
 def simulate(
-    manager: KVCacheManager,
+    manager: KVSlots,
     trace: list[TimedRequest],
     *,
     drain: bool = True,
@@ -71,14 +71,14 @@ def simulate(
 
     Over a manager of contiguous reservations a request of several sequences is so many requests.
     """
-    split = isinstance(manager, ReservedKVCacheManager)
+    split = isinstance(manager, ReservedKVSlots)
     return _Simulation(manager=manager, cost=cost, max_model_len=max_model_len, split_groups=split).run(
         trace, drain=drain
     )
 
 
 def sweep_managers(
-    managers: dict[str, Callable[[], KVCacheManager]],
+    managers: dict[str, Callable[[], KVSlots]],
     trace_at: Callable[[float], list[TimedRequest]],
     rates: list[float],
     reference: str,
@@ -102,7 +102,7 @@ def sweep_managers(
 
 @dataclass(kw_only=True)
 class _Simulation:
-    manager: KVCacheManager
+    manager: KVSlots
     cost: StepCost
     max_model_len: int
     max_num_seqs: int = 512

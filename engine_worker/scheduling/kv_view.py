@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine_worker.scheduling.block_pool import BlockPool
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
 
 
-def kv_view(kv_cache: KVCacheManager, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
+def kv_view(kv_cache: KVSlots, sequences: Iterable[Sequence], waits_for: str) -> dict[str, Any]:
     """`sequences`: all of the engine, those that run first; `waits_for`: why the first that waits does.
 
     states: a letter a block, by id: p(adding) f(ree) c(ached) a(ctive) s(hared). Owners follow from the block tables.
@@ -22,7 +22,7 @@ def kv_view(kv_cache: KVCacheManager, sequences: Iterable[Sequence], waits_for: 
     device, host = kv_cache.device_pool, kv_cache.host_pool
     return {
         "block_size_tokens": kv_cache.block_size,
-        "device": _pool_view(device),
+        "device": None if device is None else _pool_view(device),
         "host": None if host is None else _pool_view(host),
         "waits_for": waits_for,
         "sequences": [_sequence_view(sequence, kv_cache.block_size) for sequence in sequences],

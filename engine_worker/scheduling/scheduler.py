@@ -35,9 +35,9 @@ from engine_worker.scheduling.background_share import BackgroundShare
 from engine_worker.scheduling.batch import ScheduledBatch, SequenceUpdate, StepResult
 from engine_worker.scheduling.beam_search import BeamSearch
 from engine_worker.scheduling.intake import NOTHING, Intake, IntakeForecast
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.kv_durations import KVDurations
 from engine_worker.scheduling.kv_events import KVTotals
+from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.kv_view import kv_view
 from engine_worker.scheduling.policy import FirstComeFirstServed
 from engine_worker.scheduling.preemption import PreemptionMode
@@ -54,9 +54,7 @@ __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 class Scheduler:
     """It decides what a step does. It has many members because metrics and heartbeats read its counts between steps."""
 
-    def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, policy: FirstComeFirstServed | None = None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVSlots, policy: FirstComeFirstServed | None = None) -> None:
         self.config = config
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size

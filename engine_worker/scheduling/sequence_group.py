@@ -15,8 +15,8 @@ from engine_worker.scheduling.beam_search import BeamSearch, Hypothesis
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceStatus
 
 
-class BlockTables(Protocol):
-    """The part of the KVCacheManager that a beam search needs."""
+class ForkableTables(Protocol):
+    """The part of KVSlots that a beam search needs; the whole of it knows batches, which know groups."""
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None: ...
 
@@ -119,7 +119,7 @@ class SequenceGroup:
             ended.append(sequence)
         return ended
 
-    def move_beams(self, moves: Iterable[BeamCandidate], block_tables: BlockTables) -> None:
+    def move_beams(self, moves: Iterable[BeamCandidate], kv_cache: ForkableTables) -> None:
         """Continue each move's beam by its token, in the order of the moves; beams without a move are dropped.
 
         The first move of a beam takes the beam itself, each other one a fork that shares all its blocks.
@@ -128,11 +128,11 @@ class SequenceGroup:
         taken: set[int] = set()
         for move in moves:
             beam = self.active[move.beam]
-            moved.append((_fork(beam, block_tables) if move.beam in taken else beam, move))
+            moved.append((_fork(beam, kv_cache) if move.beam in taken else beam, move))
             taken.add(move.beam)
         for place, beam in enumerate(self.active):
             if place not in taken:
-                block_tables.free(beam)
+                kv_cache.free(beam)
                 beam.status = SequenceStatus.FINISHED
         for beam, move in moved:  # after the forks, which copy the tokens before
             beam.output_token_ids.append(move.token_id)
@@ -141,9 +141,9 @@ class SequenceGroup:
         self.active = list(self.sequences)
 
 
-def _fork(parent: Sequence, block_tables: BlockTables) -> Sequence:
+def _fork(parent: Sequence, kv_cache: ForkableTables) -> Sequence:
     child = _like(parent, list(parent.output_token_ids), SequenceStatus.RUNNING)
-    block_tables.fork(parent, child, parent.num_computed_tokens)
+    kv_cache.fork(parent, child, parent.num_computed_tokens)
     return child
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine_worker.scheduling.batch import ScheduledSequence
-from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.kv_slots import KVSlots
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus, ends_with_inflight_token
 from engine_worker.scheduling.sequence_group import SequenceGroup
 
@@ -47,7 +47,7 @@ class Survey:
         self.behind = [place for place in self.behind if place[0] not in dropped]
 
 
-def survey(running: Iterable[SequenceGroup], kv_cache: KVCacheManager) -> tuple[Survey, Survey]:
+def survey(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[Survey, Survey]:
     """(of interactive requests, of background ones)."""
     interactive, background = Survey(), Survey()
     needs_room = kv_cache.needs_room
@@ -71,7 +71,7 @@ def survey(running: Iterable[SequenceGroup], kv_cache: KVCacheManager) -> tuple[
 
 
 class StepPlan:
-    def __init__(self, kv_cache: KVCacheManager) -> None:
+    def __init__(self, kv_cache: KVSlots) -> None:
         self.sequences: list[ScheduledSequence] = []
         self._kv_cache = kv_cache
         self._block_size = kv_cache.block_size

@@ -81,7 +81,7 @@ def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() 
     first, second = forked(kv_cache, parent, 11), forked(kv_cache, parent, 12)
     kv_cache.free(parent)
     assert first.block_table == second.block_table == [1, 2]
-    assert (first.num_computed_tokens, kv_cache.num_missing_blocks(first)) == (6, 1)
+    assert (first.num_computed_tokens, kv_cache.tables.missing(first)) == (6, 1)
     kv_cache.allocate(first)
     kv_cache.allocate(second)  # alone in its block now: no copy
     assert (first.block_table, second.block_table) == ([1, 3], [1, 2])
@@ -95,7 +95,7 @@ def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
     parent = computed(kv_cache, 8)
     children = [forked(kv_cache, parent, token_id) for token_id in (11, 12)]
     for child in children:
-        assert kv_cache.num_missing_blocks(child) == 1
+        assert kv_cache.tables.missing(child) == 1
         kv_cache.allocate(child)
     assert [child.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
     assert kv_cache.take_transfers().block_copies == []

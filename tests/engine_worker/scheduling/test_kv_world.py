@@ -179,7 +179,7 @@ def has_effect(owner: Any, *arguments: Any) -> bool:
         return bool(num_computed_tokens // owner.block_size > sequence.num_published_blocks)
     if isinstance(owner, HostTier):
         return bool(owner._planned.swap_out and owner._planned.swap_in)
-    return bool(arguments[0]) if arguments else bool(owner._block_copies)
+    return bool(arguments[0]) if arguments else bool(owner.tables.copies)
 
 
 def without_one_block(right: Callable[..., Any], pool: BlockPool, block_ids: list[int]) -> None:

@@ -1,0 +1,87 @@
+"""The prefixes that others have computed: on the device by the prefix cache, behind it on the host.
+
+    longest_hit   what `sequence` need not compute, as blocks to share, to fetch, or one to copy
+    adopt         its block table begins with them
+    evict         the device gives a block to somebody else: it goes to the host if that is worth a copy
+
+It is part of a block's walk, between the manager, who admits, and the two that find blocks by their content. It knows
+block ids and hashes, and not whether there is room.
+"""
+
+from engine_worker.scheduling.block_pool import BlockPool
+from engine_worker.scheduling.block_tables import BlockTables
+from engine_worker.scheduling.host_tier import HostTier
+from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes
+from engine_worker.scheduling.prefix_cache import PrefixCache, PrefixMatch
+from engine_worker.scheduling.sequence import Sequence
+
+
+class StoredPrefixes:
+    def __init__(
+        self,
+        pool: BlockPool,
+        tables: BlockTables,
+        host: HostTier | None,
+        config: HostTierConfig | None,
+        block_size: int,
+    ) -> None:
+        """`host`, if there is a tier, is made by `config`; `pool` and `tables` are the device's."""
+        self._pool = pool
+        self._tables = tables
+        self._host = host
+        self._costs = config.costs if config else None
+        self._keeps_all = config is not None and config.offloaded_prefixes is OffloadedPrefixes.ALL
+        self._cache = PrefixCache(pool, block_size)
+        self._block_size = block_size
+
+    def longest_hit(self, sequence: Sequence, step: int) -> PrefixMatch:
+        """The longest prefix that is here, of the tokens that `sequence` need not compute, where fetching it pays."""
+        match = self._cache.match(sequence, step)
+        if self._host is None:
+            return match
+        last = sequence.num_reusable_tokens // self._block_size
+        run = self._host.find_run(sequence.block_hashes[len(match.block_ids) : last])
+        costs = self._costs
+        if not run or (costs and costs.load_seconds(len(run)) >= costs.compute_seconds(len(run) * self._block_size)):
+            return match
+        return PrefixMatch(match.block_ids, host_block_ids=run)
+
+    def adopt(self, sequence: Sequence, match: PrefixMatch, num_new: int, step: int) -> None:
+        """Begin the table of `sequence` with `match`, and complete it with `num_new` blocks, which are available."""
+        num_shared, num_fetched = len(match.block_ids), len(match.host_block_ids)
+        self._pool.share(match.block_ids)
+        source = match.copied_block_id
+        if source is not None:
+            self._pool.share([source])
+            self._pool.hold(source)
+        if self._host:
+            self._host.share(match.host_block_ids)  # before the allocation: what it evicts goes to the host
+        sequence.block_table = match.block_ids + self._pool.allocate(num_new)
+        sequence.num_computed_tokens = (num_shared + num_fetched) * self._block_size
+        sequence.num_published_blocks = num_shared
+        if source is not None:
+            self._tables.begin_with_copy(sequence, num_shared, source)
+            sequence.num_computed_tokens += match.num_copied_tokens
+        if self._host and num_fetched:
+            self._host.fetch(match.host_block_ids, sequence.block_table[num_shared : num_shared + num_fetched])
+            self._host.free(match.host_block_ids)
+            self.publish(sequence, sequence.num_computed_tokens, step)
+        self._cache.want(sequence.block_table[: num_shared + num_fetched])
+
+    def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
+        """`step` computes `sequence` to `num_computed_tokens`: others can share its blocks."""
+        self._cache.publish(sequence, num_computed_tokens, step)
+
+    def publish_end(self, sequence: Sequence, step: int) -> None:
+        """`sequence` gives up its blocks, whose content `step` was the last to add to."""
+        self._cache.publish_end(sequence, step)
+
+    def want(self, block_ids: list[int]) -> None:
+        """The sequence that loses these blocks will be back."""
+        self._cache.want(block_ids)
+
+    def evict(self, block_id: int, block_hash: bytes) -> bool:
+        """The device gives the block to somebody else; whether its content is kept on the host."""
+        is_full, is_wanted = self._cache.forget(block_id)
+        is_worth_it = is_full and (is_wanted or self._keeps_all)
+        return is_worth_it and self._host is not None and self._host.keep(block_id, block_hash)
