@@ -21,6 +21,7 @@ PROGRAMS = {
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
+    "quality": "engine.quality",  # what fewer bits cost: perplexity and likeliest tokens
     "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others
     "http-cases": "serving.http_cases",  # servers in turn under the same loads
     "http-share": "serving.http_share",  # what of the engine's speed is left through HTTP

@@ -1,0 +1,128 @@
+"""What a model loses by fewer bits: python -m bench quality MODEL_DIR --out FILE --quantization fp8 [--device cuda].
+
+The same texts are scored by the model as it is (`--quantization none`, a KV cache of its own type) and by the flags,
+each token given those before it in its window. Told are the perplexity of a word of both, and of how many tokens the
+likeliest is the same. Texts are the pages of docs/ unless given; a smaller part of them with --most-tokens.
+
+On a CPU fp8 weights are dequantised, so inputs keep their 16 or 32 bits there; on CUDA they are quantised, too.
+"""
+
+import argparse
+import gc
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from bench.engine.side import plain_engine
+from bench.provenance import provenance
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
+from engine_worker.kv.layout import KV_CACHE_DTYPES
+from engine_worker.scheduling.scheduler import SchedulerConfig
+from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent
+
+PAGES = Path(__file__).resolve().parents[2] / "docs"
+_STEP_TOKENS, _ROWS = 2048, 8
+
+
+@dataclass
+class Scores:
+    """Of every token but the first of each window."""
+
+    log_probabilities: list[float] = field(default_factory=list)
+    likeliest: list[int] = field(default_factory=list)
+
+
+def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int, most_tokens: int) -> list[list[int]]:
+    """Whole windows alone."""
+    windows = [
+        window for text in texts for window in _cut(tokenizer.encode(text, add_special_tokens=False).ids, length)
+    ]
+    return windows[: max(1, most_tokens // length)]
+
+
+def _cut(token_ids: list[int], length: int) -> Iterator[list[int]]:
+    for start in range(0, len(token_ids) - length + 1, length):
+        yield token_ids[start : start + length]
+
+
+def scores(settings: ExecutionSettings, windows: Sequence[list[int]]) -> Scores:
+    runner = load_model_runner(settings, lambda phase, progress, detail: None)
+    config = SchedulerConfig(
+        max_num_seqs=_ROWS, max_num_batched_tokens=_STEP_TOKENS, max_model_len=runner.max_model_len
+    )
+    engine, sampling = plain_engine(runner, config), SamplingParams(max_tokens=1, seed=0, prompt_logprobs=1)
+    for index, window in enumerate(windows):
+        engine.add_request(GenerationRequest(request_id=str(index), prompt_token_ids=window, sampling=sampling))
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, ErrorEvent):
+                raise RuntimeError(f"window {event.request_id}: {event.message}")
+            if isinstance(event, TokenEvent) and event.prompt_logprobs is not None:
+                for place, entry in enumerate(event.prompt_logprobs.tokens, event.prompt_logprobs.start):
+                    found[int(event.request_id), place] = entry.logprob, entry.top_token_ids[0]
+    ordered = [found[key] for key in sorted(found)]
+    assert len(ordered) == sum(len(window) - 1 for window in windows)
+    return Scores([probability for probability, _ in ordered], [token_id for _, token_id in ordered])
+
+
+def compared(exact: Scores, fewer: Scores, num_words: int) -> dict[str, float]:
+    perplexities = [math.exp(-sum(side.log_probabilities) / num_words) for side in (exact, fewer)]
+    same = sum(one == other for one, other in zip(exact.likeliest, fewer.likeliest, strict=True))
+    return {
+        "word_perplexity": round(perplexities[0], 4),
+        "word_perplexity_with_fewer_bits": round(perplexities[1], 4),
+        "word_perplexity_change": round(perplexities[1] / perplexities[0] - 1, 5),
+        "same_likeliest_token": round(same / len(exact.likeliest), 5),
+    }
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    texts = [path.read_text() for path in options.texts or sorted(PAGES.glob("*.md"))]
+    windows = windows_of(tokenizer, texts, options.window, options.most_tokens)
+    num_words = sum(len(tokenizer.decode(window[1:]).split()) for window in windows)
+    common: dict[str, Any] = {
+        "model": options.model, "device": options.device, "dtype": options.dtype, "max_num_seqs": _ROWS,
+        "max_num_batched_tokens": _STEP_TOKENS, "max_model_len": options.window + 1, "cudagraph_mode": "none",
+        "num_threads": options.threads, "kv_cache_memory_bytes": 2**30,
+    }  # fmt: skip
+    exact = scores(ExecutionSettings(**common, quantization="none"), windows)
+    gc.collect()
+    torch.cuda.empty_cache()
+    changed = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    fewer = scores(ExecutionSettings(**common, **changed), windows)
+    result = {
+        **provenance(["quality", *argv]),
+        "model": options.model.name,
+        **changed,
+        "tokens": len(exact.likeliest),
+        "words": num_words,
+        **compared(exact, fewer, num_words),
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench quality", description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--texts", type=Path, nargs="+")
+    parser.add_argument("--window", type=int, default=256, help="tokens that are scored together (%(default)s)")
+    parser.add_argument("--most-tokens", type=int, default=16384)
+    parser.add_argument("--threads", type=int, default=None)
+    return parser
