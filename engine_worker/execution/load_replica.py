@@ -96,7 +96,9 @@ def load_replica(
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
-    check_weight_format(plan.blueprint.weight_format, device)
+    check_weight_format(
+        plan.blueprint.weight_format, device, _dtype(settings.dtype, plan.blueprint.shape.dtype, device)
+    )
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)

@@ -69,10 +69,16 @@ def check_shape(shape: ModelShape, device_type: str) -> None:
         )
 
 
-def check_weight_format(name: str, device: torch.device) -> None:
-    """Raises ValueError where `device` cannot multiply weights of the format `name`. Starts CUDA."""
+def check_weight_format(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where `device` cannot multiply weights of the format `name` beside `dtype`. Starts CUDA."""
     if not name or device.type != "cuda":
         return
+    if dtype != torch.bfloat16:
+        told = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"weights: {name}; on cuda products of fp8 are bfloat16 and the model is {told}: --dtype bfloat16; "
+            "--quantization none multiplies an fp8 checkpoint in any type"
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         gpu, (major, minor) = torch.cuda.get_device_name(device), capability

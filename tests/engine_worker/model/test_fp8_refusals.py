@@ -165,13 +165,23 @@ def test_scales_that_are_no_factors_are_named_before_weights_load(
 def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(devices.torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    gpu = torch.device("cuda", 0)
+    gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
     with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) multiplies no fp8, which takes sm_89 or newer"):
-        check_weight_format("compressed-tensors fp8", gpu)
-    check_weight_format("", gpu)
-    check_weight_format("compressed-tensors fp8", torch.device("cpu"))
+        check_weight_format("compressed-tensors fp8", gpu, bf16)
+    check_weight_format("", gpu, bf16)
+    check_weight_format("compressed-tensors fp8", torch.device("cpu"), bf16)
     monkeypatch.setattr(devices.torch.cuda, "get_device_capability", lambda device: (8, 9))
-    check_weight_format("compressed-tensors fp8", gpu)
+    check_weight_format("compressed-tensors fp8", gpu, bf16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_another_type_beside_products_of_fp8_is_named(dtype: torch.dtype) -> None:
+    """They are bfloat16 on CUDA; a CPU dequantises to any type."""
+    told = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"products of fp8 are bfloat16 and the model is {told}: --dtype bfloat16"):
+        check_weight_format("modelopt FP8", torch.device("cuda", 0), dtype)
+    check_weight_format("modelopt FP8", torch.device("cpu"), dtype)
+    check_weight_format("", torch.device("cuda", 0), dtype)
 
 
 def test_networks_of_transformers_have_no_fp8(model: Fp8Model, tmp_path: Path) -> None:
