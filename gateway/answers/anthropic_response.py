@@ -162,7 +162,7 @@ class AnthropicFormat(ResponseFormat):
         return named_event("error", anthropic_error(error, log_request_id.get()))
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        (choice,) = choices
+        choice = next(iter(choices))
         blocks = MessageBlocks(shows_reasoning=self._shows_reasoning)
         told = (piece for update in choice.updates for piece in
                 blocks.pieces(update.reasoning, update.tool_calls, update.text))  # fmt: skip

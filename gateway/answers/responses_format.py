@@ -114,7 +114,7 @@ class ResponsesFormat(ResponseFormat):
         return self._writer.event("response.failed", response=self._failed(status, error))
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        (choice,) = choices
+        choice = next(iter(choices))
         for update in choice.updates:
             self.delta(0, update.reasoning, update.tool_calls)
             self.text(0, update.text, None, update.logprobs)
@@ -201,7 +201,7 @@ class CompactionFormat(ResponseFormat):
         return error_event(error.body())
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
-        (choice,) = choices
+        choice = next(iter(choices))
         return self._body(choice.text, usage)
 
     def _body(self, summary: str, usage: UsageCount) -> bytes:
