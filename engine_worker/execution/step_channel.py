@@ -103,7 +103,9 @@ class _Slots:
         header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
         start = self._start(number)
         crc32 = _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        self._map[start : start + _PREFIX_BYTES + len(message)] = header + crc32 + message
+        first = start + _PREFIX_BYTES
+        self._map[first : first + len(message)] = message
+        self._map[start:first] = header + crc32
 
     def read(self, number: int) -> bytes:
         start = self._start(number)
