@@ -18,7 +18,6 @@ PROGRAMS = {
     "soak": "engine.soak",  # random traffic on one engine, its state checked after each step
     "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
-    "step-channel": "engine.step_channel",  # what a step's message to other ranks costs rank 0
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory

@@ -15,17 +15,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine_worker.execution.settings import parse_endpoint
 from engine_worker.follower import EXIT_CANNOT_START, EXIT_CORRUPTED, EXIT_FAILED
 from shared.garbage_collection import search_rarely
 from shared.logs import configure_logging
-from shared.settings import SettingsError
 
 logger = logging.getLogger("worker")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parsed(argv)
+    options = _parser().parse_args(argv)
     configure_logging(options.log_format)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -60,22 +58,6 @@ def _follow(options: argparse.Namespace) -> None:
     loaded = load_replica(member.plan, report, member.tensor_parallel)
     search_rarely()
     follow(loaded.replica, member.tensor_parallel, member.channel, member.plan.device)
-
-
-def parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """Ends the process where the options name no rank but the first, or no endpoint."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    size, rank = options.tensor_parallel_size, options.rank
-    if size < 2:
-        parser.error(f"--tensor-parallel-size: 2 or more; got {size}")
-    if not 1 <= rank < size:
-        parser.error(f"--rank: 1 to {size - 1} of {size}, for rank 0 is the worker; got {rank}")
-    try:
-        parse_endpoint(options.rendezvous_endpoint)
-    except SettingsError as error:
-        parser.error(str(error))
-    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,17 +4,20 @@
     gated_fp8_linear(x, weight, tiles)    x, weight: Scaled of [T, K] and [2 * N, K]    -> silu(gate) * up [T, N]
         gate, up = rows [0, N) and [N, 2 * N) of the weight
 
-T <= 128; K a multiple of 128; Scaled is of scaled.py: rows with one scale or one for each 128 elements, a weight with
+T <= 256; K a multiple of 128; Scaled is of scaled.py: rows with one scale or one for each 128 elements, a weight with
 one scale a row or one for each block of 128 x 128. Products of 128 elements of K are summed by the tensor cores, whose
-accumulator of 8-bit floats has 14 bits on Hopper; those sums are scaled and added up in float32, in the order of K. So
-a row's result depends neither on T nor on its neighbours. The rest is as in skinny_linear.py: a ring of steps filled by
-TMA, each program an even share of the tiles, weights asked for before the kernel before has ended. Does not quantise
-(fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has no interpreter.
+accumulator of 8-bit floats has 14 bits on Hopper; those sums are scaled and added up in float32, in the order of K. A
+row's result does not depend on its neighbours, nor on T with tiles of as many halves. The rest is as in
+skinny_linear.py: a ring of steps filled by TMA, each program an even share of the tiles, weights asked for before the
+kernel before has ended. Where long rows have few tiles, two programs have half of K each, and the second to end adds
+the other's sums. Does not quantise (fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has
+no interpreter.
 """
 # Arguments of a launch are flat (ADR 0108).
 # Tuples in kernels have no star expressions.
 # ruff: noqa: PLR0913, PLR0917, RUF005
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -27,9 +30,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.scaled import GROUP, Scaled
-from kernels.skinny_linear import MAX_ROWS, NUM_SMS, Tiles, store_turned
+from kernels.skinny_linear import NUM_SMS, store_turned
 
+MAX_ROWS = 256
 _SHARED_BYTES = 225 * 1024
+_MOST_PLACES = 1024  # tiles times blocks of rows, where K is halved
+
+
+@dataclass(frozen=True)
+class Fp8Tiles:
+    """How a product is cut. `block_n` counts rows of the weight, gate and up together where it is gated; `row_blocks`
+    programs share the rows of x, at most 128 each; with two `halves` two programs share the inputs."""
+
+    block_n: int
+    block_k: int
+    row_blocks: int = 1
+    halves: int = 1
 
 
 def fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
@@ -43,7 +59,7 @@ def gated_fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
 
 @gluon.jit
 def _load_weights(
-    weight, ring, barriers, step, num_steps, first_tile,
+    weight, ring, barriers, step, num_steps, first_tile, first_column,
     UP: gl.constexpr, BOXES: gl.constexpr, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr,
     STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -53,7 +69,7 @@ def _load_weights(
     row = (first_tile + step // STEPS) * BOX_N
     mbarrier.expect(barriers.index(stage), (BOXES * BOX_N + BLOCK_M) * CHUNKS * 128, pred=wanted)
     for chunk in gl.static_range(CHUNKS):
-        column = (step % STEPS * CHUNKS + chunk) * 128
+        column = first_column + (step % STEPS * CHUNKS + chunk) * 128
         for box in gl.static_range(BOXES):
             target = ring.index((stage * CHUNKS + chunk) * BOXES + box)
             place = [row + box * UP, column]
@@ -62,12 +78,12 @@ def _load_weights(
 
 @gluon.jit
 def _load_rows(
-    x, ring, barriers, step, num_steps, first_row,
+    x, ring, barriers, step, num_steps, first_row, first_column,
     CHUNKS: gl.constexpr, STEPS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     stage = step % NUM_STAGES
     for chunk in gl.static_range(CHUNKS):
-        place = [first_row, (step % STEPS * CHUNKS + chunk) * 128]
+        place = [first_row, first_column + (step % STEPS * CHUNKS + chunk) * 128]
         target = ring.index(stage * CHUNKS + chunk)
         tma.async_copy_global_to_shared(x, place, barriers.index(stage), target, pred=step < num_steps)
 
@@ -119,21 +135,44 @@ def _scaled_by_rows(
     return sums
 
 
+@gluon.jit
+def _gated(gate, up, dtype: gl.constexpr):
+    """silu(gate) * up of what is rounded, as if it were stored."""
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _joined(
+    own, halves, arrivals, place, half, num_rows, BOX_N: gl.constexpr, BLOCK_M: gl.constexpr, sums: gl.constexpr
+):  # fmt: skip
+    """The sum over both halves of K, and the rows to store: none by the first of the two. Either order is one sum."""
+    elements = gl.arange(0, BOX_N, gl.SliceLayout(1, sums))[:, None] * BLOCK_M
+    elements += gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))[None, :]
+    gl.store(halves + (2 * place + half) * (BOX_N * BLOCK_M) + elements, own)
+    gl.thread_barrier()  # the stores of all threads come before the arrival that one of them tells
+    is_second = gl.atomic_add(arrivals + place, 1, sem="acq_rel", scope="gpu") == 1
+    other = halves + (2 * place + 1 - half) * (BOX_N * BLOCK_M) + elements
+    own += gl.load(other, mask=(elements >= 0) & is_second, other=0.0, cache_modifier=".cg")
+    gl.store(arrivals + place, 0, mask=is_second)  # for the next product, which waits for this one
+    return own, gl.where(is_second, num_rows, 0)
+
+
 # The number of rows changes from step to step and must not compile anything.
 @gluon.jit(do_not_specialize=["num_rows"])
 def fp8_linear_kernel(
-    weight, weight_scales, x, x_scales, output, num_rows,
+    weight, weight_scales, x, x_scales, output, halves, arrivals, num_rows,
     NUM_OUTPUTS: gl.constexpr, NUM_INPUTS: gl.constexpr, GATED: gl.constexpr,
     ROWS_GROUPED: gl.constexpr, WEIGHT_GROUPED: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
-    ROW_BLOCKS: gl.constexpr, NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
+    ROW_BLOCKS: gl.constexpr, HALVES: gl.constexpr, NUM_SHARES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Program = (share of the tiles, rows of x); those with the same tiles are neighbours."""
+    """Program = (share of the tiles, rows of x, half of K); those with the same tiles are neighbours."""
     gdc_launch_dependents()
     BOXES: gl.constexpr = 2 if GATED else 1
     BOX_N: gl.constexpr = BLOCK_N // BOXES
     GROUPS: gl.constexpr = NUM_INPUTS // 128
-    STEPS: gl.constexpr = GROUPS // CHUNKS
+    STEPS: gl.constexpr = GROUPS // CHUNKS // HALVES
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 32])
     weights = gl.allocate_shared_memory(weight.dtype, [NUM_STAGES * CHUNKS * BOXES, BOX_N, 128], weight.layout)
     rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * CHUNKS, BLOCK_M, 128], x.layout)
@@ -141,18 +180,20 @@ def fp8_linear_kernel(
     for early in gl.static_range(NUM_STAGES):
         mbarrier.init(barriers.index(early), count=1)
     NUM_TILES: gl.constexpr = NUM_OUTPUTS // BOX_N
-    share, first_row = gl.program_id(0) // ROW_BLOCKS, gl.program_id(0) % ROW_BLOCKS * BLOCK_M
+    program = gl.program_id(0) // HALVES
+    first_column = gl.program_id(0) % HALVES * STEPS * CHUNKS * 128
+    share, first_row = program // ROW_BLOCKS, program % ROW_BLOCKS * BLOCK_M
     first_tile = share * NUM_TILES // NUM_SHARES
     num_tiles = (share + 1) * NUM_TILES // NUM_SHARES - first_tile
     num_steps = num_tiles * STEPS
     for early in gl.static_range(NUM_STAGES):
         _load_weights(
-            weight, weights, barriers, early, num_steps, first_tile,
+            weight, weights, barriers, early, num_steps, first_tile, first_column,
             NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
         )  # fmt: skip
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
-        _load_rows(x, rows, barriers, early, num_steps, first_row, CHUNKS, STEPS, NUM_STAGES)
+        _load_rows(x, rows, barriers, early, num_steps, first_row, first_column, CHUNKS, STEPS, NUM_STAGES)
     row_of_x = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
     zeros = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
     step = 0
@@ -161,7 +202,7 @@ def fp8_linear_kernel(
         second = gl.zeros([BOX_N, BLOCK_M], gl.float32, sums)
         for step_of_tile in range(STEPS):
             scales = _scales_of_step(  # they arrive while the step does
-                weight_scales, x_scales, step_of_tile * CHUNKS, tile * BOX_N, num_rows, row_of_x,
+                weight_scales, x_scales, first_column // 128 + step_of_tile * CHUNKS, tile * BOX_N, num_rows, row_of_x,
                 NUM_OUTPUTS, GROUPS, BOXES, CHUNKS, ROWS_GROUPED, WEIGHT_GROUPED,
             )  # fmt: skip
             stage = step % NUM_STAGES
@@ -173,34 +214,47 @@ def fp8_linear_kernel(
                 if GATED:
                     product = warpgroup_mma_wait((CHUNKS - chunk) * BOXES - 2, deps=(products[chunk * BOXES + 1],))
                     second += product * scales[chunk * BOXES + 1]
-            # The products of the step before are done in every warp, so its stage is free.
-            ahead = gl.where(step > 0, step - 1 + NUM_STAGES, num_steps)
+            gl.thread_barrier()  # the products of the step are done in every warp, so its stage is free
             _load_weights(
-                weight, weights, barriers, ahead, num_steps, first_tile,
+                weight, weights, barriers, step + NUM_STAGES, num_steps, first_tile, first_column,
                 NUM_OUTPUTS, BOXES, BOX_N, BLOCK_M, CHUNKS, STEPS, NUM_STAGES,
             )  # fmt: skip
-            _load_rows(x, rows, barriers, ahead, num_steps, first_row, CHUNKS, STEPS, NUM_STAGES)
+            _load_rows(
+                x, rows, barriers, step + NUM_STAGES, num_steps, first_row, first_column, CHUNKS, STEPS, NUM_STAGES
+            )
             step += 1
-        outputs = weight_scales + tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, sums))
-        result = _scaled_by_rows(first, outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
+        num_stored = num_rows
+        if HALVES == 2:
+            place, half = tile * ROW_BLOCKS + program % ROW_BLOCKS, gl.program_id(0) % 2
+            first, num_stored = _joined(first, halves, arrivals, place, half, num_rows, BOX_N, BLOCK_M, sums)
+        of_outputs = weight_scales + tile * BOX_N + gl.arange(0, BOX_N, gl.SliceLayout(1, sums))
+        result = _scaled_by_rows(first, of_outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
         if GATED:
-            outputs += NUM_OUTPUTS
-            up = _scaled_by_rows(second, outputs, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
-            gate = result.to(output.dtype.element_ty).to(gl.float32)
-            result = gate / (1.0 + gl.exp(-gate)) * up.to(output.dtype.element_ty).to(gl.float32)
-        result = result.to(output.dtype.element_ty)
-        store_turned(result, output, tile, first_row, num_rows, NUM_OUTPUTS, BOX_N, BLOCK_M, num_warps)
+            of_up = of_outputs + NUM_OUTPUTS
+            up = _scaled_by_rows(second, of_up, x_scales, row_of_x, num_rows, ROWS_GROUPED, WEIGHT_GROUPED)
+            result = _gated(result, up, output.dtype.element_ty)
+        store_turned(
+            result.to(output.dtype.element_ty),
+            output,
+            tile,
+            first_row,
+            num_stored,
+            NUM_OUTPUTS,
+            BOX_N,
+            BLOCK_M,
+            num_warps,
+        )
 
 
-def fp8_linear(x: Scaled, weight: Scaled, tiles: Tiles) -> Tensor:
+def fp8_linear(x: Scaled, weight: Scaled, tiles: Fp8Tiles) -> Tensor:
     return _launch(x, weight, tiles, len(weight), is_gated=False)
 
 
-def gated_fp8_linear(x: Scaled, weight: Scaled, tiles: Tiles) -> Tensor:
+def gated_fp8_linear(x: Scaled, weight: Scaled, tiles: Fp8Tiles) -> Tensor:
     return _launch(x, weight, tiles, len(weight) // 2, is_gated=True)
 
 
-def _launch(x: Scaled, weight: Scaled, tiles: Tiles, num_outputs: int, is_gated: bool) -> Tensor:
+def _launch(x: Scaled, weight: Scaled, tiles: Fp8Tiles, num_outputs: int, is_gated: bool) -> Tensor:
     num_rows, num_inputs = x.values.shape
     boxes = 2 if is_gated else 1
     box_n = tiles.block_n // boxes
@@ -215,15 +269,23 @@ def _launch(x: Scaled, weight: Scaled, tiles: Tiles, num_outputs: int, is_gated:
     output = x.values.new_empty(num_rows, num_outputs, dtype=torch.bfloat16)
     if num_rows == 0:
         return output
+    assert num_rows <= 128 * tiles.row_blocks
     block_m = max(8, triton.next_power_of_2(triton.cdiv(num_rows, tiles.row_blocks)))  # wgmma has no fewer columns
     stage_bytes = (tiles.block_n + block_m) * tiles.block_k
-    num_shares = min(num_outputs // box_n, NUM_SMS // tiles.row_blocks)
-    fp8_linear_kernel[(num_shares * tiles.row_blocks,)](
+    num_shares = min(num_outputs // box_n, NUM_SMS // (tiles.row_blocks * tiles.halves))
+    halves = None
+    if tiles.halves == 2:
+        num_places = num_outputs // box_n * tiles.row_blocks
+        assert not is_gated and num_places <= _MOST_PLACES and num_inputs % (2 * tiles.block_k) == 0
+        halves = x.values.new_empty(2 * num_places * box_n * block_m, dtype=torch.float32)
+    fp8_linear_kernel[(num_shares * tiles.row_blocks * tiles.halves,)](
         _descriptor(weight.values, box_n),
         weight.scales,
         _descriptor(x.values, block_m),
         x.scales,
         output,
+        halves,
+        _arrivals(x.values.device),
         num_rows,
         NUM_OUTPUTS=num_outputs,
         NUM_INPUTS=num_inputs,
@@ -235,11 +297,18 @@ def _launch(x: Scaled, weight: Scaled, tiles: Tiles, num_outputs: int, is_gated:
         CHUNKS=tiles.block_k // GROUP,
         NUM_STAGES=(_SHARED_BYTES - output.element_size() * box_n * block_m) // stage_bytes,
         ROW_BLOCKS=tiles.row_blocks,
+        HALVES=tiles.halves,
         NUM_SHARES=num_shares,
-        num_warps=tiles.num_warps,
+        num_warps=4,
         launch_pdl=True,
     )
     return output
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs of each tile that have arrived: zeros between products, which run one after the other."""
+    return torch.zeros(_MOST_PLACES, dtype=torch.int32, device=device)
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:

@@ -103,9 +103,7 @@ class _Slots:
         header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
         start = self._start(number)
         crc32 = _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        first = start + _PREFIX_BYTES
-        self._map[first : first + len(message)] = message
-        self._map[start:first] = header + crc32
+        self._map[start : start + _PREFIX_BYTES + len(message)] = header + crc32 + message
 
     def read(self, number: int) -> bytes:
         start = self._start(number)

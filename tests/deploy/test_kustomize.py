@@ -95,7 +95,7 @@ def test_ranks_of_several_hosts_meet_at_their_leader_by_options_that_there_are()
     assert arguments.keys() == {"engine_worker", "engine_worker.remote_follower"}
     argv = ["--model", "/m", "--served-model-name", "m", *arguments["engine_worker"]]
     execution = load_settings(WorkerSettings, argv, {}, prog="worker").settings.execution
-    options_ = remote_follower.parsed(arguments["engine_worker.remote_follower"])
+    options_ = remote_follower._parser().parse_args(arguments["engine_worker.remote_follower"])
     assert execution.tensor_parallel_size == options_.tensor_parallel_size == 2
     assert execution.rendezvous_endpoint == options_.rendezvous_endpoint == "g-0.g.ns:29500"
     assert options_.rank == 1

@@ -46,6 +46,7 @@ class Fp8Linear:
         self._weight = Scaled(weight.contiguous(), weight_scale.float().contiguous())
         self._bias = bias
         self._has_kernel = is_known(weight.device)
+        self._is_deterministic = is_deterministic
         self._is_in_pieces = is_deterministic or not _has_product_of_blocks(self._weight)
         self.scaling = Scaling.GROUPS if self._weight.is_grouped else Scaling.ROWS
         if is_deterministic and self._most_rows(is_gated and bias is None) == 0:
@@ -89,7 +90,9 @@ class Fp8Linear:
         return products[0] if len(products) == 1 else torch.cat(products)
 
     def _most_rows(self, is_gated: bool) -> int:
-        return most_fp8_rows(self._shape(is_gated), self._weight.is_grouped) if self._has_kernel else 0
+        if not self._has_kernel:
+            return 0
+        return most_fp8_rows(self._shape(is_gated), self._weight.is_grouped, self._is_deterministic)
 
     def _shape(self, is_gated: bool) -> Shape:
         num_outputs, num_inputs = self._weight.values.shape

@@ -9,7 +9,6 @@ from engine_worker.execution import load_replica, rank_group
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.load_replica import check_alike
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.remote_follower import parsed
 from shared.settings import SettingsError
 from tests.engine_worker.execution.reference import write_model
 
@@ -58,23 +57,6 @@ def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="--tensor-parallel-size 2: this process sees 1; at most 1"):
         load(model_dir, 2, device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "endpoint", "told"),
-    [
-        ("0", "2", "h:1", "--rank: 1 to 1 of 2, for rank 0 is the worker; got 0"),
-        ("5", "4", "h:1", "--rank: 1 to 3 of 4, for rank 0 is the worker; got 5"),
-        ("1", "1", "h:1", "--tensor-parallel-size: 2 or more; got 1"),
-        ("1", "2", "h:0", "--rendezvous-endpoint: HOST:PORT with a port from 1 to 65535; got 'h:0'"),
-    ],
-)
-def test_a_rank_of_another_host_that_is_none(
-    rank: str, size: str, endpoint: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parsed(["--rank", rank, "--tensor-parallel-size", size, "--rendezvous-endpoint", endpoint])
-    assert told in capsys.readouterr().err
 
 
 def test_gpus_of_two_kinds() -> None:
