@@ -164,7 +164,7 @@ class FakeInferenceClient:
         for beat in self.workers:
             if beat.phase is WorkerPhase.READY and beat.worker_id != "supervisor":
                 self._last_ready = beat
-        return self._last_ready and WorkerStatus(self._last_ready, self.seconds_without_worker)
+        return WorkerStatus(self._last_ready, self.seconds_without_worker) if self._last_ready else None
 
     @property
     def ready(self) -> list[WorkerHeartbeat]:

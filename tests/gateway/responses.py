@@ -14,7 +14,7 @@ from tests.gateway.fake_inference import says
 from tests.gateway.test_spec_types import unknown_fields
 
 URL = "/v1/responses"
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
     "description": "The weather of a city",

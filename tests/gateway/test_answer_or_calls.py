@@ -27,7 +27,7 @@ from tests.gateway.test_tools import HI, NAMED, ask, parse
 from tests.tiny_model import IM_END, write_tiny_model
 
 CITY = {"enum": ["Rome", "Oslo"]}
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -42,7 +42,7 @@ WEATHER = {
     },
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-CLOCK = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 TOWN = {
     "type": "object",
     "properties": {"name": {"enum": ["Rome", "get_weather"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -255,7 +255,8 @@ async def test_responses_have_both_too(start_gateway: Any, roomy_model_dir: Path
         if kind == "message":
             assert whole.output_text == last.output_text == ANSWER
         else:
-            assert (whole.output[0].name, whole.output[0].arguments) == ROME
+            (call,) = list[Any](whole.output)
+            assert (call.name, call.arguments) == ROME
 
 
 UNFOLLOWED = {"type": "object", "not": {}}

@@ -74,7 +74,7 @@ async def test_beside_lines_of_a_batch_and_when_they_are_found_again(
                    enumerate([*lines, b"\n".join(lines)])]  # fmt: skip
         first.state.open_requests.draining = True  # what is created now is left to the next gateway
         created = [
-            await client.batches.create(input_file_id=upload.id, endpoint=ENDPOINT, completion_window="24h")  # type: ignore[arg-type]
+            await client.batches.create(input_file_id=upload.id, endpoint=ENDPOINT, completion_window="24h")
             for upload in uploads
         ]
     second = await start(start_gateway, tmp_path)

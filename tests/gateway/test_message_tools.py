@@ -172,13 +172,14 @@ async def test_a_schema_is_followed(gateway: Gateway, fields: dict[str, Any]) ->
 
 
 async def test_a_schema_beside_tools_leaves_both_open(gateway: Gateway) -> None:
-    fields = {"output_config": {"format": FORMAT}}
+    fields: dict[str, Any] = {"output_config": {"format": FORMAT}}
     assert await ask(gateway, '{"city": "Rome"}', **fields) == ([text_block('{"city": "Rome"}')], "end_turn")
     assert gateway.engine.requests[-1].sampling.grammar is not None
     assert await ask(gateway, CALL, **fields) == ([tool_block("get_weather", city="Zürich")], "tool_use")
 
 
-CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "clock", "input": {}}]}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "clock", "input": {}}
+CALLED: dict[str, Any] = {"role": "assistant", "content": [TOOL_USE]}
 
 
 def answered(*ids: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.messages import WorkerPhase
-from tests.gateway.batches.test_batches import begun, client_of, jsonl, line
+from tests.gateway.batches.batch_clients import begun, client_of, jsonl, line
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, heartbeat, says
 from tests.patience import PATIENCE_SECONDS

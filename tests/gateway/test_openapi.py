@@ -23,7 +23,7 @@ async def gateway(start_gateway: Callable[..., Any], tmp_path: Path) -> Gateway:
     return gateway
 
 
-async def description(gateway: Gateway) -> dict:
+async def description(gateway: Gateway) -> dict[str, Any]:
     async with gateway.session.get("/openapi.json") as response:
         assert response.status == 200
         return await response.json()
@@ -83,7 +83,9 @@ ANSWERED = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ANSWERED, ids=lambda value: str(value)[:40])
-async def test_a_usual_answer_is_as_described(gateway: Gateway, method: str, path: str, body: dict | None) -> None:
+async def test_a_usual_answer_is_as_described(
+    gateway: Gateway, method: str, path: str, body: dict[str, Any] | None
+) -> None:
     gateway.engine.script = says([5, 6], [7])
     document = await description(gateway)
     async with gateway.session.request(method, path, json=body) as response:
@@ -101,7 +103,7 @@ async def test_every_answer_is_as_described_and_none_is_a_fault(gateway: Gateway
     # /debug/kv/stream has no end, /v1/embeddings answers 501 by design, and four routes have two paths. The rest:
     # bodies that are right and wrong.
     command = [
-        SCHEMATHESIS, "run", f"http://127.0.0.1:{gateway.port}/openapi.json", "--phases=examples,coverage,fuzzing",
+        str(SCHEMATHESIS), "run", f"http://127.0.0.1:{gateway.port}/openapi.json", "--phases=examples,coverage,fuzzing",
         "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
         "negative_data_rejection,unsupported_method",
         "--exclude-path-regex=^/(debug/.*|v1/embeddings|tokenize|detokenize|tokenizer_info|models.*)$",

@@ -53,8 +53,9 @@ async def test_a_text_whole_and_streamed(gateway: Gateway) -> None:
 async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway) -> None:
     model_says(gateway, "It is", reason=FinishReason.LENGTH)
     for response in (await asked(gateway.session), (await streamed(gateway.session))[-1].response):
-        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert response.output[0].status == "incomplete" and response.output_text == "It is"
+        details, (message,) = response.incomplete_details, list[Any](response.output)
+        assert details is not None and (response.status, details.reason) == ("incomplete", "max_output_tokens")
+        assert message.status == "incomplete" and response.output_text == "It is"
     assert (await streamed(gateway.session))[-1].type == "response.incomplete"
 
 
@@ -73,7 +74,7 @@ async def test_reasoning_text_and_calls_are_items_in_their_order(start_gateway: 
     assert whole.usage is not None and whole.usage == events[-1].response.usage
     assert whole.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")  # a token a character
     for output in (whole.output, events[-1].response.output):
-        reasoning, message, *calls = output
+        reasoning, message, *calls = list[Any](output)
         assert reasoning.content[0].text == "hm" and message.content[0].text.strip() == "I look."
         assert [(call.type, call.name, call.arguments) for call in calls] == [
             ("function_call", "get_weather", '{"city": "Rome"}')
@@ -108,7 +109,8 @@ async def test_logprobs_are_asked_for_with_include(gateway: Gateway, tiny_model:
     body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = await asked(gateway.session, **body)
     events = await streamed(gateway.session, **body)
-    scores = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    message: Any = whole.output[0]
+    scores = message.content[0].logprobs
     assert scores and bytes(byte for entry in scores for byte in entry.bytes).decode() == "It is é."
     assert all(len(entry.top_logprobs) == 2 for entry in scores)
     told = [entry for event in events if event.type.endswith(".delta") for entry in event.logprobs]

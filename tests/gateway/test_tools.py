@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.answers.choice_progress import reads_special_mark
 from gateway.errors import InvalidRequest
+from gateway.models.model_service import model_options
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
 from gateway.requests.openai_schema import CompletionRequest, parse_chat
 from gateway.requests.request_body import decode_body
@@ -26,7 +27,7 @@ from tests.tiny_model import write_tiny_model
 
 CHAT_URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -318,7 +319,7 @@ def test_the_template_shows_the_family(source: str, family: str) -> None:
         def has_special(self, text: str) -> bool:
             return text == TOOL_CALL_PARSERS[family][1]
 
-    settings = GatewaySettings(model=Path("unused"))
+    (settings,) = model_options(GatewaySettings(model=Path("unused")))
     assert reads_special_mark(settings, Encoder(), parse())
     assert not reads_special_mark(settings, Encoder(), parse(tool_choice="required"))
     assert not reads_special_mark(settings, Encoder(), parse(tools=[]))

@@ -122,7 +122,7 @@ async def test_long_bodies_are_made_beside_the_event_loop_and_never_refused(
     threads: list[int] = []
     make = delivery._body_of
 
-    def watched(*arguments: Any) -> bytes:
+    def watched(*arguments: Any) -> bytes | bytearray:
         threads.append(threading.get_ident())
         return make(*arguments)
 
@@ -199,13 +199,11 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
     stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
     read: dict[int, list[int]] = {0: [], 1: []}
     while not isinstance(event := stream.read(), FinishEvent):
-        assert event is not None and 0 < len(event.token_ids) <= most  # type: ignore[union-attr]
-        assert event.index == len(read[event.choice])  # type: ignore[union-attr]
-        assert [score.logprob for score in event.logprobs or ()] == [  # type: ignore[union-attr]
-            -float(id_)
-            for id_ in event.token_ids
-            if has_scores  # type: ignore[union-attr]
+        assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= most
+        assert event.index == len(read[event.choice])
+        assert [score.logprob for score in event.logprobs or ()] == [
+            -float(id_) for id_ in event.token_ids if has_scores
         ]
-        read[event.choice] += event.token_ids  # type: ignore[union-attr]
-        assert (event.finish_reason is None) == (len(read[event.choice]) < num_tokens)  # type: ignore[union-attr]
+        read[event.choice] += event.token_ids
+        assert (event.finish_reason is None) == (len(read[event.choice]) < num_tokens)
     assert read == {0: tokens, 1: tokens}

@@ -52,7 +52,7 @@ def test_who_hands_a_body_on_does_not_decode_it(processes: WorkProcesses, monkey
     expected = COMPLETION.parse(COMPLETION.decode(data))
     monkeypatch.setattr(request_body, "_decoder", None)
     body = processes.run(partial(COMPLETION.decode, data))
-    assert (body.names, body.num_bytes) == ({"prompt", "max_tokens"}, len(data))
+    assert (body.names, body.num_bytes) == (frozenset({"prompt", "max_tokens"}), len(data))
     assert len(pickle.dumps(body)) < len(data) + 1000
     assert processes.run(partial(COMPLETION.parse, body)) == expected
     monkeypatch.undo()

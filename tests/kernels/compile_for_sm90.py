@@ -100,10 +100,10 @@ def attention(
             plan = TritonPlan(tables, indices[: rows + 1], indices[:rows], max_query_len, 4096, heads, key_cache)
             plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True)
         # Those for every device.
-        plan = plan_decode(*lengths, 4096, heads, head_dim)
+        shares = plan_decode(*lengths, 4096, heads, head_dim)
         output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
         caches = (key_cache, value_cache, tables)
-        attend_decode(qkv[:, :heads], *caches, plan, output, scale, True, value_scale)
+        attend_decode(qkv[:, :heads], *caches, shares, output, scale, True, value_scale)
         for max_query_len in (8, 100, 512):  # short, small and large tiles
             attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale, value_scale)
 

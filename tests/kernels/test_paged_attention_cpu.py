@@ -1,5 +1,8 @@
 """The CPU's paged attention against the kernel's reference: the same arguments must give the same result."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ BATCHES = {
 
 def random_batch(
     lengths: list[tuple[int, int]], *, block_size: int, num_kv_heads: int, group: int, dtype: torch.dtype
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(len(lengths))
     head_dim, num_layers, layer = 16, 3, 1
     max_blocks = max(-(-seq_len // block_size) for _, seq_len in lengths)
@@ -104,8 +107,9 @@ def test_a_cache_in_e4m3_equals_its_numbers_dequantised(name: str, block_size: i
     dequantised = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
     expected = paged_attention_reference(query, *dequantised, *rest)
     cached = stored[:, 0, 0], stored[:, 0, 1]
-    torch.testing.assert_close(cpu.paged_attention_cpu(query, *cached, *rest, kv_scales=scales), expected)
-    torch.testing.assert_close(paged_attention_reference(query, *cached, *rest, kv_scales=scales), expected)
+    both: list[Callable[..., torch.Tensor]] = [cpu.paged_attention_cpu, paged_attention_reference]
+    for attention in both:
+        torch.testing.assert_close(attention(query, *cached, *rest, kv_scales=scales), expected)
 
 
 def test_numbers_beyond_e4m3_saturate() -> None:

@@ -113,7 +113,8 @@ class TestRecords:
 
     def test_one_of_the_previous_release_is_read(self) -> None:
         others = [generation("b")]
-        old = {"kind": "text_completion", "body": b'{"prompt":["a","b"]}', "created": 1, "detach_seconds": 2.0}
+        old: dict[str, Any] = {"kind": "text_completion", "created": 1, "detach_seconds": 2.0}
+        old["body"] = b'{"prompt":["a","b"]}'
         record = decode_record(msgspec.msgpack.encode({**old, "others": others}))
         assert record == AnswerRecord(
             kind="text_completion", body=old["body"], created=1, detach_seconds=2.0, others=others

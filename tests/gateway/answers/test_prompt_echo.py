@@ -122,9 +122,9 @@ async def test_token_ids_in_a_stream(
     asked: Any = {"model": "tiny", "stream": True, "extra_body": {"return_token_ids": True}}
     chunks = [chunk async for chunk in await openai_client.completions.create(prompt=[5, 6], **asked)]
     token_ids = [token_id for chunk in chunks for token_id in getattr(chunk.choices[0], "token_ids", None) or []]
-    assert token_ids == answer and chunks[0].choices[0].prompt_token_ids == [5, 6]  # type: ignore[attr-defined]
+    assert token_ids == answer and chunks[0].choices[0].prompt_token_ids == [5, 6]
     chat = [chunk async for chunk in await openai_client.chat.completions.create(**CHAT, **asked)]
-    assert chat[0].prompt_token_ids == gateway.engine.requests[-1].prompt_token_ids  # type: ignore[attr-defined]
+    assert chat[0].prompt_token_ids == gateway.engine.requests[-1].prompt_token_ids
     assert [id_ for chunk in chat for id_ in getattr(chunk.choices[0], "token_ids", None) or []] == answer
 
 

@@ -55,7 +55,12 @@ class TestKeys:
 
     def test_every_key_is_compared_wherever_the_right_one_stands(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compared: list[str] = []
-        monkeypatch.setattr("hmac.compare_digest", lambda one, other: bool(compared.append(one)) or one == other)
+
+        def compare(one: str, other: str) -> bool:
+            compared.append(one)
+            return one == other
+
+        monkeypatch.setattr("hmac.compare_digest", compare)
         keys = [ApiKey(name=name, sha256=digest_of(name.encode())) for name in ("a", "b", "c")]
         for shown in (b"a", b"c", b"nobody"):
             compared.clear()

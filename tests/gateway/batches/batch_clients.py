@@ -3,7 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import openai
@@ -16,7 +16,7 @@ from gateway.batches.records import BatchRecord
 from tests.gateway.conftest import Gateway
 
 RETENTION_SECONDS = 30 * 24 * 3600
-ENDPOINT = "/v1/completions"
+ENDPOINT: Literal["/v1/completions"] = "/v1/completions"
 KEYS = {"team-a": "a" * 20, "team-b": "b" * 20}
 
 

@@ -64,7 +64,7 @@ async def test_a_batch_from_its_file_to_its_results(client: openai.AsyncOpenAI, 
 
 async def test_a_chat_batch(client: openai.AsyncOpenAI) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    one = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    one: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
     streamed = one | {"custom_id": "b", "body": chat | {"stream": True}}
     named = one | {"custom_id": "c", "body": chat | {"model": "gpt-4"}}
     batch = await ended(client, await begun(client, jsonl(one, streamed, named), "/v1/chat/completions"))
@@ -75,8 +75,9 @@ async def test_a_chat_batch(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_a_batch_of_responses(client: openai.AsyncOpenAI) -> None:
-    one = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": "tiny", "input": "hi"}}
-    unknown = one | {"custom_id": "b", "body": one["body"] | {"previous_response_id": "resp_" + "0" * 32}}
+    body = {"model": "tiny", "input": "hi"}
+    one: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    unknown = one | {"custom_id": "b", "body": body | {"previous_response_id": "resp_" + "0" * 32}}
     batch = await ended(client, await begun(client, jsonl(one, unknown), "/v1/responses"))
     good, bad = await results(client, batch.output_file_id), await results(client, batch.error_file_id)
     assert good["a"]["response"]["body"]["object"] == "response"

@@ -283,7 +283,7 @@ async def test_a_full_disk_is_told_and_nothing_is_left(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module, name in ((file_store.os, "write"), (file_store.os, "fsync"), (file_store, "write_whole")):
+    for module, name in ((os, "write"), (os, "fsync"), (file_store, "write_whole")):
         with monkeypatch.context() as broken:
             broken.setattr(module, name, full)
             assert await uploaded(gateway, 1000) == 507

@@ -172,7 +172,7 @@ async def test_a_long_end_is_written_in_pieces() -> None:
 
     app = web.Application()
     app.router.add_get("/", long)
-    async with TestServer(app) as server, TestClient(server) as client:
+    async with TestServer(app) as server, TestClient[web.Request, web.Application](server) as client:
         data = await (await client.get("/")).read()
     assert data == bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256)
     assert written == [PIECE_BYTES] * 3

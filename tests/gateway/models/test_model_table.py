@@ -137,12 +137,12 @@ async def test_metrics_tell_the_models_apart(two: Two, engines: list[FakeInferen
 
 
 async def test_a_kept_answer_is_found_without_its_model_being_named(
-    two: Two, engines: list[FakeInferenceClient]
+    two: Two, engines: list[FakeInferenceClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await two()
     stored: list[list[str]] = []
     for engine in engines:
-        engine.stored = _recorded(stored)  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine, "stored", _recorded(stored))
     status, answer = await ask(gateway, f"/v1/requests/{'a' * 32}")
     assert (status, answer["error"]["code"]) == (404, "request_not_found")
     assert stored == [["a" * 32], ["a" * 32]]

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from gateway.parsing.bare_calls import calls_of_offered
 from gateway.parsing.message import MessageDelta, MessageParser, ToolCallDelta, whole_calls
-from gateway.parsing.parts import Content, Parser
+from gateway.parsing.parts import Content, Parser, ReasoningParser
 from gateway.parsing.reasoning import REASONING_PARSERS
 from gateway.parsing.tool_calls import NamedCall, hermes, listed, llama3_json, mistral
 from tests.idle_seconds import idle_seconds
 
 Read = tuple[str, str, list[tuple[str | None, str]]]  # content, reasoning, (name, arguments) of each call
 
-MAKERS: dict[str, Callable[[], tuple[Parser | None, Parser | None]]] = {
+MAKERS: dict[str, Callable[[], tuple[ReasoningParser | None, Parser | None]]] = {
     "hermes": lambda: (None, hermes()),
     "llama3_json": lambda: (None, llama3_json()),
     "mistral": lambda: (None, mistral()),
@@ -211,7 +211,7 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
 @pytest.mark.timeout(300)  # eleven times up to a second of work: not for `make quick`
 def test_no_text_of_a_model_takes_long(text: str) -> None:
     """2 s for what takes 0.2 s on an idle core, and minutes if each piece is read or copied again for the next."""
-    parser, parts = calls_of_offered("hermes", ["f"]), []
+    parser, parts = calls_of_offered("hermes", ["f"]), list[Any]()
 
     def parse() -> None:
         for start in range(0, len(text), 4):

@@ -103,8 +103,10 @@ async def rest(stream: ResponseStream) -> tuple[list[int], Any]:
     """All further tokens and the end."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         events = [event async for event in stream]
-    assert all(isinstance(event, TokenEvent) for event in events[:-1])
-    return [token_id for event in events[:-1] for token_id in event.token_ids], events[-1]
+    *tokens, end = events
+    told = [event.token_ids for event in tokens if isinstance(event, TokenEvent)]
+    assert len(told) == len(tokens)
+    return [token_id for token_ids in told for token_id in token_ids], end
 
 
 async def start(client: InferenceClient, worker: HandPlayedWorker, request_id: str = "a") -> ResponseStream:
@@ -117,5 +119,7 @@ async def rest_until(stream: ResponseStream, num_tokens: int) -> list[int]:
     token_ids: list[int] = []
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(token_ids) < num_tokens:
-            token_ids += (await anext(stream)).token_ids
+            event = await anext(stream)
+            assert isinstance(event, TokenEvent)
+            token_ids += event.token_ids
     return token_ids

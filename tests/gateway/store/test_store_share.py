@@ -1,5 +1,7 @@
 """How much of the store one key may hold, and how much of it a request reserves."""
 
+from typing import Any
+
 import pytest
 
 from gateway.store.acceptance import reserved_bytes, share_of
@@ -28,7 +30,7 @@ def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
 
 
 def test_of_plain_tokens_the_first_are_reserved_and_of_scores_all() -> None:
-    def of(**sampling: int) -> int:
+    def of(**sampling: Any) -> int:
         params = SamplingParams(seed=0, **sampling)
         return reserved_bytes(GenerationRequest(request_id="a", prompt_token_ids=[1] * 10, sampling=params))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.text.chat_template import (
+    ChatMessage,
     ChatTemplate,
     ChatTemplateError,
     LimitedEnvironment,
@@ -22,7 +23,7 @@ from gateway.text.chat_template import (
 from tests.idle_seconds import idle_seconds
 from tests.patience import PATIENCE_SECONDS
 
-MESSAGES = [{"role": "user", "content": f"message {number}"} for number in range(100)]
+MESSAGES: list[ChatMessage] = [ChatMessage(role="user", content=f"message {number}") for number in range(100)]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}"
 
 
@@ -85,7 +86,7 @@ def test_what_it_says_is_cut() -> None:
 
 
 def test_a_long_chat_takes_one_turn_a_message(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = []
+    turns: list[None] = []
     monkeypatch.setattr("gateway.text.chat_template._deadline", CountedDeadline(turns))
     messages = [{"role": "user", "content": "hello"}] * 4096
     tiny_model.encoder.render_chat(messages, add_generation_prompt=True, continue_final_message=False)

@@ -1,6 +1,7 @@
 """Prompts: equal to a plain encoding of the rendered template, unless a message spells a special token."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gateway.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
-from gateway.text.served_model import ModelFilesError, ServedModel, is_complete, load_served_model
+from gateway.text.served_model import ServedModel, is_complete, load_served_model
 from gateway.text.tokenization import PromptEncoder
+from shared.model_files import ModelFilesError
 from tests.gateway.conftest import CHAT_TEMPLATE, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE
 
 SPELLINGS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -138,7 +140,7 @@ QWEN3 = (
     "{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}<|im_end|>\n{% endfor %}"
 )
 # template -> (what it puts before an assistant's last message, which white space of it goes)
-CONTINUED = {
+CONTINUED: dict[str, tuple[str, str, Callable[[str], str]]] = {
     "SmolLM2": (SMOLLM2, "<|im_end|>\n<|im_start|>assistant\n", str),
     "Llama 2": (LLAMA2, "<s>[INST] hi [/INST] ", str.strip),
     "Llama 3": (LLAMA3, "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", str.strip),
@@ -174,7 +176,8 @@ def test_a_message_that_the_template_changes_cannot_be_continued(change: str) ->
 
 def test_model_directory(tiny_model_dir: Path) -> None:
     model = load_served_model(tiny_model_dir)
-    assert (model.eos_token_ids, model.max_model_len, model.vocab_size) == ({IM_END}, MAX_MODEL_LEN, VOCAB_SIZE)
+    assert model.eos_token_ids == {IM_END}
+    assert (model.max_model_len, model.vocab_size) == (MAX_MODEL_LEN, VOCAB_SIZE)
     assert load_served_model(tiny_model_dir, max_model_len=100).max_model_len == 100
     with pytest.raises(ModelFilesError, match="--max-model-len: 257"):
         load_served_model(tiny_model_dir, max_model_len=257)

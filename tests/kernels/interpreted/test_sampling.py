@@ -130,7 +130,7 @@ def test_greedy_takes_the_first_of_equals_alone_and_among_others() -> None:
 
 def test_rows_that_cannot_be_sampled_are_marked_and_harm_nobody() -> None:
     scores = scores_of(5, 1.0)
-    ways = [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.2}]
+    ways: list[dict[str, float]] = [{}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.2}]
     healthy = sample_tokens_triton(scores, rows_of(ways))
     scores[1, 290], scores[2, 5], scores[3] = math.nan, math.inf, -math.inf
     for rows in (rows_of(ways), None):
