@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount, json_text
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.answers.openai_response import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, json_text
 from gateway.errors import GatewayError
 from gateway.http.anthropic_dialect import anthropic_id
 from gateway.http.sse import named_event
 from gateway.parsing.message import ToolCallDelta
 from gateway.requests.anthropic_blocks import CALL_ID_PREFIX
-from gateway.text.logprobs import LogprobEntry
 from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
 
@@ -136,23 +136,14 @@ class AnthropicFormat(ResponseFormat):
         message = {**self._head, "content": [], **self._stop, "usage": counted}
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        return self._events(self._blocks.pieces("", (), text))
+    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        return self._events(self._blocks.pieces("", (), update.text))
 
-    def delta(
-        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes:
-        return self._events(self._blocks.pieces(reasoning, tool_calls, ""))
+    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+        return self._events(self._blocks.pieces(update.reasoning, update.tool_calls, ""))
 
-    def finish(self, index: int, reason: str, stop_string: str | None = None, **_openai: Any) -> bytes:
-        self._stop = _stop(reason, stop_string)
+    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        self._stop = _stop(update.finish_name, update.stop_string)
         return self._events(self._blocks.ending()) + self._block_stop()
 
     def usage(self, usage: UsageCount) -> bytes:

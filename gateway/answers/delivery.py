@@ -5,17 +5,18 @@ A token's way back, where its text becomes bytes and these leave. It knows no AP
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
+from msgspec import structs
 
 from gateway.answers.answer_extras import AnswerExtras
 from gateway.answers.continuous_usage import continuous_usage
 from gateway.answers.generation import ChoiceUpdate, Generation
-from gateway.answers.openai_response import NOTHING, Body, ChoiceResult, ResponseFormat, UsageCount
+from gateway.answers.openai_response import NOTHING, Body, ChoiceResult, Extra, ResponseFormat, UsageCount
 from gateway.answers.reading import Reading, Sink
 from gateway.errors import GatewayError, InternalError
 from gateway.http.event_numbers import EventNumbers
@@ -77,16 +78,15 @@ class _Chunks:
     def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
         chunks = []
         for update in updates:
-            index = update.index
-            is_first = index not in self._begun
+            is_first = update.index not in self._begun
             is_text = update.reason is None and not update.reasoning and not update.tool_calls
             if is_text and self._is_plain and not is_first:  # as nearly all are: no end, no reasoning, no call
-                chunks.append(self._format.text(index, update.text, None, update.logprobs))
+                chunks.append(self._format.text(update))
                 continue
             events = self._first(update.index) if is_first else b""
             usage = None if self._counts is None else self._counts.with_tokens_of(update)
             if update.reasoning or update.tool_calls:
-                events += self._format.delta(update.index, update.reasoning, update.tool_calls, usage)
+                events += self._format.delta(update, usage)
             extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
             if update.reason is None:
                 events += self._said(update, usage, extra)
@@ -100,21 +100,18 @@ class _Chunks:
         usage = None if self._counts is None else self._counts.so_far
         return self._format.first(index, self._extras.of_first_chunk() if self._extras else NOTHING, usage)
 
-    def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Mapping[str, Any] | None) -> bytes:
+    def _said(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Extra) -> bytes:
         """A token tells reasoning and calls, and then content; at least something."""
         is_told = update.reasoning or update.tool_calls
         if is_told and not (update.text or update.logprobs or self._extras):
             return b""
-        return self._format.text(update.index, update.text, usage, update.logprobs, extra)
+        return self._format.text(update, usage, extra)
 
-    def _ended(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Mapping[str, Any] | None) -> bytes:
-        index, reason, stop_string = update.index, update.finish_name, update.stop_string
+    def _ended(self, update: ChoiceUpdate, usage: UsageCount | None, extra: Extra) -> bytes:
         if self._counts is None and update.text:
-            text = self._format.text(index, update.text, usage, update.logprobs, extra)
-            return text + self._format.finish(index, reason, stop_string)
-        return self._format.finish(
-            index, reason, stop_string, text=update.text, usage=usage, logprobs=update.logprobs, extra=extra
-        )
+            told = self._format.text(update, usage, extra)
+            return told + self._format.finish(structs.replace(update, text="", logprobs=()))
+        return self._format.finish(update, usage, extra)
 
     def last(self) -> bytes:
         closing = self._format.closing()

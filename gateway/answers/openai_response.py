@@ -30,6 +30,7 @@ from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 
 Body: TypeAlias = bytes | bytearray  # a long one is put together in place: a copy of 28 MB takes 20 ms
+Extra: TypeAlias = Mapping[str, Any] | None  # fields of a chunk's choice beyond OpenAI's
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
@@ -89,34 +90,15 @@ class ResponseFormat:
         """A choice begins."""
         return b""
 
-    def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
+    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
         raise NotImplementedError
 
-    def delta(
-        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes:
+    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
         """Reasoning and calls, of a choice that is parsed."""
         return b""
 
-    def finish(
-        self,
-        index: int,
-        reason: str,
-        stop_string: str | None = None,
-        *,
-        text: str = "",
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        """`text`: only where every chunk has its usage; `logprobs`, `extra`: of what came with the end."""
+    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        """Its text is here only where every chunk has its usage; `extra`: of what came with the end."""
         return b""
 
     def closing(self) -> bytes:
@@ -182,42 +164,26 @@ class _Format(ResponseFormat):
         """The text of a choice in its last chunk."""
         raise NotImplementedError
 
-    def finish(
-        self,
-        index: int,
-        reason: str,
-        stop_string: str | None = None,
-        *,
-        text: str = "",
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        shown = self.logprobs(logprobs) if logprobs else None
-        choice = {"index": index, **self.last_content(text), "logprobs": shown, "finish_reason": reason}
+    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        shown = self.logprobs(update.logprobs) if update.logprobs else None
+        end = {"logprobs": shown, "finish_reason": update.finish_name}
+        choice = {"index": update.index, **self.last_content(update.text), **end}
         return self._chunk([{**choice, **(extra or {})}], None if usage is None else usage.as_object())
 
-    def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        prefix = self._text_prefixes.get(index)
+    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        prefix = self._text_prefixes.get(update.index)
         if prefix is None:
-            prefix = self._chunk_head + f',"choices":[{{"index":{index},{self.before_text}'.encode()
-            self._text_prefixes[index] = prefix
-        if usage is None and not logprobs and not extra:
-            return prefix + json_text(text) + self._text_suffix
+            prefix = self._chunk_head + f',"choices":[{{"index":{update.index},{self.before_text}'.encode()
+            self._text_prefixes[update.index] = prefix
+        if usage is None and not update.logprobs and not extra:
+            return prefix + json_text(update.text) + self._text_suffix
         after = self.after_text.encode()
-        if logprobs:
-            after = after.replace(b"null", one_line(_encode(self.logprobs(logprobs))), 1)
+        if update.logprobs:
+            after = after.replace(b"null", one_line(_encode(self.logprobs(update.logprobs))), 1)
         if extra:
             after = after[:-1] + b"," + one_line(_encode(extra))[1:]
         counted = self._no_usage if usage is None else b',"usage":' + _encode(usage.as_object())
-        return prefix + json_text(text) + after + b"]" + counted + b"}\n\n"
+        return prefix + json_text(update.text) + after + b"]" + counted + b"}\n\n"
 
     def usage(self, usage: UsageCount) -> bytes:
         return self._chunk([], usage.as_object())
@@ -258,13 +224,11 @@ class ChatFormat(_Format):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object(), extra)
 
-    def delta(
-        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes:
-        delta: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
-        if tool_calls:
-            delta |= {"tool_calls": [_tool_call_delta(call) for call in tool_calls]}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+        delta: dict[str, Any] = {"reasoning_content": update.reasoning} if update.reasoning else {}
+        if update.tool_calls:
+            delta |= {"tool_calls": [_tool_call_delta(call) for call in update.tool_calls]}
+        choice = {"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._chunk([choice], None if usage is None else usage.as_object())
 
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:

@@ -11,19 +11,18 @@ A token's way back at /v1/responses, in its last step. It knows no store, no tok
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from gateway.answers.openai_response import NOTHING, ChoiceResult, ResponseFormat, UsageCount, one_line
+from gateway.answers.choice_progress import ChoiceUpdate
+from gateway.answers.openai_response import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, one_line
 from gateway.answers.responses_output import EventWriter, OutputItems, shown_item
 from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
-from gateway.parsing.message import ToolCallDelta
 from gateway.requests.responses_body import wrapped
 from gateway.requests.responses_schema import USER_ITEMS
-from gateway.text.logprobs import LogprobEntry
 from shared.messages import FinishReason
 
 ID_PREFIX = "resp_"
@@ -66,33 +65,16 @@ class ResponsesFormat(ResponseFormat):
         created = self._writer.event("response.created", response=response)
         return created + self._writer.event("response.in_progress", response=response)
 
-    def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        return self._output.say(text, logprobs)
+    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        return self._output.say(update.text, update.logprobs)
 
-    def delta(
-        self, index: int, reasoning: str, tool_calls: Sequence[ToolCallDelta], usage: UsageCount | None = None
-    ) -> bytes:
-        events = self._output.reason(reasoning) if reasoning else b""
-        return events + b"".join(map(self._output.call, tool_calls))
+    def delta(self, update: ChoiceUpdate, usage: UsageCount | None = None) -> bytes:
+        events = self._output.reason(update.reasoning) if update.reasoning else b""
+        return events + b"".join(map(self._output.call, update.tool_calls))
 
-    def finish(
-        self,
-        index: int,
-        reason: str,
-        stop_string: str | None = None,
-        *,
-        logprobs: Sequence[LogprobEntry] = (),
-        **_chunks: Any,
-    ) -> bytes:
-        self._output.say("", logprobs)
-        self._is_cut = reason == FinishReason.LENGTH.value
+    def finish(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        self._output.say("", update.logprobs)
+        self._is_cut = update.reason is FinishReason.LENGTH
         return b""
 
     def closing(self) -> bytes:
@@ -116,9 +98,9 @@ class ResponsesFormat(ResponseFormat):
     def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
         choice = next(iter(choices))
         for update in choice.updates:
-            self.delta(0, update.reasoning, update.tool_calls)
-            self.text(0, update.text, None, update.logprobs)
-        self.finish(0, choice.finish_reason)
+            self.delta(update)
+            self.text(update)
+        self._is_cut = choice.finish_reason == FinishReason.LENGTH.value
         self.closing()
         self.usage(usage)
         return one_line(msgspec.json.encode(self._ended()))
@@ -178,15 +160,8 @@ class CompactionFormat(ResponseFormat):
         self._summary: list[str] = []
         self._usage = UsageCount()
 
-    def text(
-        self,
-        index: int,
-        text: str,
-        usage: UsageCount | None = None,
-        logprobs: Sequence[LogprobEntry] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        self._summary.append(text)
+    def text(self, update: ChoiceUpdate, usage: UsageCount | None = None, extra: Extra = None) -> bytes:
+        self._summary.append(update.text)
         return b""
 
     def usage(self, usage: UsageCount) -> bytes:

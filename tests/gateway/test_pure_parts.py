@@ -17,6 +17,7 @@ from gateway.admission import (
     admit,
     ready_workers,
 )
+from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
 from gateway.models.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
@@ -100,11 +101,11 @@ def test_text_is_one_line_for_every_reader(text: str) -> None:
 @pytest.mark.parametrize("usage_in_chunks", [False, True])
 def test_a_chunk_from_the_template_is_the_encoded_object(usage_in_chunks: bool) -> None:
     chunks = ChatFormat("1", 'a "model"', usage_in_chunks=usage_in_chunks)
-    data = json.loads(chunks.text(3, "x\n").removeprefix(b"data: "))
+    data = json.loads(chunks.text(ChoiceUpdate(3, "x\n", None)).removeprefix(b"data: "))
     expected = json.loads(chunks.first(3).removeprefix(b"data: "))
     expected["choices"][0]["delta"] = {"content": "x\n"}
     assert data == expected and ("usage" in data) is usage_in_chunks
-    counted = json.loads(chunks.text(0, "x", UsageCount(1, 2, 1)).removeprefix(b"data: "))
+    counted = json.loads(chunks.text(ChoiceUpdate(0, "x", None), UsageCount(1, 2, 1)).removeprefix(b"data: "))
     assert counted["usage"] == {
         "prompt_tokens": 1,
         "completion_tokens": 2,
