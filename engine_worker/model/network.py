@@ -20,7 +20,7 @@ from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormShape, NormWeight, RotaryTable, load_attention
 from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
-from engine_worker.model.quantisation import linear_method
+from engine_worker.model.quantisation import dense_tensor, linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.spec import LayerSpec, ModelSpec
@@ -143,7 +143,7 @@ class Network:
         first, end = spec.head_rows or (0, spec.vocab_size)
         if spec.tie_word_embeddings:
             return self._embedding[first:end]
-        return weights.get(spec.names.head, (end - first, spec.hidden_size))
+        return dense_tensor(weights, spec.quantisation, spec.names.head, (end - first, spec.hidden_size))
 
     @property
     def dtype(self) -> torch.dtype:

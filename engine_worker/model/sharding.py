@@ -46,6 +46,9 @@ def valid_tensor_parallel_sizes(spec: ModelSpec) -> list[int]:
     sizes = [size for size in range(1, most + 1) if all(_divides(size, layer) for layer in layers)]
     if not _has_blocks(spec):
         return sizes
+    head = spec.quantisation.stored_scheme(spec.names.head.removesuffix(".weight"))
+    if head is not None and head.per is ScalePer.BLOCK and not spec.tie_word_embeddings:
+        return [1]  # its tokens are shared by other numbers than blocks have
     return [size for size in sizes if size == 1 or all(_keeps_blocks(spec, layer, size) for layer in layers)]
 
 

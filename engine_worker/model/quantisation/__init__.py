@@ -1,7 +1,10 @@
 """Ways of storing weights: a file each, with one LinearMethod a device. Imported when a model is stored so."""
 
+from torch import Tensor
+
 from engine_worker.model.linear import LinearMethod
 from engine_worker.model.weight_format import WeightFormat
+from engine_worker.model.weights import WeightSource
 
 
 def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool = False) -> LinearMethod:
@@ -14,3 +17,12 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
     from engine_worker.model.quantisation import dense  # noqa: PLC0415
 
     return dense.method(device_type)
+
+
+def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:
+    """The weight `name` in 16 or 32 bits, whatever the checkpoint has it in."""
+    if stored.stored_scheme(name.removesuffix(".weight")) is None:
+        return source.get(name, shape)
+    from engine_worker.model.quantisation.dequantised import DequantisedWeights  # noqa: PLC0415 - as above
+
+    return DequantisedWeights(source, stored).get(name, shape)

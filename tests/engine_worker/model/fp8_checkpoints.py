@@ -131,16 +131,19 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def write_fp8(
-    directory: Path, layout: Layout, case: Case = LLAMA, is_fp8: Callable[[str], bool] = lambda module: True
+    directory: Path,
+    layout: Layout,
+    case: Case = LLAMA,
+    is_fp8: Callable[[str], bool] = lambda module: module.endswith("_proj"),
 ) -> Fp8Model:
-    """`is_fp8`: whether a module whose name ends with _proj is."""
+    """`is_fp8`: whether a module is."""
     exact, quantised = write_family(directory / "exact", case), directory / "fp8"
     stored: dict[str, Tensor] = {}
     multiplied: dict[str, Tensor] = {}
     for name, weight in load_file(exact / "model.safetensors").items():
         stored[name] = multiplied[name] = weight
         module = name.removesuffix(".weight")
-        if name.endswith("_proj.weight") and is_fp8(module):
+        if name.endswith(".weight") and is_fp8(module):
             tensors = quantised_tensors(module, weight, layout)
             stored |= tensors
             multiplied[name] = exact_weight(tensors, module, layout)

@@ -17,6 +17,7 @@ from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantisation import dense, linear_method
 from engine_worker.model.quantisation.fp8 import Fp8Method
+from engine_worker.model.sharding import valid_tensor_parallel_sizes
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
@@ -175,7 +176,7 @@ def test_some_layers_stay_in_16_bits(how: str, tmp_path: Path) -> None:
     """One of q, k and v stays, too: they are one product here, which then has 16 bits."""
     name, key, ignored = IGNORED[how]
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, key: ignored})
-    model = write_fp8(tmp_path, layout, is_fp8=lambda module: not module.endswith(KEPT))
+    model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith("_proj") and not module.endswith(KEPT))
     check_files(model.directory)
     assert torch.equal(logits_by_products(model.directory), exact_logits(model))
     assert len(ReferenceLinear.made) == 4 * NUM_LAYERS - 2
@@ -209,3 +210,13 @@ def test_a_scale_of_keys_that_is_no_factor_is_refused(value: float, tmp_path: Pa
     save_file(tensors, model.directory / "model.safetensors")
     with pytest.raises(ValueError, match=rf"1\.self_attn\.kv_scale is {value}; scales of keys and values are finite"):
         Network(spec_of(model.directory), source_of(model.directory), 64)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, rows", "compressed-tensors, blocks"])
+def test_a_head_in_fp8_is_multiplied_in_16_bits(name: str, tmp_path: Path) -> None:
+    layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, "ignore": []})
+    model = write_fp8(tmp_path, layout, is_fp8=lambda module: module.endswith(("_proj", "lm_head")))
+    check_files(model.directory)
+    assert torch.equal(logits_by_products(model.directory), exact_logits(model))
+    valid = [1] if "blocks" in name else [1, 2, 4]
+    assert valid_tensor_parallel_sizes(spec_of(model.directory)) == valid
