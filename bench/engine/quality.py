@@ -1,4 +1,4 @@
-"""What a model loses by fewer bits: python -m bench quality MODEL_DIR --out FILE --quantization fp8 [--device cuda].
+"""Fewer bits, and what a model loses by them: python -m bench quality MODEL_DIR --out FILE --quantization fp8.
 
 The same texts are scored by the model as it is (`--quantization none`, a KV cache of its own type) and by the flags,
 each token given those before it in its window. Told are the perplexity of a word of both, and of how many tokens the
@@ -33,7 +33,7 @@ _STEP_TOKENS, _ROWS = 2048, 8
 
 @dataclass
 class Scores:
-    """Of every token but the first of each window."""
+    """Scores of every token but the first of each window."""
 
     log_probabilities: list[float] = field(default_factory=list)
     likeliest: list[int] = field(default_factory=list)
