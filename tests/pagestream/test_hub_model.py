@@ -17,6 +17,7 @@ INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-000
 FILES = {
     "config.json": b"{}",
     "generation_config.json": b"{} ",
+    "hf_quant_config.json": b"{}    ",
     "tokenizer.json": b"{}  ",
     "tokenizer_config.json": b"{}   ",
     "model.safetensors.index.json": json.dumps(INDEX).encode(),
