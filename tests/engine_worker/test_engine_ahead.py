@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ class LoggedStep:
         return self.step.collect()
 
 
-def ahead(runner: FakeModelRunner | LoggedRunner | None = None, **config: int) -> Engine:
+def ahead(runner: FakeModelRunner | LoggedRunner | None = None, **config: Any) -> Engine:
     return make_engine(runner, async_scheduling=True, **config)
 
 
@@ -153,7 +154,7 @@ def tokens_until_preemption(engine: Engine) -> int:
 
 
 def test_a_sample_of_a_sequence_that_yields_meanwhile_is_kept() -> None:
-    config = {"num_blocks": 8, "block_size": 4}
+    config: dict[str, Any] = {"num_blocks": 8, "block_size": 4}
     requests = [make_request(8, name, max_tokens=12, ignore_eos=True) for name in ("a", "b")]
     first, second = ahead(**config), ahead(**config)
     for request in requests:

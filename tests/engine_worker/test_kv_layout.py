@@ -1,12 +1,14 @@
 """One formula of a block's bytes, whoever asks."""
 
+from typing import Any
+
 import pytest
 
 from engine_worker.kv.layout import KVGroup, KVLayout, kv_cache_dtype
 
 
 def group(**changes: int | str) -> KVGroup:
-    shape = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    shape: dict[str, Any] = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     return KVGroup(**{**shape, **changes})
 
 

@@ -115,12 +115,13 @@ class WorkerHarness:
         return request.request_id
 
     async def tokens(self, request_id: str) -> list[int]:
-        return journal_choices(await self.scripts.redis.get(self.keys.journal(request_id)) or b"", 1)[0].token_ids
+        stored: Any = await self.scripts.redis.get(self.keys.journal(request_id))
+        return journal_choices(stored or b"", 1)[0].token_ids
 
     async def end(self, request_id: str) -> TerminalEvent:
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
-                stored = await self.scripts.redis.hget(self.keys.request(request_id), "terminal")
+                stored: Any = await self.scripts.redis.hget(self.keys.request(request_id), "terminal")
                 if stored:
                     return decode_terminal_event(stored)
                 await asyncio.sleep(0.002)

@@ -48,6 +48,7 @@ def write_gguf(
         values = permuted_as_llama_cpp_does(parameter.detach().numpy(), permuted)
         data, stored = quantised(values, kind if values.ndim > 1 else Kind.F32)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
         kept = torch.from_numpy(gguf.dequantize(data, stored).copy()).to(KEPT_DTYPES.get(kind, torch.bfloat16)).float()
         parameter.data = torch.from_numpy(permuted_back(kept.numpy(), permuted).copy())

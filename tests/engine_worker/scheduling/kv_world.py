@@ -98,9 +98,9 @@ class KVWorld:
             if sequence in self.running and sequence.num_uncomputed_tokens > 0
         ]
         for newcomer in newcomers:
-            sequence = self._admit(newcomer)
-            if sequence is not None and not self.manager.is_arriving(sequence):
-                planned.append(self._plan(sequence, newcomer.num_tokens))
+            admitted = self._admit(newcomer)
+            if admitted is not None and not self.manager.is_arriving(admitted):
+                planned.append(self._plan(admitted, newcomer.num_tokens))
         self._execute(planned)
 
     def swap_in(self, chosen: Iterable[Sequence]) -> None:

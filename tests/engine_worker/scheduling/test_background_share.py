@@ -1,5 +1,7 @@
 """What a batch leaves to those who wait: seats, the steps of their prompts, short steps, blocks."""
 
+from typing import Any
+
 from msgspec import structs
 
 from engine_worker.engine import Engine
@@ -9,7 +11,7 @@ from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from shared.messages import GenerationRequest
 from tests.builders import FakeModelRunner, make_engine, make_request
 
-SETTINGS = {"num_blocks": 401, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 128}
+SETTINGS: dict[str, Any] = {"num_blocks": 401, "block_size": 4, "max_num_seqs": 32, "max_num_batched_tokens": 128}
 
 
 class Watched:

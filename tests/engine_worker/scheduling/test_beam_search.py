@@ -75,7 +75,8 @@ def test_an_ended_text_counts_only_among_the_best_width() -> None:
     """With width 1 the stop token is second best at first: not taken, though 0.45 is more than all that comes."""
     model = chain([0.45, 0.55], [0.4, 0.6], [0.4, 0.6])
     answers, num_steps = search(model, beam_width=1, max_tokens=3, length_penalty=0.0)
-    assert answers == [Hypothesis(pytest.approx(math.log(0.55 * 0.6 * 0.6)), [1, 1, 1], FinishReason.LENGTH)]
+    likelihood: Any = pytest.approx(math.log(0.55 * 0.6 * 0.6))
+    assert answers == [Hypothesis(likelihood, [1, 1, 1], FinishReason.LENGTH)]
     assert num_steps == 3
 
 

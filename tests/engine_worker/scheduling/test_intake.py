@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -47,7 +48,7 @@ class Served:
         self.most_waiting = 0
         self.idle_steps: list[str] = []
         self.claim = claim
-        shape = {"num_blocks": BLOCKS + 1, "block_size": 4}
+        shape: dict[str, Any] = {"num_blocks": BLOCKS + 1, "block_size": 4}
         self.engine = make_engine(
             FakeModelRunner(before_step=self._look_for_idle_capacity, **shape),
             **shape,
@@ -131,7 +132,7 @@ def test_a_prompt_that_takes_many_steps_lets_nothing_wait_behind_it() -> None:
 
 
 def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
-    shape = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
+    shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 1024}
     engine = make_engine(FakeModelRunner(num_blocks=1000), num_blocks=1000, **shape)
     prompt = make_request(120).prompt_token_ids
     for number in range(40):

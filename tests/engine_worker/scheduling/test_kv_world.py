@@ -216,7 +216,7 @@ def forgets_nothing(right: Callable[..., Any], cache: PrefixCache, block_id: int
 
 ONE = (1, 30)  # of the calls with an effect
 ALL = (0,)  # a single one may do no harm
-MUTATIONS = {
+MUTATIONS: dict[str, tuple[type, str, Callable[..., Any], tuple[int, ...]]] = {
     "a reference is not given up": (BlockPool, "free", without_one_block, ONE),
     "a reference is not counted": (BlockPool, "share", without_one_block, ONE),
     "a copy is not made": (KVCacheManager, "take_transfers", without_one_copy, ONE),

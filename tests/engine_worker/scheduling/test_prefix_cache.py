@@ -1,6 +1,7 @@
 """What a new sequence finds in the cache: full blocks to share, tokens to copy, nothing of others' tenants."""
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.builders import (
 TOKENS = make_prompt(24)
 
 
-def make_manager(num_blocks: int = 17, **options: bool) -> KVCacheManager:
+def make_manager(num_blocks: int = 17, **options: Any) -> KVCacheManager:
     return KVCacheManager(num_blocks=num_blocks, block_size=4, **options)
 
 
@@ -222,4 +223,4 @@ def test_cached_tokens_reach_usage_and_count_the_first_admission_only() -> None:
         engine.add_request(make_request(TOKENS[:8], name, max_tokens=12, ignore_eos=True))
     ends = run_to_end(engine).ends
     assert engine.stats().counters.preemptions["recompute"] > 0
-    assert [ends[name].usage.cached_tokens for name in ("a", "b")] == [0, 4]
+    assert [cast(FinishEvent, ends[name]).usage.cached_tokens for name in ("a", "b")] == [0, 4]

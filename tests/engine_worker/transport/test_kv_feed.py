@@ -22,7 +22,7 @@ class Source:
         return self.engine.kv_events(since)
 
 
-async def next_snapshot(heard):  # type: ignore[no-untyped-def]
+async def next_snapshot(heard):
     async with asyncio.timeout(PATIENCE_SECONDS):
         while (message := await heard.get_message(ignore_subscribe_messages=True, timeout=1)) is None:
             pass

@@ -4,7 +4,7 @@ import pytest
 
 from engine_worker.transport import orphans as module
 from engine_worker.transport.orphans import Orphans
-from shared.messages import FinishReason, decode_terminal_event
+from shared.messages import FinishEvent, FinishReason, decode_terminal_event
 from shared.new_requests import Keep
 from shared.redis_keys import RESUMED
 from shared.redis_scripts import Demand, RedisScripts, StepFrame
@@ -55,7 +55,8 @@ async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, ke
     await ticks(orphans, 3)
     assert await scripts.emit(WORKER, 1, [StepFrame("a", entry.entry_id, b"x")], []) == ["a"]
     state, terminal = await connections.commands.hmget(keys.request("a"), "state", "terminal")
-    assert state == b"done" and decode_terminal_event(terminal).reason is FinishReason.CANCELLED
+    end = decode_terminal_event(terminal)
+    assert state == b"done" and isinstance(end, FinishEvent) and end.reason is FinishReason.CANCELLED
     assert 0 < await connections.commands.ttl(keys.request("a")) <= 600
 
 

@@ -7,7 +7,16 @@ from redis.exceptions import ResponseError
 
 from engine_worker.transport.patience import PATIENCE_SECONDS
 from engine_worker.transport.request_stream import REREAD_SECONDS
-from shared.messages import FinishEvent, FinishReason, JournalFrame, StoredChoice, Usage, decode_terminal_event, encode
+from shared.messages import (
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    JournalFrame,
+    StoredChoice,
+    Usage,
+    decode_terminal_event,
+    encode,
+)
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import GROUP, RESUMED
@@ -108,7 +117,8 @@ async def test_an_unreadable_request_ends_alone_with_an_error(rig, heard, field,
         assert b"unreadable" in await channel.next()
     state, terminal = await rig.stored("bad", "state", "terminal")
     assert state == b"done"
-    assert decode_terminal_event(terminal).code == "request_failed"
+    end = decode_terminal_event(terminal)
+    assert isinstance(end, ErrorEvent) and end.code == "request_failed"
     assert await entries_left(rig) == (1, 1)
 
 

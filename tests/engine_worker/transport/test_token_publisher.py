@@ -1,5 +1,7 @@
 """One script call a step, exactly once in spite of lost replies, and a worker that fences itself in time."""
 
+from typing import Any
+
 import pytest
 from redis.exceptions import ConnectionError, OutOfMemoryError, ResponseError
 
@@ -9,6 +11,7 @@ from shared.messages import (
     ErrorEvent,
     FinishEvent,
     FinishReason,
+    TerminalEvent,
     TokenEvent,
     TokenLogprobs,
     Usage,
@@ -36,7 +39,8 @@ async def start(rig: Rig, *request_ids: str, **options: str) -> None:
 
 
 async def journal(rig: Rig, request_id: str) -> list[int]:
-    return journal_choices(await rig.redis.get(rig.keys.journal(request_id)) or b"", 1)[0].token_ids
+    stored: Any = await rig.redis.get(rig.keys.journal(request_id))
+    return journal_choices(stored or b"", 1)[0].token_ids
 
 
 async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
@@ -63,7 +67,7 @@ async def test_log_probabilities_are_published_and_journalled(rig, heard):
         assert decode_event_batch(await messages.next()).events == [event]
     await rig.tokens.emit([token("a", 2, 3)])
     (stored,) = journal_choices(await rig.redis.get(rig.keys.journal("a")), 1)
-    assert (stored.token_ids, stored.logprobs) == ([1, 2, 3], dict(enumerate(event.logprobs)))
+    assert (stored.token_ids, stored.logprobs) == ([1, 2, 3], dict(enumerate(event.logprobs or ())))
 
 
 async def test_lost_replies_and_refused_calls_change_nothing(rig):
@@ -101,7 +105,7 @@ async def test_cancelled_requests_are_told_also_when_the_reply_was_lost(rig):
 
 async def test_the_end_is_stored_and_published(rig, heard):
     await start(rig, "a", "b")
-    endings = [finish("a", 0), ErrorEvent("b", ErrorCode.REQUEST_FAILED, "it broke")]
+    endings: list[TerminalEvent] = [finish("a", 0), ErrorEvent("b", ErrorCode.REQUEST_FAILED, "it broke")]
     async with heard(rig.keys.gateway_channel("g")) as channel:
         await rig.tokens.finish(endings)
         assert decode_event_batch(await channel.next()).events == endings
