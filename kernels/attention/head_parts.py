@@ -20,11 +20,13 @@ def _lanes(part: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, layo
 
 
 @gluon.jit
-def _to_float16(x):
-    """As operands.query_operand(): beyond +-65504 it is +-65504; NaN stays NaN."""
-    exact = x.to(gl.float32)
-    exact = gl.where(exact > 65504.0, 65504.0, exact)
-    return gl.where(exact < -65504.0, -65504.0, exact).to(gl.float16)
+def query_operand(query_tile, dtype: gl.constexpr):
+    """As operands.query_operand(), for keys that are multiplied in `dtype`."""
+    if dtype == gl.float16 and query_tile.dtype == gl.bfloat16:
+        query_tile = query_tile.to(gl.float32)
+        query_tile = gl.where(query_tile > 65504.0, 65504.0, query_tile)
+        query_tile = gl.where(query_tile < -65504.0, -65504.0, query_tile).to(gl.float16)
+    return query_tile
 
 
 @gluon.jit
@@ -39,9 +41,7 @@ def _query_part(
     read = row.to(gl.int64) * token_stride + ((kv_head * GROUP + group) * head_stride)[:, None] + lanes[None, :]
     owned = (group < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
     loaded = gl.load(query + read, mask=owned, other=0.0)
-    if PARTS == 2 and loaded.dtype == gl.bfloat16:
-        loaded = _to_float16(loaded)
-    return loaded
+    return query_operand(loaded, gl.float16) if PARTS == 2 else loaded
 
 
 @gluon.jit

@@ -20,7 +20,8 @@ that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no seque
 lies in unused slots, in block 0 or behind a table's used part, NaN included, has no effect. Softmax in float32;
 products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A chunk's result does
 not depend on how its prompt was cut. What else is in a batch, and past 8 and 48 rows its padding, decides where keys of
-a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`.
+a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`. Of a
+cache in e4m3 it also decides which of two kernels computes a prompt there (widened.py).
 
 Launch grids depend on shapes and on the two bounds alone, so a plan and its layers can be captured in a CUDA graph;
 loose bounds cost nothing but the room of the plan.
@@ -41,6 +42,7 @@ from kernels.attention.invariant import attend_invariant
 from kernels.attention.pool_rows import supports_tma
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.prefill_hopper import attend_prefill_hopper
+from kernels.attention.widened import WidenedBlocks
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
 
@@ -140,6 +142,10 @@ class TritonPlan:
         self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
         self._on_hopper = supports_tma(key_cache, num_heads)
         self._decode: DecodePlan | SharePlan | None = None
+        self._widened: WidenedBlocks | None = None
+        widens = self._on_hopper and key_cache.dtype == E4M3 and max_query_len > 1 and not one_kernel
+        if widens and WidenedBlocks.suit(len(seq_lens), max_seq_len):
+            self._widened = WidenedBlocks(block_tables, *self._lengths, max_seq_len, key_cache.shape[2])
         # One sequence with several new tokens leaves nothing to decode.
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
             num_kv_heads, _, head_dim = key_cache.shape[1:]
@@ -188,6 +194,10 @@ class TritonPlan:
     def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None) -> None:
         if self._max_query_len > 1 and self._on_hopper and value_scale is None:
             attend_prefill_hopper(*tensors, *self._lengths, output, scale)
+        elif self._widened is not None:
+            query, key_cache, value_cache, _ = tensors
+            widened = (*self._widened.caches(key_cache, value_cache), self._widened.block_tables)
+            attend_prefill_hopper(query, *widened, *self._lengths, output, scale, value_scale)
         elif self._max_query_len > 1:
             attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale, value_scale)
 

@@ -1,6 +1,7 @@
 """Paged attention of sequences with several new tokens on a Hopper GPU. paged_attention.py holds the contract.
 
-    attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale)
+    attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale,
+                          value_scale)
 
 A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
 share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles;
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention.decode import LOG2_E, num_multiprocessors
+from kernels.attention.head_parts import query_operand
 from kernels.attention.pool_rows import PoolRows
 
 # Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens where these reach 638, rings of three 559.
@@ -119,8 +121,8 @@ def _clear_unused(value_ring, stage, end, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.
 @gluon.jit
 def _consume(
     which: gl.constexpr, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values,
-    scale_log2, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
-    first_masked_tile,
+    scale_log2, value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
+    num_tiles, first_masked_tile,
     GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -141,7 +143,7 @@ def _consume(
         owned = ((rows < TILE_TOKENS * GROUP) & (tokens < query_len))[:, None] & (lanes < HEAD_DIM)[None, :]
         read = (first_row + tokens).to(gl.int64)[:, None] * query_token_stride
         read += ((kv_head * GROUP + rows % GROUP) * query_head_stride)[:, None] + lanes[None, :]
-        query_tile = gl.load(query + read, mask=owned, other=0.0)
+        query_tile = query_operand(gl.load(query + read, mask=owned, other=0.0), key_ring.dtype)
         score_rows = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma_scores))
         row_positions = gl.minimum(seq_len - query_len + first_token + score_rows // GROUP, seq_len - 1)
         row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, mma_scores))
@@ -155,7 +157,7 @@ def _consume(
         weights, row_max, row_sum, _ = _weigh(
             scores, row_max, row_sum, 0, row_positions, scale_log2, True, mma_scores, BLOCK_N
         )
-        weights = gl.convert_layout(weights.to(query.dtype.element_ty), left)
+        weights = gl.convert_layout(weights.to(query_tile.dtype), left)
         for tile in range(1, first_masked_tile):
             weights, accumulator, row_max, row_sum = _step(
                 query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys,
@@ -174,6 +176,8 @@ def _consume(
         accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
         divisor = gl.convert_layout(gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, mma))
         attended = accumulator / divisor[:, None]
+        if value_scale is not None:
+            attended *= value_scale
         rows = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma))
         lanes = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, mma))
         tokens = first_token + rows // GROUP
@@ -198,8 +202,8 @@ def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: gl.cons
 
 @gluon.jit(do_not_specialize=["table_stride", "num_sequences", "row_behind", "heads_at_once"])
 def prefill_hopper_kernel(
-    pool, query, block_tables, query_start_loc, seq_lens, output, scale_log2, query_token_stride, query_head_stride,
-    block_rows, head_rows, value_rows, row_behind, table_stride, num_sequences, heads_at_once,
+    pool, query, block_tables, query_start_loc, seq_lens, output, scale_log2, value_scale, query_token_stride,
+    query_head_stride, block_rows, head_rows, value_rows, row_behind, table_stride, num_sequences, heads_at_once,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -241,13 +245,15 @@ def prefill_hopper_kernel(
         [
             (_consume, (
                 0, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
-                query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
-                first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, NUM_STAGES,
+                value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
+                num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                NUM_STAGES,
             )),
             (_consume, (
                 1, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
-                query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len, num_tiles,
-                first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, NUM_STAGES,
+                value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
+                num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                NUM_STAGES,
             )),
             (_produce, (
                 pool, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, block_table, num_tiles,
@@ -275,8 +281,12 @@ def attend_prefill_hopper(
     seq_lens: Tensor,
     output: Tensor,
     scale: float,
+    value_scale: float | None = None,
 ) -> None:
-    """Compute the output rows of the sequences with two new tokens or more."""
+    """Compute the output rows of the sequences with two new tokens or more.
+
+    `value_scale`: what values are multiplied with; None: nothing. Of a cache in float16 queries may be bfloat16.
+    """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     num_sequences, group = seq_lens.shape[0], num_heads // num_kv_heads
@@ -290,6 +300,7 @@ def attend_prefill_hopper(
         seq_lens,
         output,
         scale * LOG2_E,
+        value_scale,
         *query.stride()[:2],
         pool.block_rows,
         pool.head_rows,

@@ -96,7 +96,9 @@ def attention(
     def launch() -> None:
         lengths = (indices, indices[1:])
         # The kernels for Hopper, where they suit: a prompt, and as many that decode as have shares of their own.
-        for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1)):
+        # Of a cache in e4m3 a few prompts are widened for theirs.
+        few = ((8, 8),) if kv_dtype == E4M3 else ()
+        for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1), *few):
             plan = TritonPlan(tables, indices[: rows + 1], indices[:rows], max_query_len, 4096, heads, key_cache)
             plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True)
         # Those for every device.

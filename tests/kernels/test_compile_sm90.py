@@ -71,6 +71,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "plan_shares_kernel",
         "decode_hopper_kernel",
         "prefill_hopper_kernel",
+        "widen_kernel",
         "merge_splits_kernel",
         "plan_decode_kernel",
         "decode_kernel",

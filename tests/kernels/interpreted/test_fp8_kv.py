@@ -4,12 +4,15 @@ The interpreter reads e4m3 exactly (but NaN, as 480), and rounds float32 to it w
 power of two: 2.3 % of normal ones come out as half of it. Those are left out where what is stored is compared.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
 from bench.kernel.cases import AttentionBatch, HeadShape, attention_batch, exact_attention, measure_error
 from kernels.attention import invariant
 from kernels.attention.paged_attention import paged_attention_triton
+from kernels.attention.widened import WidenedBlocks
 from kernels.fp8_kv import E4M3, KVScales
 from kernels.rotary_embedding import RotaryInput, rotate_and_store_reference, rotate_and_store_triton
 
@@ -101,3 +104,21 @@ def test_what_is_too_large_is_the_largest_number() -> None:
     found, expected = stored_pools(qkv, KVScales())
     assert torch.equal(found, expected)
     assert (float(found.max()), float(found.min())) == (448.0, -448.0)
+
+
+def test_a_widened_cache_holds_the_blocks_of_prompts_as_they_are() -> None:
+    batch = build([(63, 1), (27, 10), (0, 0), (3, 40)], 16, torch.float16)
+    lengths = batch.query_start_loc, batch.seq_lens
+    widened = WidenedBlocks(batch.block_tables, *lengths, batch.max_seq_len, 16)
+    caches = widened.caches(batch.key_cache, batch.value_cache)
+    for sequence, (_, new) in enumerate([(63, 1), (27, 10), (0, 0), (3, 40)]):
+        for index in range(-(-int(batch.seq_lens[sequence]) // 16)):
+            stored, place = int(batch.block_tables[sequence, index]), int(widened.block_tables[sequence, index])
+            for cache, found in zip((batch.key_cache, batch.value_cache), caches, strict=True):
+                # What nobody wrote is NaN here; the interpreter reads NaN of e4m3 as 480.
+                expected = cache[stored].half().nan_to_num(480.0).abs()
+                assert torch.equal(found[place].abs(), expected) if new > 1 else bool(found[place].isnan().all())
+    # Heads in the widened cache are as the reference wants them.
+    prompts = dataclasses.replace(batch, key_cache=caches[0], value_cache=caches[1], block_tables=widened.block_tables)
+    rows = slice(1, 11)
+    torch.testing.assert_close(exact_attention(prompts)[rows], exact_attention(batch)[rows], rtol=0, atol=0)
