@@ -49,9 +49,11 @@ def num_processes(selected: str, num_cores: int) -> int:
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     """One of several pytest processes: its threads, and those of what it starts, are its share of the cores.
 
-    Threads of OpenMP spin while they wait for each other: two pools on the same cores take many times as long as one.
+    Threads of OpenMP spin while they wait for each other: two pools on the same cores take many times as long as one,
+    and one pool on a busy machine does too (test_exactness: 450 CPU seconds where it needs 80), so they sleep instead.
     Must be called before torch and numpy are imported.
     """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
     if num_processes := int(environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
 
