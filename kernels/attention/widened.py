@@ -48,7 +48,7 @@ class WidenedBlocks:
         num_blocks = min(triton.cdiv(max_seq_len, block_size), block_tables.shape[1])
         starts = torch.arange(num_blocks, dtype=torch.int32, device=seq_lens.device) * block_size
         is_used = (starts < seq_lens[:, None]) & (query_start_loc.diff() > 1)[:, None]
-        self._block_ids = block_tables[:, :num_blocks].masked_fill(~is_used, -1).contiguous()
+        self._block_ids = block_tables[: len(seq_lens), :num_blocks].masked_fill(~is_used, -1).contiguous()
         places = torch.arange(self._block_ids.numel(), dtype=torch.int32, device=seq_lens.device)
         self.block_tables = places.view_as(self._block_ids)
 
