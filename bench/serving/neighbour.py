@@ -152,7 +152,7 @@ async def _target(fleet: OwnFleet, key: str) -> AsyncIterator[Target]:
 
 
 async def _begin(options: argparse.Namespace, name: str, url: str, key: str) -> asyncio.subprocess.Process:
-    seconds = HOSTILE_BEGINS_SECONDS + options.chats / options.rate + 2.0
+    seconds = options.hostile_seconds or HOSTILE_BEGINS_SECONDS + options.chats / options.rate + 2.0
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.serving.hostile_patterns", name, "--url", url, "--key", key,
         "--seconds", str(seconds), "--turns", str(options.turns), stdout=asyncio.subprocess.PIPE,
@@ -241,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-words", type=int, default=64, help="of a chat (%(default)s)")
     parser.add_argument("--output-tokens", type=int, default=32, help="of a chat (%(default)s)")
     parser.add_argument("--turns", type=int, default=2_000, help="of the hostile client at most (%(default)s)")
+    parser.add_argument("--hostile-seconds", type=float, help="at most; as long as the polite chats unless given")
     parser.add_argument("--hostile-concurrent", type=int, default=16, help="its key's max_concurrent (%(default)s)")
     parser.add_argument("--most-ratio", type=float, default=1.5, help="of p99 of the first token (%(default)s)")
     parser.add_argument("--most-livez-seconds", type=float, default=0.05, help="of a probe (%(default)s)")
