@@ -1,12 +1,14 @@
 """Groups of ranks as workers of a World: two processes a worker, on a CPU, whose ranks a test can find and signal."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
 import struct
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.e2e.fleet import STOP_SECONDS
@@ -107,16 +109,20 @@ def all_pids() -> list[int]:
 
 def memories_of(pid: int) -> set[int]:
     """The inodes of the memfds by which the ranks of a process's group meet and speak."""
-    try:
-        paths = list(Path(f"/proc/{pid}/fd").iterdir())
-        return {path.stat().st_ino for path in paths if "memfd:pagestream-" in os.readlink(path)}
-    except OSError:  # it ends meanwhile, or is another user's
-        return set()
+    return {inode for link, _, inode in open_files(pid) if "memfd:pagestream-" in link}
 
 
 def steps_of(pid: int) -> Path:
     """The memory of a group's step channel."""
-    return next(path for path in Path(f"/proc/{pid}/fd").iterdir() if "pagestream-steps" in os.readlink(path))
+    return next(path for link, path, _ in open_files(pid) if "pagestream-steps" in link)
+
+
+def open_files(pid: int) -> Iterator[tuple[str, Path, int]]:
+    """Where each leads to, itself, its inode. A process that loads closes some while this looks at others."""
+    with contextlib.suppress(OSError):  # it ends meanwhile, or is another user's
+        for path in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with contextlib.suppress(OSError):
+                yield os.readlink(path), path, path.stat().st_ino
 
 
 def phase_of(follower: int) -> str:
