@@ -48,15 +48,6 @@ class Fp8Tiles:
     halves: int = 1
 
 
-def fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
-    return (x.exact_rows() @ weight.exact_weight().T).bfloat16()
-
-
-def gated_fp8_linear_reference(x: Scaled, weight: Scaled) -> Tensor:
-    gate, up = fp8_linear_reference(x, weight).float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).bfloat16()
-
-
 @gluon.jit
 def _load_weights(
     weight, ring, barriers, step, num_steps, first_tile, first_column,

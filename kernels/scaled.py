@@ -11,11 +11,11 @@ The two layouts of scales are those of compressed-tensors' channel and block str
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from kernels.fp8_kv import E4M3, E4M3_MAX
+
 GROUP = 128  # elements of K, and rows of a weight, that share a scale
-LARGEST = 448.0  # of float8_e4m3fn
 TINY = 1e-12  # the least scale: 0 / 0 is not a number
 
 
@@ -51,8 +51,8 @@ class Scaled:
 
 
 def quantise_rows_reference(x: Tensor) -> Scaled:
-    scales = (x.float().abs().amax(-1) / LARGEST).clamp(min=TINY)
-    return Scaled((x.float() / scales[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales)
+    scales = (x.float().abs().amax(-1) / E4M3_MAX).clamp(min=TINY)
+    return Scaled((x.float() / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scales)
 
 
 def quantise_groups_reference(x: Tensor) -> Scaled:

@@ -10,9 +10,10 @@ from torch import Tensor
 from bench.kernel.cases import Check, Error, measure_error, poisoned, same_bits
 from engine_worker.model.linear import Input
 from engine_worker.model.quantisation.fp8_cuda import Fp8Linear
+from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantise import quantise_groups, quantise_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
-from kernels.scaled import GROUP, LARGEST, Scaled, quantise_groups_reference, quantise_rows_reference
+from kernels.scaled import GROUP, Scaled, quantise_groups_reference, quantise_rows_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantised, silu_and_mul_reference
 
 # Outputs, inputs, is gated: of two 8B models, of a smaller one and one of two GPUs, and a K of five groups.
@@ -38,7 +39,7 @@ def random_weight(num_outputs: int, num_inputs: int, is_grouped: bool, generator
         return quantise_rows_reference(exact)
     blocks = exact.view(num_outputs // GROUP, GROUP, num_inputs // GROUP, GROUP)
     blocks *= 10 ** torch.rand(len(blocks), 1, blocks.shape[2], 1, device=device, generator=generator)
-    scales = blocks.abs().amax((1, 3)) / LARGEST
+    scales = blocks.abs().amax((1, 3)) / E4M3_MAX
     values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return Scaled(values.view(num_outputs, num_inputs), scales)
 

@@ -8,9 +8,10 @@ with; how the GPU rounds, gpu_check.py checks.
 import pytest
 import torch
 
+from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantise import quantise_groups, quantise_rows
 from kernels.rms_norm import add_rms_norm_quantised, add_rms_norm_triton
-from kernels.scaled import GROUP, LARGEST, Scaled, quantise_groups_reference, quantise_rows_reference
+from kernels.scaled import GROUP, Scaled, quantise_groups_reference, quantise_rows_reference
 from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
 
 
@@ -27,7 +28,7 @@ def representable(num_rows: int, width: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(256, (num_rows, width // GROUP, GROUP), dtype=torch.uint8, generator=generator)
     values = bits.view(torch.float8_e4m3fn).float().nan_to_num(1.5)
-    values[:, :, 7] = -LARGEST
+    values[:, :, 7] = -E4M3_MAX
     return (values * 2.0 ** torch.randint(-9, 4, (num_rows, width // GROUP, 1), generator=generator)).flatten(1)
 
 
