@@ -20,7 +20,6 @@ PROGRAMS = {
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
-    "kv-quality": "engine.kv_quality",  # what the type of the KV cache costs in perplexity
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
     "quality": "engine.quality",  # what fewer bits cost: perplexity and likeliest tokens
     "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others

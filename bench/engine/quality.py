@@ -4,7 +4,8 @@ The same texts are scored by the model as it is (`--quantization none`, a KV cac
 each token given those before it in its window. Told are the perplexity of a word of both, and of how many tokens the
 likeliest is the same. Texts are the pages of docs/ unless given; a smaller part of them with --most-tokens.
 
-On a CPU fp8 weights are dequantised, so inputs keep their 16 or 32 bits there; on CUDA they are quantised, too.
+A window comes in two chunks, so that keys and values are read from the cache as they are in serving. On a CPU fp8
+weights are dequantised, so inputs keep their 16 or 32 bits there; on CUDA they are quantised, too.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from engine_worker.scheduling.scheduler import SchedulerConfig
 from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
-_STEP_TOKENS, _ROWS = 2048, 8
+_ROWS = 8
 
 
 @dataclass
@@ -53,9 +54,12 @@ def _cut(token_ids: list[int], length: int) -> Iterator[list[int]]:
 
 
 def scores(settings: ExecutionSettings, windows: Sequence[list[int]]) -> Scores:
+    assert settings.max_num_batched_tokens is not None
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
     config = SchedulerConfig(
-        max_num_seqs=_ROWS, max_num_batched_tokens=_STEP_TOKENS, max_model_len=runner.max_model_len
+        max_num_seqs=_ROWS,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=runner.max_model_len,
     )
     engine, sampling = plain_engine(runner, config), SamplingParams(max_tokens=1, seed=0, prompt_logprobs=1)
     for index, window in enumerate(windows):
@@ -92,7 +96,7 @@ def main(argv: list[str]) -> int:
     num_words = sum(len(tokenizer.decode(window[1:]).split()) for window in windows)
     common: dict[str, Any] = {
         "model": options.model, "device": options.device, "dtype": options.dtype, "max_num_seqs": _ROWS,
-        "max_num_batched_tokens": _STEP_TOKENS, "max_model_len": options.window + 1, "cudagraph_mode": "none",
+        "max_num_batched_tokens": options.window // 2, "max_model_len": options.window + 1, "cudagraph_mode": "none",
         "num_threads": options.threads, "kv_cache_memory_bytes": 2**30,
     }  # fmt: skip
     exact = scores(ExecutionSettings(**common, quantization="none"), windows)
