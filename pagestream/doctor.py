@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pagestream.address import AddressInUse, require_free_port
 from pagestream.demo_model import demo_model_directory, installed_gguf
@@ -40,7 +41,7 @@ import json, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
-     "total_bytes": torch.cuda.mem_get_info(i)[1]}
+     "total_bytes": torch.cuda.mem_get_info(i)[1], "capability": torch.cuda.get_device_capability(i)}
     for i in range(torch.cuda.device_count() if cuda else 0)
 ], "peers": [
     [i, j] for i in range(torch.cuda.device_count() if cuda else 0) for j in range(torch.cuda.device_count())
@@ -135,7 +136,7 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
     torch = Finding("torch", "ok", f"{answer['torch']}, {built}")
     if devices:
-        names = ", ".join(f"{device['name']} ({device['free_bytes'] / 2**30:.1f} GiB free)" for device in devices)
+        names = ", ".join(map(_told_of, devices))
         told = f"{names}, driver {driver or 'of unknown version'}"
         return [torch, Finding("device", "ok", told), check_triton_compiler()]
     cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
@@ -147,6 +148,11 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
         else "install torch's build for CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
     )
     return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint)]
+
+
+def _told_of(device: dict[str, Any]) -> str:
+    major, minor = device["capability"]
+    return f"{device['name']} (sm_{major}{minor}, {device['free_bytes'] / 2**30:.1f} GiB free)"
 
 
 def check_triton_compiler() -> Finding:

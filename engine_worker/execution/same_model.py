@@ -1,12 +1,15 @@
 """Whether all ranks of a group see one model: of several hosts each may have a directory of its own.
 
-It is asked at a start, before weights are read. It reads config.json and the names and sizes of weight files.
+It is asked at a start, before weights are read. It reads what says how weights are read (config.json, and modelopt's
+file beside it), and the names and sizes of weight files.
 """
 
 import zlib
 from pathlib import Path
 
 from engine_worker.model.tensor_parallel import TensorParallel
+
+_CONFIGS = ("config.json", "hf_quant_config.json")
 
 
 def check_same_model(directory: Path, ranks: TensorParallel) -> None:
@@ -21,6 +24,7 @@ def check_same_model(directory: Path, ranks: TensorParallel) -> None:
 
 
 def fingerprint(directory: Path) -> int:
-    """A checksum of config.json, and of the names and sizes of weight files."""
+    """A checksum of the configurations, and of the names and sizes of weight files."""
+    configs = [(path.name, path.read_bytes()) for name in _CONFIGS if (path := directory / name).is_file()]
     sizes = sorted((path.name, path.stat().st_size) for path in directory.glob("*.safetensors"))
-    return zlib.crc32(repr(sizes).encode(), zlib.crc32((directory / "config.json").read_bytes()))
+    return zlib.crc32(repr((configs, sizes)).encode())

@@ -29,11 +29,11 @@ def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, objec
 
 def test_the_compiler_matters_only_with_a_cuda_device() -> None:
     assert [finding.check for finding in doctor.check_torch(torch_says(None), "")] == ["torch", "device"]
-    on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30})
+    on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30, "capability": [9, 0]})
     findings = doctor.check_torch(on_gpu, "570.86.15")
     assert [finding.check for finding in findings] == ["torch", "device", "triton compiler"]
     assert findings[0].message == "2.13, built for CUDA 13.0"
-    assert findings[1].message == "H200 (139.0 GiB free), driver 570.86.15"
+    assert findings[1].message == "H200 (sm_90, 139.0 GiB free), driver 570.86.15"
 
 
 @pytest.mark.parametrize(("cuda", "hint"), [("13.0", "CUDA_VISIBLE_DEVICES"), (None, "engine-gpu.txt")])
