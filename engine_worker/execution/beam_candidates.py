@@ -6,6 +6,7 @@ All beams of a request stand side by side in the batch. Their scores are sums of
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -46,7 +47,7 @@ class DeviceCandidates:
         return candidates
 
 
-def launch_beam_candidates(logits: Tensor, sequences: list[SampledSequence]) -> DeviceCandidates:
+def launch_beam_candidates(logits: Tensor, sequences: Sequence[SampledSequence]) -> DeviceCandidates:
     """`logits` [N, V] in the order of `sequences`; not modified. No wait for the device."""
     by_shape: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     beam_rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.use_beam_search]
@@ -58,7 +59,9 @@ def launch_beam_candidates(logits: Tensor, sequences: list[SampledSequence]) -> 
     )
 
 
-def _launch(logits: Tensor, rows: list[list[int]], num_candidates: int, sequences: list[SampledSequence]) -> _Searches:
+def _launch(
+    logits: Tensor, rows: list[list[int]], num_candidates: int, sequences: Sequence[SampledSequence]
+) -> _Searches:
     """`rows` [R][B]: the rows of the B beams of R searches."""
     num_searches, num_beams, vocab_size = len(rows), len(rows[0]), logits.shape[1]
     index = torch.tensor(rows).flatten()

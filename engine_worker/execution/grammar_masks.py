@@ -16,6 +16,7 @@ It is used in a step, between the forward pass and the sampler. It knows the com
 of requests or schemas.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from operator import ge
@@ -50,7 +51,7 @@ class _Filled:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    sequences: list[SampledSequence]
+    sequences: Sequence[SampledSequence]
     indices: list[int]
     filling: "Future[tuple[_Filled | None, dict[str, str]]]"
 
@@ -71,12 +72,12 @@ class GrammarMasks:
         """So that a step that needs it finds it. Safe in any thread. Raises GrammarError."""
         self._compiler.compile(grammar)
 
-    def keep_only(self, sequences: list[SampledSequence]) -> None:
+    def keep_only(self, sequences: Sequence[SampledSequence]) -> None:
         self._end_of_begun()
         kept = set(sequences)
         self._progress = {sequence: self._progress[sequence] for sequence in self._progress if sequence in kept}
 
-    def begin(self, sequences: list[SampledSequence], indices: list[int]) -> None:
+    def begin(self, sequences: Sequence[SampledSequence], indices: list[int]) -> None:
         """Begin the masks that are asked for next, only where all tokens are known, so that nothing is waited for."""
         known = (sequence.num_output_tokens for sequence in sequences)
         if self._device.type == "cpu" and all(map(ge, known, indices)):
@@ -84,7 +85,7 @@ class GrammarMasks:
             self._begun = _Begun(sequences, indices, filling)
 
     def of(
-        self, sequences: list[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
+        self, sequences: Sequence[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple[TokenMasks | None, dict[str, str]]:
         """The masks, if there is any grammar; and request id -> why it cannot be sampled.
 
@@ -106,7 +107,7 @@ class GrammarMasks:
         return begun
 
     def _filled(
-        self, sequences: list[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
+        self, sequences: Sequence[SampledSequence], indices: list[int], tokens_in_flight: TokensInFlight
     ) -> tuple["_Filled | None", dict[str, str]]:
         rows: list[int] = []
         matchers: list[LLMatcher] = []

@@ -6,7 +6,7 @@ of the queue, of finishing, or of which sequence comes next.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,7 @@ class ModelRunner:
         description = self._describer.describe(batch)
         step = self.replica.prepare(description, scores.looks if scores is not None else ())
         sampling = [scheduled for scheduled in batch.sequences if scheduled.samples]
-        sequences: list[SampledSequence] = [s.sequence for s in sampling]
+        sequences = [s.sequence for s in sampling]
         indices = [s.output_index for s in sampling]
         if sequences:
             self._sampler.begin(sequences, indices)
@@ -119,7 +119,9 @@ class ModelRunner:
             return None
         return PromptScores(self._describer.rows_of(batch), self._sampler.device)
 
-    def _launch_sampling(self, logits: Tensor, sequences: list[SampledSequence], indices: list[int]) -> SampledTokens:
+    def _launch_sampling(
+        self, logits: Tensor, sequences: Sequence[SampledSequence], indices: list[int]
+    ) -> SampledTokens:
         inputs = self._sampler.prepare(sequences, indices)
         tokens = self._sampler.launch(logits, inputs)
         # A sequence that failed may be in the next batch already; whatever is computed for it there is dropped.
@@ -129,7 +131,7 @@ class ModelRunner:
 
 
 def _launch_beams(batch: ScheduledBatch, logits: Tensor) -> DeviceCandidates | None:
-    sampling: list[SampledSequence] = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
+    sampling = [scheduled.sequence for scheduled in batch.sequences if scheduled.samples]
     if not any(sequence.sampling.use_beam_search for sequence in sampling):
         return None
     return launch_beam_candidates(logits, sampling)

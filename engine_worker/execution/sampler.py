@@ -19,7 +19,7 @@ rows do not notice. Knows nothing of blocks, of the model, or of when a sequence
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -110,17 +110,17 @@ class Sampler:
         self._grammars = grammars
         self._last_tokens: SampledTokens | None = None
 
-    def sample(self, logits: Tensor, sequences: list[SampledSequence], indices: list[int] | None = None) -> Samples:
+    def sample(self, logits: Tensor, sequences: Sequence[SampledSequence], indices: list[int] | None = None) -> Samples:
         """`logits[i]` belongs to `sequences[i]`. Leaves `logits` as they are."""
         return self.launch(logits, self.prepare(sequences, indices)).collect()
 
-    def begin(self, sequences: list[SampledSequence], indices: list[int]) -> None:
+    def begin(self, sequences: Sequence[SampledSequence], indices: list[int]) -> None:
         """Do beside the forward pass what prepare() of the same sequences would do after it. May be left out."""
         self._follow(sequences)
         if self._grammars is not None and self._batch.has_grammars:
             self._grammars.begin(self._batch.sequences, indices)
 
-    def prepare(self, sequences: list[SampledSequence], indices: list[int] | None = None) -> SamplingInputs:
+    def prepare(self, sequences: Sequence[SampledSequence], indices: list[int] | None = None) -> SamplingInputs:
         """`indices`: of each sequence's output, the token to sample; by default the first that is not known."""
         if indices is None:
             indices = [sequence.num_output_tokens for sequence in sequences]
@@ -147,7 +147,7 @@ class Sampler:
             masks=tuple(masks for masks in (masks, self._rules.allowed) if masks is not None),
         )
 
-    def _follow(self, sequences: list[SampledSequence]) -> None:
+    def _follow(self, sequences: Sequence[SampledSequence]) -> None:
         if sequences != self._batch.sequences:  # by identity: steps of a decoding batch have the same ones
             self._batch = batch_parameters(sequences, self.device)
             self._penalty_counts.keep_only(sequences)

@@ -8,7 +8,7 @@ It is used in a step, beside the forward pass: the sampler reads them. It knows 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -69,7 +69,7 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    sequences: list[SampledSequence]
+    sequences: Sequence[SampledSequence]
     rows: SamplingRows | None  # None: every row is an argmax
     edits: ScoreEdits | None
     logprobs: LogprobRows | None
@@ -81,7 +81,7 @@ class SamplingInputs:
 class BatchParameters:
     """The parameters that stay while the same sequences decode, step after step; on the device already."""
 
-    sequences: list[SampledSequence]
+    sequences: Sequence[SampledSequence]
     rows: SamplingRows | None  # its indices are those of another step
     logprobs: LogprobRows | None
     may_edit: bool
@@ -93,7 +93,7 @@ class BatchParameters:
         return replace(self.rows, indices=to_device(np.array(output_indices, dtype=np.int64), device))
 
 
-def batch_parameters(sequences: list[SampledSequence], device: torch.device) -> BatchParameters:
+def batch_parameters(sequences: Sequence[SampledSequence], device: torch.device) -> BatchParameters:
     samplings = [sequence.sampling for sequence in sequences]
     return BatchParameters(
         sequences=list(sequences),
@@ -138,7 +138,7 @@ def _sampling_rows(samplings: list[SamplingParams], device: torch.device) -> Sam
 
 
 def score_edits(
-    sequences: list[SampledSequence],
+    sequences: Sequence[SampledSequence],
     masked: list[list[int]],
     penalty_counts: PenaltyCounts,
     vocab_size: int,
@@ -207,7 +207,7 @@ def premature_ends(
     return [token_id for token_id in ending if 0 <= token_id < vocab_size]
 
 
-def _penalties(sequences: list[SampledSequence], counts: list[TokenCounts | None]) -> "np.ndarray[Any, Any]":
+def _penalties(sequences: Sequence[SampledSequence], counts: list[TokenCounts | None]) -> "np.ndarray[Any, Any]":
     columns = [np.empty((3, 0), dtype=np.float32)]
     for sequence, counted in zip(sequences, counts, strict=True):
         if counted is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.kv_cache import KVCache
-from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import Sampler
 from engine_worker.execution.settings import StepBounds
 from engine_worker.model.model_input import ModelInput
@@ -53,7 +52,7 @@ def measure_step_bytes(
 def sample_largest(sampler: Sampler, logits: Tensor, block_size: int) -> None:
     """Sample made-up sequences of `logits` [N, V] with top-p, which takes the most."""
     batch = made_up_batch(len(logits), 0, 1, block_size, temperature=1.0, top_p=0.9)
-    sequences: list[SampledSequence] = [scheduled.sequence for scheduled in batch.sequences]
+    sequences = [scheduled.sequence for scheduled in batch.sequences]
     sampler.sample(logits, sequences)
 
 

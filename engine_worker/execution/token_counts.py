@@ -4,6 +4,7 @@ Counting 2000 tokens anew takes as long as a decode step; here a step adds the t
 the batch are forgotten and counted again when they come back. Knows nothing of logits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class PenaltyCounts:
     def __init__(self) -> None:
         self._of: dict[SampledSequence, TokenCounts] = {}
 
-    def keep_only(self, sequences: list[SampledSequence]) -> None:
+    def keep_only(self, sequences: Sequence[SampledSequence]) -> None:
         penalised = [sequence for sequence in sequences if sequence.sampling.has_penalties]
         self._of = {sequence: self._of.get(sequence) or TokenCounts(sequence) for sequence in penalised}
 

@@ -8,7 +8,7 @@ A word is found in the output alone, not across the prompt's end (as in vLLM), s
 output's tokens: nothing is lost with a preemption or a takeover. Knows nothing of scores.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class TokenRules:
         self._masks: dict[SampledSequence, NDArray[np.int32]] = {}
         self._words: dict[SampledSequence, BadWordIndex] = {}
 
-    def keep_only(self, sequences: list[SampledSequence]) -> None:
+    def keep_only(self, sequences: Sequence[SampledSequence]) -> None:
         """`sequences`: the rows of the steps that follow."""
         asking = [(row, s) for row, s in enumerate(sequences) if s.sampling.allowed_token_ids is not None]
         self._masks = {sequence: self._mask_of(sequence) for _, sequence in asking}

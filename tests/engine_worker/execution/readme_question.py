@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from engine_worker.model.architectures import spec_from_directory
+from gateway.text.chat_template import ChatMessage
 from gateway.text.served_model import load_served_model
 from shared.messages import FinishEvent
 from tests.builders import make_request
@@ -20,7 +21,7 @@ QUESTION = "What is the capital of France?"
 def main() -> None:
     directory, dtype = Path(sys.argv[1]), sys.argv[2]
     encoder = load_served_model(directory).encoder
-    question = [{"role": "user", "content": QUESTION}]
+    question: list[ChatMessage] = [{"role": "user", "content": QUESTION}]
     prompt = encoder.encode_chat(question, add_generation_prompt=True, continue_final_message=False)
     eos_token_ids = spec_from_directory(directory).eos_token_ids
     runner = make_runner(directory, num_blocks=16, block_size=16, dtype=dtype)

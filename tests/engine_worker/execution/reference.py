@@ -114,14 +114,14 @@ def make_runner(
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
 
-def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: int) -> tuple[dict[str, list[int]], int]:
+def generate(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> tuple[dict[str, list[int]], int]:
     """The outputs by request id, and how often a sequence was preempted."""
     engine = make_engine(runner, **config)
     transcript = run_engine_to_end(engine, requests)
     return transcript.tokens, sum(engine.stats().counters.preemptions.values())
 
 
-def run_engine(runner: ModelRunner, requests: list[GenerationRequest], **config: int) -> Transcript:
+def run_engine(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> Transcript:
     return run_engine_to_end(make_engine(runner, **config), requests)
 
 

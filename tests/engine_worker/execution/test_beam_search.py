@@ -28,7 +28,7 @@ EOS_TOKEN_IDS = list(range(2, 10))
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # 80 tokens, eight of them the end: searches end early, with texts of many lengths. Half the spread of logits that
     # other tests have: beams stay close to each other and change places.
-    sizes = {"vocab_size": 80, "num_hidden_layers": 2, "initializer_range": 0.1}
+    sizes: dict[str, Any] = {"vocab_size": 80, "num_hidden_layers": 2, "initializer_range": 0.1}
     return write_model(tmp_path_factory.mktemp("beams"), **sizes, eos_token_id=EOS_TOKEN_IDS)
 
 

@@ -16,7 +16,8 @@ from engine_worker.execution.cuda_graphs import (
 from engine_worker.execution.describe import StepDescriber
 from engine_worker.execution.settings import CUDAGRAPH_MODES, StepBounds
 from engine_worker.execution.step_description import StepDescription
-from engine_worker.model.network import Device, Network
+from engine_worker.model.devices import Device
+from engine_worker.model.network import Network
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.settings import WorkerSettings
 from shared.settings import options

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ pytestmark = [
 # Prompts of up to 512 tokens beside decodes run as mixed graphs, longer ones kernel by kernel.
 LENGTHS = [1, 7, 15, 16, 17, 33, 64, 100, 129, 300, 640]
 # name: (KV bytes, scheduler)
-SCHEDULES = {
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "roomy": (2**28, {"max_num_seqs": 16, "max_num_batched_tokens": 2048}),
     "small_chunks": (2**28, {"max_num_seqs": 5, "max_num_batched_tokens": 64}),
     "preempted": (50 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
@@ -32,7 +33,7 @@ def requests(**sampling: float) -> list[GenerationRequest]:
     return [make_request(length, f"{length} tokens", max_tokens=40, ignore_eos=True, **sampling) for length in LENGTHS]
 
 
-def outputs_and_preemptions(runner: ModelRunner, sampling: dict[str, float], **config: int) -> tuple[object, int]:
+def outputs_and_preemptions(runner: ModelRunner, sampling: dict[str, Any], **config: Any) -> tuple[object, int]:
     engine = make_engine(runner, **config)
     transcript = run_engine_to_end(engine, requests(**sampling))
     return (transcript.tokens, transcript.others), sum(engine.stats().counters.preemptions.values())
@@ -78,13 +79,14 @@ def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, fl
 @pytest.mark.timeout(600)
 def test_groups_are_those_of_the_cpu(model_dir: Path) -> None:
     """Forks without tokens, copies of shared blocks, beams chosen on the device; a tight pool preempts whole groups."""
+    kinds: dict[str, dict[str, Any]] = {
+        "samples": {"n": 3, "temperature": 0.9, "seed": 7},
+        "beams": {"n": 2, "use_beam_search": True, "beam_width": 4},
+    }
     groups = [
         make_request(length, f"{length} of {kind}", max_tokens=30, ignore_eos=True, **sampling)
         for length in (1, 15, 16, 100)
-        for kind, sampling in {
-            "samples": {"n": 3, "temperature": 0.9, "seed": 7},
-            "beams": {"n": 2, "use_beam_search": True, "beam_width": 4},
-        }.items()
+        for kind, sampling in kinds.items()
     ]
     names = [(group.request_id, choice) for group in groups for choice in range(group.sampling.n)]
     roomy = SCHEDULES["roomy"][1]

@@ -7,6 +7,7 @@ the scheduler may choose (batch, chunk, block size, preemption) may change an ou
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ PROMPT_LENGTHS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 1
 # Real weights cross each kind of edge once: a token costs 500 times as much as one of the tiny models.
 DEMO_PROMPT_LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 257]
 
-TINY_MODELS = {
+TINY_MODELS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "multi_head_tied": {"num_key_value_heads": 6, "tie_word_embeddings": True},
     "one_kv_head": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "rms_norm_eps": 1e-3},
@@ -111,7 +112,7 @@ def test_the_margin_tells_right_from_wrong(tiny_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=["greedy", "seeded"])
-def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, float]) -> None:
+def test_no_schedule_changes_an_output(tiny_dir: Path, sampling: dict[str, Any]) -> None:
     by_schedule = {}
     for name, (block_size, num_blocks, scheduler) in SCHEDULES.items():
         runner = make_runner(tiny_dir, num_blocks=num_blocks, block_size=block_size)
@@ -134,7 +135,7 @@ PRESSURE = {
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "one ahead"])
 def test_how_a_preempted_sequence_gets_its_kv_back_changes_no_output(tiny_dir: Path, async_scheduling: bool) -> None:
-    schedule = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
+    schedule: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
     source = random.Random(3)
     prompts = [[source.randrange(3, 500) for _ in range(20 + 7 * number)] for number in range(10)]
     requests = [make_request(tokens, f"r{len(tokens)}", max_tokens=50, ignore_eos=True) for tokens in prompts]
@@ -158,7 +159,7 @@ def test_how_a_preempted_sequence_gets_its_kv_back_changes_no_output(tiny_dir: P
         assert (counters.recomputed_tokens == 0) is (num_host_blocks == 96), name
 
 
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "samples": {"n": 3, "temperature": 0.9},
     "beams": {"n": 2, "use_beam_search": True, "beam_width": 3},
 }
@@ -166,7 +167,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_swapped_group_keeps_its_choices(tiny_dir: Path, kind: str) -> None:
-    schedule = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
+    schedule: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 96}
     source = random.Random(4)
     prompts = [[source.randrange(3, 500) for _ in range(20 + 9 * number)] for number in range(4)]
     sampling = {"max_tokens": 24, "ignore_eos": True, **GROUPS[kind]}

@@ -60,7 +60,7 @@ def reference(directory: Path) -> Iterator[Reference]:
     AttentionInterface._global_mapping.pop(ROUNDED)
 
 
-def fp8_runner(directory: Path, **sizes: int) -> ModelRunner:
+def fp8_runner(directory: Path, **sizes: Any) -> ModelRunner:
     return make_runner(directory, kv_cache_dtype="fp8", **sizes)
 
 

@@ -17,6 +17,7 @@ from engine_worker.execution.grammar_compiler import GrammarCompiler
 from engine_worker.execution.grammar_masks import GrammarMasks
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.preemption import PreemptionMode
 from shared.grammars import GrammarError
@@ -57,7 +58,7 @@ LANGUAGES: dict[str, tuple[Grammar, Callable[[str], object]]] = {
     "schema too": (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), is_of_schema),
 }
 PROMPT = list(range(20, 35))
-CONFIG = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+CONFIG: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +170,12 @@ def test_masks_allow_what_the_grammar_does_and_nothing_else(model_dir: Path) -> 
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
     begin = make_sequence(3, grammar=Grammar(GrammarKind.CHOICE, '["ab", "a", "b"]'))
-    after_a = make_sequence(3, output_token_ids=[tokenizer.token_to_id("a")], grammar=begin.sampling.grammar)
+    after_a = make_sequence(3, output_token_ids=[_id(tokenizer, "a")], grammar=begin.sampling.grammar)
     found, problems = masks.of([begin, make_sequence(3), after_a], [0, 0, 1], dict)
     assert found is not None and problems == {} and found.rows.tolist() == [0, 2]
     bits = (found.masks[:, :, None] >> torch.arange(32)) & 1
     allowed = [row.nonzero().flatten().tolist() for row in bits.flatten(1)]
-    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    a, b = _id(tokenizer, "a"), _id(tokenizer, "b")
     assert allowed == [sorted([a, b]), sorted([IM_END, b])]
 
 
@@ -182,7 +183,7 @@ def test_a_token_in_flight_counts_as_output(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     masks = GrammarMasks(GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END]), VOCAB_SIZE, torch.device("cpu"))
     going, ending = (make_sequence(3, eos_token_ids=[IM_END], grammar=Grammar(GrammarKind.REGEX, "ab?")) for _ in "12")
-    in_flight = {going: tokenizer.token_to_id("a"), ending: IM_END}
+    in_flight: dict[SampledSequence, int] = {going: _id(tokenizer, "a"), ending: IM_END}
     found, problems = masks.of([going, ending], [1, 1], lambda: in_flight)
     assert found is not None and problems == {}
     assert found.rows.tolist() == [0]  # whatever is sampled behind the end is dropped
@@ -191,7 +192,7 @@ def test_a_token_in_flight_counts_as_output(model_dir: Path) -> None:
 
 def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: Path) -> None:
     compiler = GrammarCompiler(model_dir, VOCAB_SIZE, [IM_END])
-    a = Tokenizer.from_file(str(model_dir / "tokenizer.json")).token_to_id("a")
+    a = _id(Tokenizer.from_file(str(model_dir / "tokenizer.json")), "a")
     grammar = Grammar(GrammarKind.REGEX, "ab?c*")
     sequences = [make_sequence(3, grammar=grammar), make_sequence(3, output_token_ids=[a], grammar=grammar)]
     bad = make_sequence(3, "bad", output_token_ids=[a, a], grammar=grammar)
@@ -205,7 +206,8 @@ def test_masks_that_were_begun_beside_the_forward_pass_are_the_same(model_dir: P
         assert problems == same_problems and list(problems) == ["bad"][: len(rows) - 2]
     begun.begin(sequences, [0, 1])
     found, _ = begun.of(sequences[1:], [1], dict)  # what is asked is another batch after all
-    assert found is not None and found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
+    assert found is not None and expected is not None
+    assert found.rows.tolist() == [0] and torch.equal(found.masks, expected.masks[1:])
 
 
 def test_what_was_begun_and_is_not_wanted_ends_before_others_are_filled(
@@ -250,6 +252,12 @@ def test_what_a_worker_lacks_for_grammars_is_named(model_dir: Path, tmp_path: Pa
         GrammarCompiler(tmp_path, VOCAB_SIZE, [IM_END]).compile(_regex("a"))
     with pytest.raises(GrammarError, match="names no token that ends"):
         GrammarCompiler(model_dir, VOCAB_SIZE, []).compile(_regex("a"))
+
+
+def _id(tokenizer: Tokenizer, text: str) -> int:
+    token_id = tokenizer.token_to_id(text)
+    assert token_id is not None
+    return token_id
 
 
 def _regex(text: str) -> Grammar:

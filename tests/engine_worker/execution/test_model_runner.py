@@ -1,6 +1,7 @@
 """ModelRunner and its loading: what a step answers, and that a sequence sees nothing but its own KV."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
 
 def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
-    settings = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8}
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 8}
     runner = load_model_runner(
         ExecutionSettings(model=tmp_path, load_format="dummy", **settings), lambda phase, progress, detail: None
     )
@@ -119,6 +120,6 @@ def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> N
         ({"deterministic": True}, "--deterministic: only on cuda"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(changes: dict[str, int], word: str, model_dir: Path) -> None:
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], word: str, model_dir: Path) -> None:
     with pytest.raises(ValueError, match=word):
         load_model_runner(ExecutionSettings(model=model_dir, device="cpu", **changes), lambda *report: None)

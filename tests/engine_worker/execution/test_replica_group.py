@@ -32,7 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(model_dir: Path, size: int) -> ModelRunner:
-    pool = {"num_blocks": 40, "num_host_blocks": 24, "block_size": BLOCK_SIZE}
+    pool: dict[str, Any] = {"num_blocks": 40, "num_host_blocks": 24, "block_size": BLOCK_SIZE}
     return make_runner(model_dir, **pool, num_threads=1, tensor_parallel_size=size)
 
 

@@ -61,7 +61,7 @@ def reference_distribution(logits: torch.Tensor, seq: Sequence) -> np.ndarray:
     order = np.argsort(-weights, kind="stable")
     kept = [token_id for token_id in order if weights[token_id] >= s.min_p]
     kept = kept[: s.top_k] if s.top_k else kept
-    total, cumulative, nucleus = weights[kept].sum(), 0.0, []
+    total, cumulative, nucleus = weights[kept].sum(), 0.0, list[int]()
     for token_id in kept:
         if nucleus and cumulative >= s.top_p * total:
             break
@@ -216,7 +216,13 @@ def test_a_resumed_sequence_continues_as_if_nothing_had_happened() -> None:
             seq.output_token_ids.append(token_ids[0])
         return seq.output_token_ids
 
-    params = {"seed": 9, "repetition_penalty": 1.4, "presence_penalty": 0.3, "top_p": 0.95, "min_tokens": 20}
+    params: dict[str, Any] = {
+        "seed": 9,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.3,
+        "top_p": 0.95,
+        "min_tokens": 20,
+    }
     undisturbed = run(sequence(**params), 0)
     resumed = run(sequence("other", output=undisturbed[:17], **params), 17)
     assert resumed == undisturbed
@@ -242,7 +248,8 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     logits = random_logits(5)
     healthy = logits.clone()
     logits[1, 5], logits[2, 6], logits[3] = math.nan, math.inf, -math.inf
-    for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 1.5, "top_k": 3}):
+    edits: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 1.5, "top_k": 3}]
+    for params in edits:
         sequences = [sequence(str(row), seed=row, **params) for row in range(5)]
         token_ids, failures = sample(logits, sequences)
         expected, _ = sample(healthy, sequences)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.engine_worker.execution.reference import run_engine, write_model
 
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
 ROOT = Path(__file__).parents[3]
-CONFIG = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+CONFIG: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
 SECONDS = 100.0
 
 

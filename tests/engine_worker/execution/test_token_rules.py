@@ -114,7 +114,7 @@ def test_named_tokens_take_the_place_of_the_likeliest() -> None:
 
 
 PROMPT = list(range(20, 35))
-CONFIG = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+CONFIG: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
 NUM_TOKENS = 60
 
 

@@ -11,12 +11,12 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import DecoderLayer, Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import SafetensorsWeights
-from tests.engine_worker.model.test_golden_logits import BLOCK_SIZE, step
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, step
 
 NUM_BLOCKS = 5  # those of step(), and block 0
 
 
-class Watched:
+class Watched(DecoderLayer):
     """A layer that keeps what it adds up to."""
 
     def __init__(self, layer: DecoderLayer, states: list[Tensor]) -> None:
@@ -39,7 +39,7 @@ def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
     states: list[Tensor] = []
     model._layers = [Watched(layer, states) for layer in model._layers]
     layout = kv_layout(found.shape, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, NUM_BLOCKS)))
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], NUM_BLOCKS)))
     model.forward(step(0, token_ids), device)
     return states
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join_by
 
@@ -74,7 +75,7 @@ def _serve(rank: int, size: int, device_type: str, directory: str, connection: C
 
 def _groups(rank: int, size: int, device: torch.device, directory: Path) -> dict[int, ProcessGroup]:
     """By how many ranks it has. Every rank takes part in making each group."""
-    groups = {size: join_by(dist.FileStore(str(directory / "ranks"), size), rank, size, device)}
+    groups = {size: join_by(FileStore(str(directory / "ranks"), size), rank, size, device)}
     for members in range(2, size):
         group = dist.new_group(list(range(members)))
         if rank < members:

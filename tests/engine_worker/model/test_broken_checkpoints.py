@@ -39,6 +39,11 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     save_file(tensors, directory / SHARD)
 
 
+def remove_weights(directory: Path) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+
+
 def cut(directory: Path, keep: Callable[[int], int]) -> None:
     os.truncate(directory / SHARD, keep((directory / SHARD).stat().st_size))
 
@@ -100,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"lm_head\.weight is in model-\S+ and in model-\S+",
     ),
     "weights of another kind": (
-        lambda d: [path.unlink() for path in d.glob("model*")], r"no model\.safetensors; only safetensors weights are"
+        remove_weights, r"no model\.safetensors; only safetensors weights are"
     ),
 }  # fmt: skip
 

@@ -20,10 +20,12 @@ class _Recorded(RandomWeights):
         super().__init__(torch.device("cpu"), torch.float32)
         self.read: dict[str, tuple[int, ...]] = {}
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         assert name not in self.read
         self.read[name] = shape
-        return super().get(name, shape, part)
+        return super().get(name, shape, part, dtype)
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -12,11 +12,12 @@ from engine_worker.model import cuda_step
 from engine_worker.model.architectures import spec_from_directory
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
-from engine_worker.model.devices import check_shape
+from engine_worker.model.devices import Device, check_shape
 from engine_worker.model.linear import Input, Scaling
-from engine_worker.model.network import Device, LogitsOf, Network
+from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuLinear
+from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_worker.estimate import main as estimate
-from engine_worker.model import devices
 from engine_worker.model.devices import check_weight_format
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -163,14 +162,14 @@ def test_scales_that_are_no_factors_are_named_before_weights_load(
 
 
 def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(devices.torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     gpu, bf16 = torch.device("cuda", 0), torch.bfloat16
     with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) multiplies no fp8, which takes sm_89 or newer"):
         check_weight_format("compressed-tensors fp8", gpu, bf16)
     check_weight_format("", gpu, bf16)
     check_weight_format("compressed-tensors fp8", torch.device("cpu"), bf16)
-    monkeypatch.setattr(devices.torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     check_weight_format("compressed-tensors fp8", gpu, bf16)
 
 

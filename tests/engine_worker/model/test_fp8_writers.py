@@ -51,7 +51,7 @@ def write_compressed(directory: Path, config: dict[str, Any], case: Case) -> Pat
     return directory / "fp8"
 
 
-def _observe(quantization: Any, module: torch.nn.Module) -> None:
+def _observe(quantization: Any, module: Any) -> None:
     weights = module.quantization_scheme.weights
     observed = module.weight
     if weights.strategy == "channel":

@@ -1,6 +1,7 @@
 """A network multiplies by what its LinearMethod loaded, and by nothing else: another way of storing is one file."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.linear import Linear, LinearSpec, Role, Scaling, Split
+from engine_worker.model.linear import Input, Linear, LinearSpec, Role, Scaling, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuHead
@@ -32,10 +33,11 @@ class Int8Linear:
         self._scale = weight.abs().amax(dim=1, keepdim=True) / 127
         self._weight = (weight / self._scale).round().to(torch.int8)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor)
         return F.linear(x, self._weight * self._scale)
 
-    def gated(self, x: Tensor, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate, up = self(x).chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -82,7 +84,7 @@ def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
     names: tuple[str, ...], outputs: tuple[int, ...]
 ) -> None:
     order = torch.tensor([1, 0, 3, 2, 5, 4, 6, 7])
-    spec = {"role": Role.QKV, "names": names, "outputs": outputs, "inputs": 16, "bias": True}
+    spec: dict[str, Any] = {"role": Role.QKV, "names": names, "outputs": outputs, "inputs": 16, "bias": True}
     method = linear_method(DENSE, "cpu")
     plain = method.load(LinearSpec(**spec), RandomWeights(CPU, torch.float32))
     ordered = method.load(LinearSpec(**spec, row_order=order), RandomWeights(CPU, torch.float32))
@@ -91,7 +93,7 @@ def test_rows_and_biases_are_put_into_the_order_that_is_asked_for(
 
 
 def test_products_that_end_a_part_are_sums_over_ranks() -> None:
-    spec = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
+    spec: dict[str, Any] = {"names": ("a",), "outputs": (8,), "inputs": 8, "bias": False}
     splits = {role: LinearSpec(role=role, **spec).split for role in Role}
     assert [role for role, split in splits.items() if split is Split.INPUTS] == [Role.OUT, Role.DOWN]
 

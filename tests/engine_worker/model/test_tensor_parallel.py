@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.network import Network
-from engine_worker.model.spec import kv_layout
+from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, SingleRank, TensorParallel
 from engine_worker.model.weights import SafetensorsWeights
 from tests.engine_worker.model.family_cases import Case
@@ -50,7 +50,7 @@ def logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
     """Logits of a prompt, of one token after it, and of rows that are asked for on the way."""
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5)))
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
     looked: list[Tensor] = []
     found = [
         model.forward(step(0, PROMPT), device),
@@ -100,7 +100,7 @@ def test_a_rank_loads_what_its_shape_says(model_type: str) -> None:
 def keys_and_values(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
     model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    pool = torch.zeros(layout.pool_shape(*layout.groups, 5))
+    pool = torch.zeros(layout.pool_shape(layout.groups[0], 5))
     model.forward(step(0, PROMPT), model.attach(pool))
     return pool
 
@@ -121,7 +121,7 @@ def read_and_greedy(
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 9)))
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
     token_ids, first, tokens = prompt, 0, []
     for _ in range(num_tokens):
         logits = model.forward(step(first, token_ids), device)
@@ -157,7 +157,7 @@ def fp8_logits(ranks: TensorParallel, directory: Path) -> Tensor:
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = blueprint_from_directory(directory).build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5))))
+    return model.forward(step(0, PROMPT), model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5))))
 
 
 @pytest.mark.parametrize("family", FP8_CASES)
@@ -171,7 +171,7 @@ def test_ranks_share_weights_of_fp8_with_their_scales(ranks: Ranks, name: str, f
     assert (found - expected).abs().max() <= 3e-5 * expected.std()
 
 
-def operations(ranks: TensorParallel, shards: list[Tensor], vocab_size: int) -> dict[str, Tensor | int]:
+def operations(ranks: TensorParallel, shards: list[Tensor], vocab_size: int) -> dict[str, Any]:
     mine = shards[ranks.rank]
     given = torch.full((len(mine), vocab_size), torch.nan)
     return {
@@ -223,9 +223,10 @@ class Operators(TorchDispatchMode):
 def test_one_rank_launches_what_a_network_of_its_own_does(model_type: str) -> None:
     found = blueprint({**SHAPE, "model_type": model_type, **CASES[model_type]}, {}, "native")
     by_network = []
+    assert isinstance(found.shape, ModelSpec)
     for model in (Network(found.shape, NamedWeights(), 64), found.build(NamedWeights(), 64, False, SINGLE)):
         layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-        device = model.attach(torch.zeros(layout.pool_shape(*layout.groups, 5)))
+        device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
         with Operators() as operators:
             model.forward(step(0, PROMPT), device)
         by_network.append(operators.names)

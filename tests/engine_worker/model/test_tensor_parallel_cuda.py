@@ -27,7 +27,7 @@ pytestmark = [
 
 MOST_ELEMENTS = 2**20  # of a pair's sum: 2 MiB
 # One head of keys and values: both ranks have it, so their pools are equal if their hidden states are.
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 256,
 }  # fmt: skip
@@ -57,7 +57,7 @@ def answers(
     weights = RandomWeights(device, dtype)
     model = found.build(weights, 256, is_deterministic, tensor_parallel=ranks)
     layout = kv_layout(model.spec, 8, str(dtype).removeprefix("torch."))
-    pool = torch.zeros(layout.pool_shape(*layout.groups, 5), dtype=dtype, device=device)
+    pool = torch.zeros(layout.pool_shape(layout.groups[0], 5), dtype=dtype, device=device)
     attached = model.attach(pool)
     model.forward(on(device, step(0, PROMPT)), attached)
     decode = on(device, step(len(PROMPT), [5]))
@@ -88,9 +88,8 @@ def captured(run: Any) -> torch.cuda.CUDAGraph:
 
 def on(device: torch.device, model_input: ModelInput) -> ModelInput:
     values = {field.name: getattr(model_input, field.name) for field in fields(model_input)}
-    return replace(
-        model_input, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-    )
+    moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(model_input, **moved)
 
 
 @pytest.mark.parametrize("by_peers", [False, True], ids=["nccl", "peers"])

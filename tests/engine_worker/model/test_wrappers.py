@@ -1,6 +1,7 @@
 """Checkpoints of text and images: their language model is served, under whatever names the checkpoint has it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ VISION = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16,
 }  # fmt: skip
-TEXTS = {
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3 of mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
     "llava of qwen2": ("llava", {"model_type": "qwen2"}),
 }
 # As published checkpoints have it; transformers 5 writes some of them so, and some as its classes are.
-NAMES = {
+NAMES: dict[str, dict[str, str]] = {
     "inside": {"model.language_model.": "model.language_model.", "lm_head.": "lm_head."},
     "outside": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
                 "model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector."},
