@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.paged_attention import paged_attention_reference
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 
@@ -40,6 +41,7 @@ class AttentionBatch:
     max_seq_len: int
     scale: float
     kv_scales: KVScales = UNIT_SCALES
+    rules: ScoreRules = NO_RULES
 
 
 def attention_batch(
@@ -111,7 +113,7 @@ def exact_attention(batch: AttentionBatch, chunk_tokens: int = 512) -> Tensor:
     return paged_attention_reference(
         batch.query.double(), batch.key_cache, batch.value_cache, batch.block_tables[rows],
         torch.tensor(starts), torch.tensor(lens), batch.max_query_len, batch.max_seq_len, batch.scale,
-        batch.kv_scales,
+        batch.kv_scales, batch.rules,
     )  # fmt: skip
 
 

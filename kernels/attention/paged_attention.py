@@ -1,11 +1,11 @@
 """Causal attention of a ragged batch over a paged KV cache; decode and prefill sequences mixed freely.
 
-    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, key_cache)
+    AttentionPlan(block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, num_heads, key_cache, windows)
         once a step, with any layer's keys: what all layers share.
-        plan.attend(query, key_cache, value_cache, scale, kv_scales) -> output, once a layer
+        plan.attend(query, key_cache, value_cache, scale, kv_scales, rules) -> output, once a layer
 
-    paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-                    max_query_len, max_seq_len, scale, one_kernel, kv_scales) -> output [T, Hq, D], contiguous
+    paged_attention(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, max_query_len,
+                    max_seq_len, scale, one_kernel, kv_scales, rules) -> output [T, Hq, D], contiguous
         query                    [T, Hq, D]         new tokens of all sequences, concatenated; D is contiguous
         key_cache, value_cache   [N, Hkv, BS, D]    views of one pool with equal strides, below 2^31 elements each;
                                                     D is contiguous; Hq = G * Hkv; of the query's type, or e4m3
@@ -14,10 +14,12 @@
         seq_lens                 [S]        int32   tokens of a sequence, the new ones (already stored) included
         max_query_len, max_seq_len          int     upper bounds known to the host: launching never waits for the device
         kv_scales                                   of a cache in e4m3 (kernels/fp8_kv.py), 1 for any other
+        rules                                       window, softcap and sinks (score_rules.py)
 
 The last query row of a sequence is at position seq_len - 1; a row sees the keys at its own position and before. A row
 that sees no key (seq_len 0, the padding of a batch) gives 0; rows that no sequence owns are left undefined. Whatever
-lies in unused slots, in block 0 or behind a table's used part, NaN included, has no effect. Softmax in float32;
+lies in unused slots, in block 0, behind a table's used part, or in blocks that no new token's window reaches, NaN
+included, has no effect. Softmax in float32;
 products accumulate in float32, those of float32 are three tf32 products each (error about 1e-6). A chunk's result does
 not depend on how its prompt was cut. What else is in a batch, and past 8 and 48 rows its padding, decides where keys of
 a decoding sequence are cut, and so its last bits, on a Hopper GPU; nowhere else, and not with `one_kernel`. Of a
@@ -31,6 +33,9 @@ Does not know layers, and does not write the cache (rotary_embedding.py does, be
 # The operation has nine arguments; a structure would be a type that kernels and engine must share.
 # ruff: noqa: PLR0913, PLR0917
 
+from collections.abc import Iterable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -42,6 +47,8 @@ from kernels.attention.invariant import attend_invariant
 from kernels.attention.pool_rows import supports_tma
 from kernels.attention.prefill import attend_prefill
 from kernels.attention.prefill_hopper import attend_prefill_hopper
+from kernels.attention.reference import PagedKV, attend_sequence
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.attention.widened import WidenedBlocks
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
@@ -57,34 +64,15 @@ def paged_attention_reference(
     max_seq_len: int,
     scale: float,
     kv_scales: KVScales = UNIT_SCALES,
+    rules: ScoreRules = NO_RULES,
 ) -> Tensor:
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    starts = query_start_loc.tolist()
+    kv, starts = PagedKV(key_cache, value_cache, kv_scales), query_start_loc.tolist()
     for sequence, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
         if seq_len > 0 and rows.stop > rows.start:
-            used_blocks = block_tables[sequence, : -(-seq_len // key_cache.shape[2])].long()
-            keys, values = (_gather(cache, used_blocks, seq_len) for cache in (key_cache, value_cache))
-            output[rows] = _attend_reference(query[rows], keys, values, scale, kv_scales)
+            output[rows] = attend_sequence(query[rows], kv, block_tables[sequence], seq_len, scale, rules)
     return output
-
-
-def _gather(cache: Tensor, used_blocks: Tensor, seq_len: int) -> Tensor:
-    """[seq_len, Hkv, D]: the sequence's keys or values in order, as a contiguous cache would hold them."""
-    return cache[used_blocks].transpose(1, 2).flatten(0, 1)[:seq_len]
-
-
-def _attend_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float, kv_scales: KVScales) -> Tensor:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    query_len, seq_len, group = query.shape[0], keys.shape[0], query.shape[1] // keys.shape[1]
-    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (keys, values))
-    keys, values = keys * kv_scales.key, values * kv_scales.value
-    scores = torch.einsum("qhd,khd->hqk", query.to(dtype), keys) * scale
-    row_positions = torch.arange(seq_len - query_len, seq_len, device=query.device)
-    visible = torch.arange(seq_len, device=query.device) <= row_positions[:, None]
-    # A row before position 0 sees nothing: its softmax is 0 / 0, its output 0.
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).masked_fill(~visible, 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
 
 
 class AttentionPlan:
@@ -100,11 +88,15 @@ class AttentionPlan:
         num_heads: int,
         key_cache: Tensor,
         one_kernel: bool = False,
+        windows: Iterable[int] = (0,),
     ) -> None:
         """`one_kernel`: a token has the same bits whether it is decoded or is part of a prompt, whatever else is in the
-        batch; slower for long prompts."""
+        batch; slower for long prompts. `windows`: those of the layers' rules, each once; keys are dealt out by them."""
         self._batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-        self._triton = TritonPlan(*self._batch, num_heads, key_cache, one_kernel) if seq_lens.is_cuda else None
+        self._triton: dict[int, TritonPlan] = {}  # by window
+        if seq_lens.is_cuda:
+            plan = partial(TritonPlan, *self._batch, num_heads, key_cache, one_kernel)
+            self._triton = {window: plan(window) for window in windows}
 
     def attend(
         self,
@@ -113,12 +105,15 @@ class AttentionPlan:
         value_cache: Tensor,
         scale: float,
         kv_scales: KVScales = UNIT_SCALES,
+        rules: ScoreRules = NO_RULES,
     ) -> Tensor:
         """[T, Hq, D]. On CUDA a kernel launched without dependence must lie between the plan and its first layer, and
-        in a batch that only decodes between its older keys and that layer."""
-        if self._triton is None:
-            return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale, kv_scales)
-        return self._triton.attend(query, key_cache, value_cache, scale, may_start_early=True, kv_scales=kv_scales)
+        in a batch that only decodes between its older keys and that layer; KeyError for a window that the plan was
+        not told."""
+        if not query.is_cuda:
+            return paged_attention_reference(query, key_cache, value_cache, *self._batch, scale, kv_scales, rules)
+        plan = self._triton[rules.window]
+        return plan.attend(query, key_cache, value_cache, scale, True, kv_scales, rules)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key_cache, value_cache, block_tables
@@ -135,6 +130,7 @@ class TritonPlan:
         num_heads: int,
         key_cache: Tensor,
         one_kernel: bool = False,
+        window: int = 0,
     ) -> None:
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
@@ -164,7 +160,10 @@ class TritonPlan:
         scale: float,
         may_start_early: bool,
         kv_scales: KVScales = UNIT_SCALES,
+        rules: ScoreRules = NO_RULES,
     ) -> Tensor:
+        if rules.window or rules.softcap or rules.sinks is not None:
+            raise NotImplementedError("the attention kernels for CUDA know no window, softcap or sinks yet")
         is_fp8 = key_cache.dtype == E4M3
         assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
         assert key_cache.stride() == value_cache.stride() and key_cache.dtype == value_cache.dtype
@@ -214,11 +213,12 @@ def paged_attention_triton(
     scale: float,
     one_kernel: bool = False,
     kv_scales: KVScales = UNIT_SCALES,
+    rules: ScoreRules = NO_RULES,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len)
-    plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel)
+    plan = TritonPlan(*batch, query.shape[1], key_cache, one_kernel, rules.window)
     # The plan is written by the kernel right before.
-    return plan.attend(query, key_cache, value_cache, scale, may_start_early=False, kv_scales=kv_scales)
+    return plan.attend(query, key_cache, value_cache, scale, False, kv_scales, rules)
 
 
 def paged_attention(
@@ -233,8 +233,9 @@ def paged_attention(
     scale: float,
     one_kernel: bool = False,
     kv_scales: KVScales = UNIT_SCALES,
+    rules: ScoreRules = NO_RULES,
 ) -> Tensor:
     batch = (block_tables, query_start_loc, seq_lens, max_query_len, max_seq_len, scale)
     if query.is_cuda:
-        return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel, kv_scales)
-    return paged_attention_reference(query, key_cache, value_cache, *batch, kv_scales)
+        return paged_attention_triton(query, key_cache, value_cache, *batch, one_kernel, kv_scales, rules)
+    return paged_attention_reference(query, key_cache, value_cache, *batch, kv_scales, rules)

@@ -1,11 +1,15 @@
 """The references against torch's own operators: they are the specification, so somebody else must agree with them.
 Without a GPU the operations themselves are called: CPU tensors mean the reference."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch.nn import functional
 
 from bench.kernel.cases import HeadShape, attention_batch, exact_attention, measure_error
 from kernels.attention.paged_attention import paged_attention
+from kernels.attention.score_rules import ScoreRules
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.silu_and_mul import silu_and_mul
 from kernels.token_bitmask import apply_token_bitmask
@@ -65,3 +69,51 @@ def test_a_token_bitmask_forbids_the_tokens_whose_bit_is_0() -> None:
     apply_token_bitmask(scores, torch.tensor([2, 0], dtype=torch.int32), masks)
     assert torch.equal(scores[:2], torch.arange(80.0).repeat(2, 1))
     assert scores[2].isfinite().nonzero().flatten().tolist() == [0, 5, 63, 79]
+
+
+def transformers_mask(positions: torch.Tensor, cached: int, window: int) -> torch.Tensor:
+    """As `sliding_window_overlay` of transformers/masking_utils.py: keys from position - window + 1 on."""
+    mask = positions <= positions[cached:, None]
+    return mask & (positions > positions[cached:, None] - window) if window else mask
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(5, 0.0, False), (0, 2.0, False), (0, 0.0, True), (1, 3.0, True)]
+)
+def test_score_rules_are_those_of_transformers(window: int, softcap: float, has_sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(0, 9), (20, 1), (0, 0), (7, 5), (3, 1)]
+    batch = attention_batch(HeadShape(6, 2, 32), 8, lengths, torch.float32, generator)
+    sinks = torch.randn(6, generator=generator) if has_sinks else None
+    starts = batch.query_start_loc.tolist()
+    expected = torch.zeros(batch.query.shape)
+    for sequence, (cached, new) in enumerate(lengths):
+        positions = torch.arange(cached + new)
+        blocks = batch.block_tables[sequence, positions // 8]
+        keys, values = (
+            cache[blocks, :, positions % 8].transpose(0, 1).repeat_interleave(3, dim=0)
+            for cache in (batch.key_cache, batch.value_cache)
+        )
+        # Line for line the eager attention of transformers' gemma2 (softcap) and gpt_oss (sinks).
+        scores = batch.query[starts[sequence] : starts[sequence + 1]].transpose(0, 1) @ keys.transpose(1, 2)
+        scores *= batch.scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~transformers_mask(positions, cached, window), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.reshape(-1, 1, 1).expand(-1, new, 1)], dim=-1)
+        weights = scores.softmax(-1)
+        weights = weights if sinks is None else weights[..., :-1]
+        expected[starts[sequence] : starts[sequence + 1]] = (weights @ values).transpose(0, 1)
+    # What no window reaches is not read: neither its blocks nor their entries of a table.
+    if window:
+        for sequence, (cached, _) in enumerate(lengths):
+            batch.block_tables[sequence, : max(cached - window + 1, 0) // 8] = 0
+    found = paged_attention(**(vars(batch) | {"rules": ScoreRules(window, softcap, sinks)}))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rules", [{"window": -1}, {"softcap": -1.0}, {"sinks": torch.zeros(2, 2)}])
+def test_score_rules_that_cannot_be_are_refused(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"window|sinks"):
+        ScoreRules(**rules)
