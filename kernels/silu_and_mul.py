@@ -1,7 +1,8 @@
-"""The gate of a SwiGLU feed-forward layer.
+"""The gate of a gated feed-forward layer: SwiGLU, or GEGLU with tanh for the error function.
 
     silu_and_mul(x)             x [T, 2 * I], gate in columns [0, I), up in [I, 2 * I)   -> silu(gate) * up [T, I]
     silu_and_mul_quantised(x)   the same, quantised by rows                              -> Scaled
+    gelu_tanh_and_mul(x)        x as above                                               -> gelu(gate) * up [T, I]
 
 Float32 inside, one rounding at the end, to the dtype of x; what is quantised has been rounded so too. Rows may be
 strided, columns are contiguous. x is not modified.
@@ -16,8 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import launch_rows, store_quantised_row
-from kernels.scaled import Scaled, empty_rows
+from kernels.fp8_quantise import quantised
+from kernels.scaled import Scaled
 
 # 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
 _BLOCK = 1024
@@ -28,8 +29,15 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+def gelu_tanh_and_mul_reference(x: Tensor) -> Tensor:
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
 @triton.jit
-def _silu_and_mul_kernel(x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _gate_and_mul_kernel(
+    x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, DEPENDENT: tl.constexpr
+):
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -38,7 +46,9 @@ def _silu_and_mul_kernel(x, output, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl
     inside = columns < WIDTH
     gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, with z = sqrt(2 / pi) * (x + 0.044715 x^3).
+    argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    gated = gate / (1.0 + tl.exp(-argument)) * up
     tl.store(output + row * WIDTH + columns, gated.to(output.dtype.element_ty), mask=inside)
 
 
@@ -55,26 +65,47 @@ def _silu_and_mul_quantised_kernel(
     gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     exact = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
-    store_quantised_row(exact, values, scales, row, columns, WIDTH)
+    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
+    tl.store(values + row * WIDTH + columns, small, mask=inside)
+    tl.store(scales + row, scale)
 
 
 def silu_and_mul_quantised(x: Tensor) -> Scaled:
-    double_width = x.shape[1]
+    num_rows, double_width = x.shape
     assert double_width % 2 == 0 and x.stride(1) == 1
-    rows = empty_rows(x, double_width // 2, is_grouped=False)
-    launch_rows(_silu_and_mul_quantised_kernel, x, rows)
-    return rows
+    width = double_width // 2
+    values, scales = x.new_empty(num_rows, width, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    warps = min(32, max(1, block // 256))
+    _silu_and_mul_quantised_kernel[(num_rows,)](
+        x, values, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
+    )
+    return Scaled(values, scales)
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:
+    return _gated(x, is_gelu=False)
+
+
+def gelu_tanh_and_mul_triton(x: Tensor) -> Tensor:
+    return _gated(x, is_gelu=True)
+
+
+def _gated(x: Tensor, is_gelu: bool) -> Tensor:
     num_rows, double_width = x.shape
     assert double_width % 2 == 0 and x.stride(1) == 1
     width = double_width // 2
     output = x.new_empty(num_rows, width)
     grid = (num_rows, triton.cdiv(width, _BLOCK))
-    _silu_and_mul_kernel[grid](x, output, x.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=4, **dependent_launch(x))
+    _gate_and_mul_kernel[grid](
+        x, output, x.stride(0), WIDTH=width, BLOCK=_BLOCK, IS_GELU=is_gelu, num_warps=4, **dependent_launch(x)
+    )
     return output
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     return silu_and_mul_triton(x) if x.is_cuda else silu_and_mul_reference(x)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    return gelu_tanh_and_mul_triton(x) if x.is_cuda else gelu_tanh_and_mul_reference(x)

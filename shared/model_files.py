@@ -18,6 +18,9 @@ _OF_THE_WHOLE = (
     "torch_dtype",
 )  # fmt: skip
 
+# Published files leave out what transformers' configuration classes say by default; a gateway needs these.
+_DEFAULTS: Mapping[str, Json] = {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
+
 
 class ModelFilesError(ValueError):
     """The directory cannot be served; the message names the file and what is wrong with it."""
@@ -60,8 +63,14 @@ def text_part(config: Json) -> Json:
     """The part of config.json about the language model."""
     inner = config.get("text_config")
     if not isinstance(inner, dict):
-        return config
-    return {key: config[key] for key in _OF_THE_WHOLE if key in config} | inner
+        return _with_defaults(config)
+    return _with_defaults({key: config[key] for key in _OF_THE_WHOLE if key in config} | inner)
+
+
+def _with_defaults(config: Json) -> Json:
+    model_type = config.get("model_type")
+    found = _DEFAULTS.get(model_type) if isinstance(model_type, str) else None
+    return config if found is None else {**found, **config}
 
 
 def read_json(path: Path) -> dict[str, Any]:

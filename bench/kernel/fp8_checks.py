@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.kernel.cases import Check, Error, measure_error, poisoned, same_bits
 from engine_worker.model.linear import Input
 from engine_worker.model.quantisation.fp8_cuda import Fp8Linear
+from engine_worker.model.spec import Activation
 from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantise import quantise_groups, quantise_rows
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
@@ -53,7 +54,7 @@ def check_product(num_outputs: int, num_inputs: int, is_gated: bool, num_rows: i
         product = Fp8Linear(weight.values, weight.scales, is_gated=is_gated)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(product.gated(rows) if is_gated else product(rows))
+            return _tensor(product.gated(rows, Activation.SILU) if is_gated else product(rows))
 
         output = poisoned(lambda: run(x))
         rows = quantise_groups_reference(x) if is_grouped else quantise_rows_reference(x)
@@ -74,7 +75,7 @@ def check_invariance(num_outputs: int, num_inputs: int, is_gated: bool, is_group
         product = Fp8Linear(weight.values, weight.scales, is_gated=is_gated, is_deterministic=True)
 
         def run(rows: Tensor) -> Tensor:
-            return _tensor(product.gated(rows) if is_gated else product(rows))
+            return _tensor(product.gated(rows, Activation.SILU) if is_gated else product(rows))
 
         many = run(x)
         return [same_bits(run(x[:rows]), many[:rows]) for rows in (1, 5, 16, 32, 33, 64, 65, 128, 129, 256)]

@@ -23,6 +23,7 @@ from bench.kernel.graph_time import graph_microseconds
 from bench.kernel.products import Shape, all_shapes
 from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.model.quantisation.dense_cuda import CudaLinear
+from engine_worker.model.spec import Activation
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary_embedding import RotaryInput, rotate_and_store
 from kernels.silu_and_mul import silu_and_mul
@@ -50,7 +51,7 @@ Calls = list[Callable[[], object]]
 def served(x: Tensor, weight: Tensor, is_gated: bool) -> Tensor:
     """The product as a worker computes it, whichever kernel that is."""
     product = CudaLinear(weight)
-    return product.gated(x) if is_gated else product(x)
+    return product.gated(x, Activation.SILU) if is_gated else product(x)
 
 
 class Layers:

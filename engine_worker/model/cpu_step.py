@@ -17,6 +17,7 @@ from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import UNIT_SCALES, KVScales
 from kernels.scaled import Scaled
 
@@ -39,6 +40,7 @@ class CpuDevice:
         self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
         self.layers = [self.layout.layer(kv_pool[:, layer, 0], scales[layer]) for layer in range(spec.num_layers)]
         self.buffer = GatherBuffer()
+        self.windows = sorted({attention.window for attention in spec.attentions})
         self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:
@@ -61,17 +63,11 @@ class CpuStep:
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
         self._device, self._positions = device, model_input.positions
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
-        self._plan = PagedAttentionPlan(
-            device.layout,
-            model_input.block_tables,
-            model_input.query_start_loc,
-            model_input.seq_lens,
-            device.dtype,
-            device.buffer,
-        )
-        for block_id in self._plan.started_blocks():
+        self._plans = {window: _plan(device, model_input, window) for window in device.windows}
+        first = next(iter(self._plans.values()))
+        for block_id in first.started_blocks():
             device.kv_pool[block_id].zero_()
-        self._store_rows = self._plan.store_rows(model_input.slot_mapping)
+        self._store_rows = first.store_rows(model_input.slot_mapping)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """-> (normed, x + residual). Six operators take 17 us here, F.rms_norm's own twelve 26 us."""
@@ -124,10 +120,24 @@ class CpuStep:
             self._angles[index] = cos, torch.cat((-sin, sin), dim=2)
         return self._angles[index]
 
-    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
+    ) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
         query = qkv[:, : self._query_size]
         if rows is not None and len(rows) == 0:
             return query[rows]
-        attended = self._plan.attend(query, self._layers[layer], scale)
+        attended = self._plans[rules.window].attend(query, self._layers[layer], scale, rules)
         return attended if rows is None else attended[rows]
+
+
+def _plan(device: CpuDevice, model_input: ModelInput, window: int) -> PagedAttentionPlan:
+    return PagedAttentionPlan(
+        device.layout,
+        model_input.block_tables,
+        model_input.query_start_loc,
+        model_input.seq_lens,
+        device.dtype,
+        device.buffer,
+        window,
+    )

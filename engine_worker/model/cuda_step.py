@@ -16,6 +16,7 @@ from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
 from kernels.attention.paged_attention import AttentionPlan, paged_attention
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import UNIT_SCALES, KVScales
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
@@ -104,7 +105,9 @@ class CudaStep:
             RotaryInput(heads, positions, device.unrotated, *caches, inputs.slot_mapping, kv_scales=scales)
         )
 
-    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
+    ) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
         spec = self._device.spec
         query = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]

@@ -14,6 +14,7 @@ from engine_worker.model.layers import AttentionWeights, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 from kernels.scaled import Scaled
 
@@ -36,7 +37,9 @@ class DeviceStep(Protocol):
     def store(self, qkv: Tensor, layer: int) -> None:
         """Keys and values of `qkv` [T, (Hq + 2 Hkv) * D] as they are, for networks that rotate by themselves."""
 
-    def attend(self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None) -> Tensor: ...
+    def attend(
+        self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
+    ) -> Tensor: ...
 
 
 class Device(Protocol):
@@ -66,6 +69,11 @@ def check_shape(shape: ModelShape, device_type: str) -> None:
         raise ValueError(
             f"--device cuda: prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
             f"{shape.head_dim} elements. --device cpu serves them"
+        )
+    if any(attention.window or attention.softcap for attention in shape.attentions):
+        raise ValueError(
+            "--device cuda: no attention kernel has the windows or the softcap of this model's layers. --device cpu "
+            "serves them"
         )
 
 

@@ -16,6 +16,7 @@ from engine_worker.model.rotary import rotary_order
 from engine_worker.model.spec import AttentionSpec, NamesSpec, QkNorm
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 
 
 class NormWeight:
@@ -45,11 +46,19 @@ class NormOverRanks(NormWeight):
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The size and the epsilon that all norms of a network share, and the ranks that norms over all heads span."""
+    """The norms of a network share these; norms over all heads span the ranks."""
 
     size: int
     eps: float
     ranks: TensorParallel = SINGLE
+    offset: float = 0.0  # added to the checkpoint's weights
+
+    def weight(self, stored: Tensor) -> NormWeight:
+        return NormWeight(self.actual(stored), self.eps)
+
+    def actual(self, stored: Tensor) -> Tensor:
+        """In float32 where there is an offset: 16 bits of 1 + w are fewer of w."""
+        return stored.float() + self.offset if self.offset else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class AttentionWeights:
     out: Linear
     query_norm: NormWeight | None
     key_norm: NormWeight | None
+    rules: ScoreRules = NO_RULES
 
 
 def load_attention(
@@ -107,6 +117,7 @@ def load_attention(
         out=method.load(out, source),
         query_norm=_qk_norm(source, f"{prefix}{names.query_norm}.weight", spec, spec.num_heads, norm, order),
         key_norm=_qk_norm(source, f"{prefix}{names.key_norm}.weight", spec, spec.num_kv_heads, norm, order),
+        rules=ScoreRules(spec.window, spec.softcap),
     )
 
 
@@ -127,5 +138,5 @@ def _qk_norm(
     if order is not None:
         weight = weight.view(heads, -1)[:, order.to(weight.device)].flatten()
     if spec.qk_norm is QkNorm.WHOLE and norm.ranks.size > 1:
-        return NormOverRanks(weight, norm.eps, norm.ranks)
-    return NormWeight(weight, norm.eps)
+        return NormOverRanks(norm.actual(weight), norm.eps, norm.ranks)
+    return norm.weight(weight)

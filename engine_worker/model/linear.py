@@ -1,7 +1,7 @@
 """Matrix products of a network, whatever their weights are stored as and multiplied by.
 
     method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
-    Linear(x), Linear.gated(x, scaling)              the product, and the product of a gated MLP's first half
+    Linear(x), Linear.gated(x, activation, scaling)  the product, and the product of a gated MLP's first half
     Linear.scaling                                   how it quantises its inputs: who makes them may do it for it
     method.head(weight) -> Head                      the product whose outputs are logits
 
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine_worker.model.spec import Activation
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaled
 
@@ -77,8 +78,8 @@ class Linear(Protocol):
     def __call__(self, x: Input) -> Tensor:
         """x [T, inputs] -> [T, outputs] in the dtype of activations; it is quantised only by `self.scaling`."""
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Input:
-        """x [T, inputs] -> silu(gate) * up [T, outputs / 2]; gate is the first half of the outputs, up the second.
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
+        """x [T, inputs] -> activation(gate) * up [T, outputs / 2]: gate and up are halves of the outputs.
 
         The result may be quantised by `scaling`, that of the product that takes it.
         """

@@ -41,14 +41,14 @@ class DecoderLayer:
         spec, names, hidden = model.layers[index], model.names, model.hidden_size
         prefix = names.layer.format(index=index)
 
-        def norm(name: str, is_there: bool) -> NormWeight | None:
-            return NormWeight(weights.get(f"{prefix}{name}.weight", (hidden,)), model.norm_eps) if is_there else None
+        shape = NormShape(hidden, model.norm_eps, ranks, model.norm_offset)
 
-        self._index, self._residual_scale = index, spec.residual_scale
+        def norm(name: str, is_there: bool) -> NormWeight | None:
+            return shape.weight(weights.get(f"{prefix}{name}.weight", (hidden,))) if is_there else None
+
+        self._index, self._residual_scale, self._activation = index, spec.residual_scale, spec.mlp.activation
         self._before_attention = norm(names.before_attention, spec.norms_before)
-        self._attention = load_attention(
-            weights, method, names, prefix, spec.attention, NormShape(hidden, model.norm_eps, ranks), table
-        )
+        self._attention = load_attention(weights, method, names, prefix, spec.attention, shape, table)
         self._after_attention = norm(names.after_attention, spec.norms_after)
         self._before_mlp = norm(names.before_mlp, spec.norms_before)
         self._gate_up, self._down = _mlp(weights, method, model, spec, prefix)
@@ -65,11 +65,11 @@ class DecoderLayer:
         entering, residual = _enter(step, hidden, residual, self._before_attention, attention.qkv)
         qkv = attention.qkv(entering)
         step.rotate_and_store(qkv, attention, self._index)
-        hidden = attention.out(step.attend(qkv, attention.spec.scale, self._index, rows))
+        hidden = attention.out(step.attend(qkv, attention.spec.scale, self._index, rows, attention.rules))
         hidden = self._leave(step, hidden, self._after_attention)
         residual = residual if rows is None else residual[rows]
         entering, residual = _enter(step, hidden, residual, self._before_mlp, self._gate_up)
-        hidden = self._down(self._gate_up.gated(entering, self._down.scaling))
+        hidden = self._down(self._gate_up.gated(entering, self._activation, self._down.scaling))
         return self._leave(step, hidden, self._after_mlp), residual
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
@@ -134,7 +134,9 @@ class Network:
             DecoderLayer(spec, weights, method, index, tables[layer.attention.rope], ranks)
             for index, layer in enumerate(spec.layers)
         ]
-        self._norm = NormWeight(weights.get(names.norm, (spec.hidden_size,)), spec.norm_eps)
+        last_norm = NormShape(spec.hidden_size, spec.norm_eps, ranks, spec.norm_offset)
+        self._norm = last_norm.weight(weights.get(names.norm, (spec.hidden_size,)))
+        self._embedding_scale = _embedding_scale(spec, self.dtype)
         self._head = method.head(self._head_weight(weights))
         self._kv_scales = read_kv_scales(weights, spec)
 
@@ -163,8 +165,8 @@ class Network:
         """See ServedModel."""
         step = device.begin_step(model_input)
         residual = F.embedding(model_input.token_ids, self._embedding)
-        if self.spec.embedding_scale != 1.0:
-            residual = residual * self.spec.embedding_scale
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
         hidden = torch.zeros_like(residual)
         for layer in self._layers[:-1]:
             hidden, residual = layer(step, hidden, residual)
@@ -180,4 +182,13 @@ class Network:
     def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
         normed, _ = step.add_rms_norm(hidden, residual, self._norm)
         logits = self._head(normed, logits)
-        return logits if self.spec.logit_scale == 1.0 else logits.mul_(self.spec.logit_scale)
+        if self.spec.logit_scale != 1.0:
+            logits.mul_(self.spec.logit_scale)
+        cap = self.spec.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    return (
+        torch.tensor(spec.embedding_scale, dtype=dtype).item() if spec.rounds_embedding_scale else spec.embedding_scale
+    )

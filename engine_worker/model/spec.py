@@ -24,6 +24,13 @@ class QkNorm(StrEnum):
     WHOLE = "whole"  # all heads of a token together, weight [num_heads * head_dim]
 
 
+class Activation(StrEnum):
+    """The function of the gate of a gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"  # GELU with tanh for the error function: torch's gelu(x, approximate="tanh")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How the rotary frequencies are stretched. Which fields count depends on `kind`; see layers.rotary_frequencies().
@@ -69,6 +76,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    window: int = 0  # of so many tokens, itself among them, a token sees keys; 0: of all before it
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: they stay as they are
 
     @property
     def query_size(self) -> int:
@@ -82,10 +91,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMlpSpec:
-    """down(silu(gate(x)) * up(x))"""
+    """down(activation(gate(x)) * up(x))"""
 
     intermediate_size: int
     bias: bool = False
+    activation: Activation = Activation.SILU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +148,10 @@ class ModelShape(Protocol):
     def dtype(self) -> str: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """That of each layer."""
+
     def num_parameters(self) -> int: ...
 
 
@@ -153,12 +167,15 @@ class ModelSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float
+    norm_offset: float = 0.0  # what is added to the weights of all norms: a checkpoint may have them around 0
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str  # what the weights were saved in: bfloat16, float16 or float32
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the type that the model computes in, before it multiplies
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # logits become softcap * tanh(logit / softcap); 0: they stay as they are
     quantisation: WeightFormat = DENSE
     names: NamesSpec = field(default_factory=NamesSpec)
     head_rows: tuple[int, int] | None = None  # tokens whose logits a rank computes, from the first up to the second
@@ -179,6 +196,10 @@ class ModelSpec:
     @property
     def head_dim(self) -> int:
         return self.layers[0].attention.head_dim
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention for layer in self.layers)
 
     def num_parameters(self) -> int:
         first, end = self.head_rows or (0, self.vocab_size)

@@ -1,8 +1,8 @@
 """Paged attention and the KV store on a CPU, from plain torch operators that are fast there.
 
     paged_attention_cpu(...)     the arguments and the result of kernels.attention.paged_attention's reference
-    PagedAttentionPlan           the same split in two: what all layers of a step share is computed once, then
-                                 store_kv_cpu() and plan.attend() run per layer
+    PagedAttentionPlan           the same split in two: what all layers of a step with one window share is computed
+                                 once, then store_kv_cpu() and plan.attend() run per layer
 
 Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, per layer, operators alone):
   - One index_select of [BS * D] rows gathers K and V of all sequences, 42 us for 16 of them; `cache[blocks]` takes
@@ -11,6 +11,8 @@ Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, p
     scaled_dot_product_attention on the same tensors 310 us and 158 us, because it calls small GEMMs per head. Only
     for the least work is it the faster one: 49 against 88 us for 1 sequence. bmm rounds bf16 scores before the
     softmax; SmolLM2's logits are then off by 0.0603 instead of 0.0586 on average (deviation 3.2).
+  - A window is a shorter gather: the blocks before it are not read, and a prompt longer than it is cut into pieces
+    that see one window more than they are long.
   - Prefill: scaled_dot_product_attention per sequence, which never writes the [T, ctx] scores; the G heads are a batch
     of stride 0 over K and V.
 
@@ -30,6 +32,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.cpu_scores import attend_decode, attend_prefill
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 # A group is split when its padding costs more than an extra group's operators do (about 45 us a layer, the price of
@@ -37,12 +41,11 @@ from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 _MAX_PADDING_RATIO = 0.25
 _MIN_SPLIT_TOKENS = 1024
 
+# Query tokens of a prompt whose keys are gathered once, for a window of fewer.
+_MIN_PIECE_TOKENS = 256
+
 # oneDNN compiles a kernel per matrix shape, so lengths that grow by one token a step would compile all the time.
 _LENGTH_GRANULARITY_TOKENS = 64
-
-
-# KV heads of all sequences times keys: below this scaled_dot_product_attention beats bmm, softmax, bmm.
-_MAX_FUSED_WORK = 1536
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,7 +122,10 @@ class _Group:
 
 
 class PagedAttentionPlan:
-    """Sequences that decode (one token each) come first, by ascending length; then those with more tokens."""
+    """Sequences that decode (one token each) come first, by ascending length; then those with more tokens.
+
+    `window`: of so many tokens, itself among them, each token sees the keys; 0: of all before it.
+    """
 
     def __init__(
         self,
@@ -129,8 +135,10 @@ class PagedAttentionPlan:
         seq_lens: Tensor,
         dtype: torch.dtype,
         buffer: GatherBuffer,
+        window: int = 0,
     ) -> None:
         self._layout = layout
+        self._window = window
         self._dtype = dtype
         self._buffer = buffer
         self._block_tables = block_tables.numpy()
@@ -139,11 +147,10 @@ class PagedAttentionPlan:
         num_decodes = sum(1 for start, end in pairwise(starts) if end - start == 1)
         assert starts[num_decodes] == num_decodes, "sequences that decode come first"
         assert lengths[:num_decodes] == sorted(lengths[:num_decodes])
-        self._groups = [
-            self._decode_group(first, lengths[first:end]) for first, end in _similar_lengths(lengths[:num_decodes])
-        ]
+        visible = [min(length, window or length) for length in lengths[:num_decodes]]
+        self._groups = [self._decode_group(first, lengths[first:end]) for first, end in _similar_lengths(visible)]
         for index in range(num_decodes, len(lengths)):
-            self._groups.append(self._prefill_group(index, starts[index], starts[index + 1], lengths[index]))
+            self._groups += self._prefill_groups(index, starts[index], starts[index + 1], lengths[index])
 
     def started_blocks(self) -> list[int]:
         """Blocks that this step begins and does not fill. They must be zeroed before store(): attention masks what is
@@ -165,18 +172,20 @@ class PagedAttentionPlan:
         by_token = rows.transpose(1, 0, 2) * self._layout.block_size + offsets
         return torch.from_numpy(by_token.reshape(len(slots), -1))
 
-    def attend(self, query: Tensor, layer: LayerKV, scale: float) -> Tensor:
+    def attend(self, query: Tensor, layer: LayerKV, scale: float, rules: ScoreRules = NO_RULES) -> Tensor:
         """query [T, Hq * D] -> [T, Hq * D]; the keys and values of this step are in the cache already."""
-        outputs = [self._attend_group(group, query, layer, scale) for group in self._groups]
+        assert rules.window == self._window, "one plan is for layers of one window"
+        outputs = [self._attend_group(group, query, layer, scale, rules) for group in self._groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_group(self, group: _Group, query: Tensor, layer: LayerKV, scale: float) -> Tensor:
+    def _attend_group(self, group: _Group, query: Tensor, layer: LayerKV, scale: float, rules: ScoreRules) -> Tensor:
         self._gather(group, layer)
         query = query[group.first_token : group.end_token]
         num_tokens = len(query)
         query = query.view(num_tokens, self._layout.num_kv_heads, -1, self._layout.head_dim)
-        attend = _attend_prefill if group.is_prefill else _attend_decode
-        attended = attend(group, query, scale * layer.scales.key).reshape(num_tokens, -1)
+        attend = attend_prefill if group.is_prefill else attend_decode
+        attended = attend(query, group.keys, group.values, group.mask, scale * layer.scales.key, rules)
+        attended = attended.reshape(num_tokens, -1)
         return attended if layer.scales.value == 1.0 else attended.mul_(layer.scales.value)
 
     def _gather(self, group: _Group, layer: LayerKV) -> None:
@@ -189,32 +198,60 @@ class PagedAttentionPlan:
         group.gathered.copy_(stored)
 
     def _decode_group(self, first: int, lengths: list[int]) -> _Group:
-        context = -(-lengths[-1] // _LENGTH_GRANULARITY_TOKENS) * _LENGTH_GRANULARITY_TOKENS
-        rows, gathered, keys_values = self._gather_target(first, lengths, context)
+        ends = np.array(lengths)[:, None]
+        first_keys = self._first_key(ends - 1)
+        first_blocks = first_keys // self._layout.block_size
+        offsets = first_blocks * self._layout.block_size
+        longest = int((ends - offsets).max())
+        context = -(-longest // _LENGTH_GRANULARITY_TOKENS) * _LENGTH_GRANULARITY_TOKENS
+        rows, gathered, keys_values = self._gather_target(first, first_blocks[:, 0].tolist(), lengths, context)
         keys, values = keys_values
-        positions = np.arange(context)
-        hidden = np.where(positions[None, :] < np.array(lengths)[:, None], np.float32(0), np.float32(-np.inf))
+        positions = np.arange(context)[None, :] + offsets
+        visible = (positions >= first_keys) & (positions < ends)
+        hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
         mask = torch.from_numpy(hidden)[:, None, None, :].to(self._dtype)
         return _Group(first, first + len(lengths), rows, gathered, keys, values, mask, is_prefill=False)
 
+    def _first_key(self, position: NDArray[Any]) -> NDArray[Any]:
+        """The first position that a token at each of `position` sees."""
+        return np.maximum(position - (self._window - 1), 0) if self._window else np.zeros_like(position)
+
+    def _prefill_groups(self, index: int, first_token: int, end_token: int, length: int) -> Iterator[_Group]:
+        """Yield the pieces of a prompt: all of it where each token sees all before it."""
+        piece = max(self._window, _MIN_PIECE_TOKENS) if 0 < self._window < length else end_token - first_token
+        for first in range(first_token, end_token, piece):
+            end = min(first + piece, end_token)
+            yield self._prefill_group(index, first, end, length - (end_token - end))
+
     def _prefill_group(self, index: int, first_token: int, end_token: int, length: int) -> _Group:
-        rows, gathered, keys_values = self._gather_target(index, [length], length)
-        keys, values = keys_values[:, 0, :, :length]
+        """`length`: of the sequence, up to the last of these tokens."""
         num_new = end_token - first_token
+        first_key = int(self._first_key(np.array(length - num_new)))
+        first_block = first_key // self._layout.block_size
+        offset = first_block * self._layout.block_size
+        rows, gathered, keys_values = self._gather_target(index, [first_block], [length], length - offset)
+        keys, values = keys_values[:, 0, :, : length - offset]
         mask = None
-        if num_new < length:
-            visible = torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
-            mask = torch.zeros(num_new, length, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
+        if num_new < length or 0 < self._window < length:
+            visible = torch.ones(num_new, length - offset, dtype=torch.bool).tril(length - num_new - offset)
+            if self._window:
+                visible = visible.triu(length - num_new - offset - self._window + 1)
+            mask = torch.zeros(num_new, length - offset, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
         return _Group(first_token, end_token, rows, gathered, keys, values, mask, is_prefill=True)
 
-    def _gather_target(self, first: int, lengths: list[int], context: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows to gather, where they go, and that memory as [2, S, Hkv, ctx, D]; ctx is rounded up to whole blocks."""
+    def _gather_target(
+        self, first: int, first_blocks: list[int], lengths: list[int], context: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows to gather, where they go, and that memory as [2, S, Hkv, ctx, D]; ctx is rounded up to whole blocks.
+
+        `first_blocks`: of each sequence's table, those before are not gathered.
+        """
         layout = self._layout
         num_blocks = -(-context // layout.block_size)
         tables = np.zeros((len(lengths), num_blocks), dtype=np.int64)
-        for row, length in enumerate(lengths):
+        for row, (skipped, length) in enumerate(zip(first_blocks, lengths, strict=True)):
             used = -(-length // layout.block_size)
-            tables[row, :used] = self._block_tables[first + row, :used]
+            tables[row, : used - skipped] = self._block_tables[first + row, skipped:used]
         rows = torch.from_numpy(layout.rows(tables).reshape(-1))
         gathered = self._buffer.rows(len(rows), layout.block_size * layout.head_dim, self._dtype)
         shape = (2, len(lengths), layout.num_kv_heads, num_blocks * layout.block_size, layout.head_dim)
@@ -240,39 +277,19 @@ def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
     max_seq_len: int,
     scale: float,
     kv_scales: KVScales = UNIT_SCALES,
+    rules: ScoreRules = NO_RULES,
 ) -> Tensor:
     query_lens = query_start_loc.diff()
     order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
     tokens = torch.cat([torch.arange(int(query_start_loc[s]), int(query_start_loc[s + 1])) for s in order])
     starts = F.pad(query_lens[order].cumsum(0), (1, 0))
     layout = CacheLayout.of(key_cache, value_cache)
-    plan = PagedAttentionPlan(layout, block_tables[order], starts, seq_lens[order], query.dtype, GatherBuffer())
+    tables, lengths = block_tables[order], seq_lens[order]
+    plan = PagedAttentionPlan(layout, tables, starts, lengths, query.dtype, GatherBuffer(), rules.window)
     output = torch.empty_like(query)
-    output[tokens] = plan.attend(query[tokens].flatten(1), layout.layer(key_cache, kv_scales), scale).view_as(query)
+    attended = plan.attend(query[tokens].flatten(1), layout.layer(key_cache, kv_scales), scale, rules)
+    output[tokens] = attended.view_as(query)
     return output
-
-
-def _attend_decode(group: _Group, query: Tensor, scale: float) -> Tensor:
-    """query [S, Hkv, G, D] -> [S, Hkv, G, D]."""
-    keys, values = group.keys, group.values
-    num_heads, context = keys.shape[0] * keys.shape[1], keys.shape[2]
-    if num_heads * context <= _MAX_FUSED_WORK:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=group.mask, scale=scale)
-    scaled = (query * scale).view(num_heads, -1, query.shape[-1])
-    scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2))
-    if group.mask is not None:
-        scores.view(*query.shape[:3], context).add_(group.mask)
-    return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(query.shape)
-
-
-def _attend_prefill(group: _Group, query: Tensor, scale: float) -> Tensor:
-    """query [T, Hkv, G, D] -> [T, Hkv, G, D]."""
-    by_group = query.permute(2, 1, 0, 3)  # [G, Hkv, T, D]
-    keys, values = group.keys.expand(len(by_group), -1, -1, -1), group.values.expand(len(by_group), -1, -1, -1)
-    output = F.scaled_dot_product_attention(
-        by_group, keys, values, attn_mask=group.mask, is_causal=group.mask is None, scale=scale
-    )
-    return output.permute(2, 1, 0, 3)
 
 
 def _similar_lengths(lengths: list[int]) -> Iterator[tuple[int, int]]:

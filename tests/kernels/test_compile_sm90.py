@@ -78,7 +78,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "combine_splits_kernel",
         "prefill_kernel",
         "_rms_norm_kernel",
-        "_silu_and_mul_kernel",
+        "_gate_and_mul_kernel",
         "_silu_and_mul_quantised_kernel",
         "_quantise_rows_kernel",
         "_quantise_groups_kernel",
@@ -173,7 +173,7 @@ def test_skinny_products_keep_their_ring_full(reports: list[Report]) -> None:
     "kernel",
     [
         "_rms_norm_kernel",
-        "_silu_and_mul_kernel",
+        "_gate_and_mul_kernel",
         "_rotate_and_store_kernel",
         "skinny_linear_kernel",
         "fp8_linear_kernel",

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import cpu
+from kernels.attention import cpu, cpu_scores
 from kernels.attention.paged_attention import paged_attention_reference
+from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import E4M3, KVScales, to_e4m3
 
 # (query_len, seq_len) of each sequence
@@ -50,9 +51,53 @@ def test_equals_the_reference(name: str, num_kv_heads: int, group: int, block_si
     torch.testing.assert_close(cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
 
 
+RULES = {
+    "window of 1": ScoreRules(window=1),
+    "window within a block": ScoreRules(window=5),
+    "window of a block": ScoreRules(window=16),
+    "window over blocks": ScoreRules(window=37),
+    "window of more than a piece": ScoreRules(window=300),
+    "softcap": ScoreRules(softcap=1.5),
+    "softcap and window": ScoreRules(window=9, softcap=0.5),
+}
+ON_CPU: Callable[..., torch.Tensor] = cpu.paged_attention_cpu
+REFERENCE: Callable[..., torch.Tensor] = paged_attention_reference
+LONG_PROMPTS = {"long_prompts": [(700, 700), (330, 1000)], "many_pieces": [(1, 20), (520, 531)]}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", [*BATCHES, *LONG_PROMPTS])
+def test_rules_of_scores_equal_the_reference(name: str, rules: ScoreRules) -> None:
+    lengths = (BATCHES | LONG_PROMPTS)[name]
+    arguments = random_batch(lengths, block_size=16, num_kv_heads=2, group=3, dtype=torch.float32)
+    torch.testing.assert_close(ON_CPU(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("window", [0, 6])
+def test_sinks_equal_the_reference(name: str, window: int) -> None:
+    rules = ScoreRules(window=window, sinks=torch.linspace(-3, 3, 6))
+    arguments = random_batch(BATCHES[name], block_size=8, num_kv_heads=2, group=3, dtype=torch.float32)
+    torch.testing.assert_close(ON_CPU(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
+
+
+def test_blocks_behind_a_window_are_not_read() -> None:
+    """So they may be another sequence's: here they hold NaN."""
+    query, keys, values, tables, *rest = random_batch(
+        [(1, 100), (20, 90)], block_size=8, num_kv_heads=2, group=2, dtype=torch.float32
+    )
+    rules = ScoreRules(window=20)
+    expected = ON_CPU(query, keys, values, tables, *rest, rules=rules)
+    for sequence, first_seen in enumerate((100 - 20, 90 - 20 - 20 + 1)):
+        behind = tables[sequence, : first_seen // 8].long()
+        keys[behind] = values[behind] = torch.nan
+        tables[sequence, : first_seen // 8] = 10**6
+    assert torch.equal(ON_CPU(query, keys, values, tables, *rest, rules=rules), expected)
+
+
 @pytest.mark.parametrize("max_fused_work", [0, 10**9], ids=["bmm", "fused"])
 def test_both_ways_of_decoding_equal_the_reference(max_fused_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MAX_FUSED_WORK", max_fused_work)
+    monkeypatch.setattr(cpu_scores, "_MAX_FUSED_WORK", max_fused_work)
     arguments = random_batch(
         BATCHES["decode_at_block_edges"], block_size=16, num_kv_heads=3, group=3, dtype=torch.float32
     )

@@ -18,13 +18,17 @@ from shared.model_files import read_model_files
 
 MODULES = {
     "ernie4_5": "ernie",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "glm": "glm4",
     "glm4": "glm4",
     "granite": "granite",
     "helium": "helium",
     "llama": "llama",
-    "mistral": "llama",
+    "ministral": "mistral",
+    "mistral": "mistral",
     "olmo2": "olmo2",
+    "olmo3": "olmo3",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",

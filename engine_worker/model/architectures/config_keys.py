@@ -1,12 +1,17 @@
 """config.json's keys -> values, with the error that names the key. Shared by the families; knows none of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine_worker.model.spec import RopeScaling, RopeSpec
+from engine_worker.model.spec import Activation, RopeScaling, RopeSpec
 
 Config = Mapping[str, Any]
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # as transformers names the types of layers
+
+# As transformers calls them.
+_ACTIVATIONS = {Activation.SILU: ("silu",), Activation.GELU_TANH: ("gelu_pytorch_tanh",)}
 
 _SCALING_KEYS = {
     "linear": ("factor",),
@@ -23,20 +28,54 @@ def positive_int(config: Config, key: str) -> int:
     return value
 
 
-def refuse_unsupported(config: Config) -> None:
-    """A gate that no family here has would be left out silently."""
-    activation = config.get("hidden_act")
-    if activation not in {None, "silu"}:
-        raise ValueError(f"config.json: hidden_act = {activation!r} is not supported; only 'silu' is")
+def number_of(config: Config, key: str, default: float = 0.0) -> float:
+    """`default` where there is none or null; 0 or more."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"config.json: {key} must be a number from 0 on, not {value!r}")
+    return float(value)
+
+
+def refuse_unsupported(config: Config, has: Activation = Activation.SILU) -> None:
+    """`has`: the family's activation; another one would be left out silently."""
+    for key in ("hidden_act", "hidden_activation"):
+        activation = config.get(key)
+        if activation not in {None, *_ACTIVATIONS[has]}:
+            named = " and ".join(map(repr, _ACTIVATIONS[has]))
+            verb = "is" if len(_ACTIVATIONS[has]) == 1 else "are"
+            raise ValueError(f"config.json: {key} = {activation!r} is not supported; only {named} {verb}")
 
 
 def refuse_windows(config: Config) -> None:
-    """Attention here sees all tokens before: a window that some sequence could outgrow is refused."""
+    """Networks without windows call this: one that config.json has all the same is not ignored."""
     window = config.get("sliding_window")
     is_used = config.get("use_sliding_window", True)
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds or (is_used and window is not None and window < config.get("max_position_embeddings", 0)):
         raise ValueError(f"config.json: sliding_window = {window!r} is not supported; only full attention is")
+
+
+def windows_of(config: Config, layer_types: Sequence[str]) -> tuple[int, ...]:
+    """The window of each layer: of those whose type is sliding_attention, unless no sequence could outgrow it."""
+    if unknown := sorted(set(layer_types) - {FULL, SLIDING}):
+        raise ValueError(f"config.json: layer_types has {unknown[0]!r}; {FULL!r} and {SLIDING!r} are supported")
+    if len(layer_types) != positive_int(config, "num_hidden_layers"):
+        raise ValueError(
+            f"config.json: layer_types has {len(layer_types)} entries for {config['num_hidden_layers']} layers"
+        )
+    if SLIDING not in layer_types:
+        return (0,) * len(layer_types)
+    window = positive_int(config, "sliding_window")
+    window = window if window < positive_int(config, "max_position_embeddings") else 0
+    return tuple(window if kind == SLIDING else 0 for kind in layer_types)
+
+
+def layer_types_of(config: Config, default: Callable[[int], bool]) -> list[str]:
+    """config.json's layer_types; where it has none, a layer slides if `default` of its index says so."""
+    stated = config.get("layer_types")
+    if stated is not None:
+        return list(stated)
+    return [SLIDING if default(index) else FULL for index in range(positive_int(config, "num_hidden_layers"))]
 
 
 def head_dim_of(config: Config) -> int:

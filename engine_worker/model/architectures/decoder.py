@@ -5,6 +5,8 @@ A family says where it differs: its layer, its names, its factors.
 The other files of this folder build on it. It knows config.json, and no tensors.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine_worker.model.architectures.config_keys import (
@@ -15,7 +17,7 @@ from engine_worker.model.architectures.config_keys import (
     rope_of,
     token_ids,
 )
-from engine_worker.model.spec import AttentionSpec, GatedMlpSpec, LayerSpec, ModelSpec
+from engine_worker.model.spec import Activation, AttentionSpec, GatedMlpSpec, LayerSpec, ModelSpec
 
 
 def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
@@ -32,8 +34,17 @@ def attention_spec(config: Config, **changes: Any) -> AttentionSpec:
     return AttentionSpec(**{**usual, **changes})
 
 
-def mlp_spec(config: Config, *, bias: bool = False) -> GatedMlpSpec:
-    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias)
+def mlp_spec(config: Config, *, bias: bool = False, activation: Activation = Activation.SILU) -> GatedMlpSpec:
+    return GatedMlpSpec(intermediate_size=positive_int(config, "intermediate_size"), bias=bias, activation=activation)
+
+
+def with_windows(spec: ModelSpec, windows: Sequence[int]) -> ModelSpec:
+    """`windows`: of each layer, 0 where there is none."""
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(spec.layers, windows, strict=True)
+    )
+    return replace(spec, layers=layers)
 
 
 def model_spec(config: Config, generation: Config, layer: LayerSpec, **changes: Any) -> ModelSpec:

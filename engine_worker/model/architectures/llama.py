@@ -1,7 +1,4 @@
-"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`; Mistral from 7B v0.2 on, Nemo and Small.
-
-The first Mistral 7B has a window: it is refused.
-"""
+"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`."""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
@@ -12,8 +9,12 @@ GGUF = GgufFamily(model_type="llama", class_name="LlamaForCausalLM", has_neighbo
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_unsupported(config)
     refuse_windows(config)
+    return decoder(config, generation)
+
+
+def decoder(config: Config, generation: Config) -> ModelSpec:
+    refuse_unsupported(config)
     bias = bool(config.get("attention_bias"))
     layer = LayerSpec(
         attention=attention_spec(config, qkv_bias=bias, out_bias=bias),

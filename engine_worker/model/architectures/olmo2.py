@@ -12,8 +12,12 @@ NAMES = NamesSpec(after_attention="post_attention_layernorm", after_mlp="post_fe
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
-    refuse_unsupported(config)
     refuse_windows(config)
+    return decoder(config, generation)
+
+
+def decoder(config: Config, generation: Config) -> ModelSpec:
+    refuse_unsupported(config)
     bias = bool(config.get("attention_bias"))
     layer = LayerSpec(
         attention=attention_spec(config, qkv_bias=bias, out_bias=bias, qk_norm=QkNorm.WHOLE),

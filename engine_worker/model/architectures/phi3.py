@@ -1,7 +1,7 @@
 """Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini ones rotate a part of a head, with longrope."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
-from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.config_keys import Config, layer_types_of, refuse_unsupported, windows_of
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec, NamesSpec
 
@@ -17,6 +17,6 @@ GGUF = GgufFamily(
 
 def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
-    refuse_windows(config)
     layer = LayerSpec(attention=attention_spec(config), mlp=mlp_spec(config))
-    return model_spec(config, generation, layer, names=NAMES)
+    kinds = layer_types_of(config, lambda index: config.get("sliding_window") is not None)
+    return with_windows(model_spec(config, generation, layer, names=NAMES), windows_of(config, kinds))

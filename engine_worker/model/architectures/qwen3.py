@@ -1,8 +1,9 @@
 """Qwen3, dense: each head's query and key are normed before they are rotated."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
-from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.config_keys import Config, refuse_unsupported
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
 from engine_worker.model.architectures.gguf_family import GgufFamily
+from engine_worker.model.architectures.qwen2 import last_windows_of
 from engine_worker.model.spec import LayerSpec, ModelSpec, QkNorm
 
 GGUF = GgufFamily(model_type="qwen3", class_name="Qwen3ForCausalLM")
@@ -10,7 +11,7 @@ GGUF = GgufFamily(model_type="qwen3", class_name="Qwen3ForCausalLM")
 
 def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
-    refuse_windows({"use_sliding_window": False, **config})
     bias = bool(config.get("attention_bias"))
     attention = attention_spec({"head_dim": 128, **config}, qkv_bias=bias, out_bias=bias, qk_norm=QkNorm.HEAD)
-    return model_spec(config, generation, LayerSpec(attention=attention, mlp=mlp_spec(config)))
+    whole = model_spec(config, generation, LayerSpec(attention=attention, mlp=mlp_spec(config)))
+    return with_windows(whole, last_windows_of(config))

@@ -1,15 +1,20 @@
-"""SmolLM3: every fourth layer has no positions (NoPE)."""
+"""SmolLM3: every fourth layer has no positions (NoPE), and a window where `use_sliding_window`."""
 
 from dataclasses import replace
 
-from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
-from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.config_keys import (
+    Config,
+    layer_types_of,
+    refuse_unsupported,
+    rope_of,
+    windows_of,
+)
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
 from engine_worker.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
-    refuse_windows({"use_sliding_window": False, **config})
     bias = bool(config.get("attention_bias"))
     rope = rope_of(config, default_theta=2_000_000.0)
     rotated = LayerSpec(
@@ -20,4 +25,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     whole = model_spec({"tie_word_embeddings": True, **config}, generation, rotated)
     interval = config.get("no_rope_layer_interval", 4)
     is_rotated = config.get("no_rope_layers") or [(index + 1) % interval for index in range(whole.num_layers)]
-    return replace(whole, layers=tuple(rotated if rotates else unrotated for rotates in is_rotated))
+    whole = replace(whole, layers=tuple(rotated if rotates else unrotated for rotates in is_rotated))
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = layer_types_of(config, lambda index: window is not None and not is_rotated[index])
+    return with_windows(whole, windows_of({**config, "sliding_window": window}, kinds))

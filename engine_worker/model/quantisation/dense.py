@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTISED, Head, Input, Linear, LinearMethod, LinearSpec, Role, Scaling
+from engine_worker.model.spec import Activation
 from engine_worker.model.weights import WeightSource
 
 
@@ -71,9 +72,13 @@ class CpuLinear:
             return product
         return F.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate, up = self(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activated(gate, activation).mul_(up)
+
+
+def activated(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation is Activation.SILU else F.gelu(gate, approximate="tanh")
 
 
 class CpuHead:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTISED, Input, Scaling
-from kernels.silu_and_mul import silu_and_mul
+from engine_worker.model.spec import Activation
+from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import most_rows, tiles_for
 
@@ -43,8 +44,10 @@ class CudaLinear:
         product = skinny_linear(x, self.weight, tiles)
         return product if self.bias is None else product.add_(self.bias)
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTISED
+        if activation is Activation.GELU_TANH:
+            return gelu_tanh_and_mul(self(x))
         tiles = tiles_for(self.weight, len(x), is_gated=True)
         if tiles is None or self.bias is not None:
             return silu_and_mul(F.linear(x, self.weight, self.bias))

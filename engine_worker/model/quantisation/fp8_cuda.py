@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.spec import Activation
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantise import quantise_groups, quantise_rows
 from kernels.fp8_tiles import fp8_tiles, most_fp8_rows
 from kernels.scaled import GROUP, Scaled
-from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantised
+from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantised
 from kernels.skinny_linear_tiles import Shape, is_known
 
 _LIBRARY_MULTIPLE = 16  # of outputs and of inputs, in a row-wise product: TMA's 16 bytes
@@ -62,8 +63,10 @@ class Fp8Linear:
             product = _library_product(rows, self._weight)
         return product if self._bias is None else product.add_(self._bias)
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Input:
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Input:
         rows = self._quantised(x)
+        if activation is Activation.GELU_TANH:
+            return _quantised_by(scaling, gelu_tanh_and_mul(self(rows)))
         product = self._own_product(rows, is_gated=True) if self._bias is None else None
         if product is not None:
             return _quantised_by(scaling, product)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_worker.model.devices import DeviceStep
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 
 
 def paged_attention(
@@ -31,9 +32,9 @@ class CurrentStep:
 
 
 class LayerAttention:
-    def __init__(self, step: CurrentStep, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, step: CurrentStep, layer: int, dtype: torch.dtype, rules: ScoreRules = NO_RULES) -> None:
         """`dtype`: of the weights, in which attention computes whatever the layer left its queries in."""
-        self._step, self._layer, self._dtype = step, layer, dtype
+        self._step, self._layer, self._dtype, self._rules = step, layer, dtype, rules
 
     def __call__(
         self,
@@ -44,7 +45,7 @@ class LayerAttention:
         scaling: float | None = None,
         **options: Any,
     ) -> Tensor:
-        """`options` were looked at before the weights were loaded (probe.py): none of them changes the result."""
+        """`options` were looked at before the weights were loaded (probe.py): what changes scores is in the rules."""
         operators = self._step.operators
         assert operators is not None, "attention outside a step"
         heads = torch.cat([part[0].transpose(0, 1) for part in (query, key, value)], dim=1).to(self._dtype)
@@ -52,4 +53,5 @@ class LayerAttention:
         qkv = heads.flatten(1)
         operators.store(qkv, self._layer)
         scale = head_dim**-0.5 if scaling is None else scaling
-        return operators.attend(qkv, scale, self._layer).view(1, len(heads), num_heads, head_dim)
+        attended = operators.attend(qkv, scale, self._layer, rules=self._rules)
+        return attended.view(1, len(heads), num_heads, head_dim)

@@ -16,6 +16,7 @@ from engine_worker.model.devices import Device, attach_device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.model.sharding import check_one_rank
+from engine_worker.model.spec import AttentionSpec
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.transformers_backend.attention import CurrentStep, LayerAttention
 from engine_worker.model.transformers_backend.library import skeleton
@@ -23,6 +24,7 @@ from engine_worker.model.transformers_backend.parameters import load_parameters,
 from engine_worker.model.transformers_backend.probe import Probed, probe
 from engine_worker.model.transformers_backend.split import split_head
 from engine_worker.model.weights import WeightSource
+from kernels.attention.score_rules import ScoreRules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +42,7 @@ class ProbedShape:
     max_position_embeddings: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    attentions: tuple[AttentionSpec, ...]
     parameters: int
 
     def num_parameters(self) -> int:
@@ -76,6 +79,7 @@ class TransformersBlueprint:
             max_position_embeddings=known.max_position_embeddings,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             eos_token_ids=token_ids(generation.get("eos_token_id", known.eos_token_id)),
+            attentions=probed.attentions,
             parameters=num_parameters(model),
         )
         return cls(shape, model, probed)
@@ -108,8 +112,9 @@ class TransformersNetwork:
         self.spec = shape
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._step = CurrentStep()
-        for layer, module in enumerate(probed.modules):
-            module.paged_attention = LayerAttention(self._step, layer, self.dtype)
+        for layer, (module, attention) in enumerate(zip(probed.modules, probed.attentions, strict=True)):
+            rules = ScoreRules(attention.window, attention.softcap)
+            module.paged_attention = LayerAttention(self._step, layer, self.dtype, rules)
         self._decoder, self._head = split_head(model)
 
     def attach(self, kv_pool: Tensor) -> Device:

@@ -3,8 +3,8 @@
     probe(model) -> Probed: which modules call attention, in the order of layers, and with which heads
 
 Every model of transformers is held to the same questions, by what it does, not by what it is called: does each layer
-call attention once, over its own keys, causally, with no window, mask, bias, sink or cap? Are positions taken from
-outside? Does nothing else carry something from token to token? Knows no weights.
+call attention once, over its own keys, causally, with no mask, bias or sink? Are positions taken from outside? Does
+nothing else carry something from token to token? Knows no weights.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from engine_worker.model.spec import AttentionSpec, RopeSpec
 from engine_worker.model.transformers_backend.library import ModelNotServed, in_short
 from engine_worker.model.transformers_backend.split import split_head
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _NUM_TOKENS = 4
-# Options that change nothing here: positions are applied before, a window is looked at below.
-_HARMLESS = {"scaling", "dropout", "position_ids", "sliding_window", "is_causal", "use_cache", "logits_to_keep"}
+# Options that change nothing here: positions are applied before. A window and a cap are rules of scores.
+_HARMLESS = {"scaling", "dropout", "position_ids", "is_causal", "use_cache", "logits_to_keep"}
+_RULES = {"sliding_window", "softcap"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}  # the second one by its window
 # Their frequencies depend on the longest sequence of a batch, so cached keys would go stale.
 _ROPES_OF_THE_BATCH = {"dynamic", "longrope"}
@@ -51,6 +53,7 @@ class Probed:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    attentions: tuple[AttentionSpec, ...]  # of each layer
 
 
 def probe(model: "PreTrainedModel") -> Probed:
@@ -67,7 +70,8 @@ def probe(model: "PreTrainedModel") -> Probed:
         raise ModelNotServed("through transformers: its head is no function of its decoder's last states alone")
     first = calls[0]
     modules = tuple(call.module for call in calls)
-    return Probed(modules, first.num_heads, first.num_kv_heads, first.head_dim, int(logits.shape[-1]))
+    attentions = tuple(_attention_spec(call, config) for call in calls)
+    return Probed(modules, first.num_heads, first.num_kv_heads, first.head_dim, int(logits.shape[-1]), attentions)
 
 
 def refuse(reasons: Iterator[str]) -> None:
@@ -150,12 +154,24 @@ def _reasons_of_call(call: AttentionCall, config: "PreTrainedConfig") -> Iterato
         yield f"keys of {call.head_dim} elements and values of {call.value_dim}"
     if call.num_heads % call.num_kv_heads:
         yield f"{call.num_heads} heads cannot share {call.num_kv_heads} key/value heads"
-    window = options.get("sliding_window")
-    if window is not None and window < config.max_position_embeddings:
-        yield f"sliding_window = {window} is not supported; only full attention is"
     for name, value in options.items():
-        if name not in _HARMLESS and not name.startswith("output_") and value is not None:
+        if name not in _HARMLESS | _RULES and not name.startswith("output_") and value is not None:
             yield f"attention with {name} is not supported"
+
+
+def _attention_spec(call: AttentionCall, config: "PreTrainedConfig") -> AttentionSpec:
+    """Its rotation is the model's own affair."""
+    options, scale = call.options, call.options.get("scaling")
+    window = options.get("sliding_window") or 0
+    return AttentionSpec(
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        scale=call.head_dim**-0.5 if scale is None else float(scale),
+        rope=RopeSpec(dim=0),
+        window=window if window < config.max_position_embeddings else 0,
+        softcap=float(options.get("softcap") or 0.0),
+    )
 
 
 def _rope_types(config: "PreTrainedConfig") -> set[str]:

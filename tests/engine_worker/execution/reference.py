@@ -58,8 +58,8 @@ def write_model_of_words(directory: Path, **changes: Any) -> Path:
 
 
 class Reference:
-    def __init__(self, directory: Path, *, attention: str = "sdpa") -> None:
-        """`attention`: a name in transformers' table of attention functions."""
+    def __init__(self, directory: Path, *, attention: str | None = None) -> None:
+        """`attention`: a name in transformers' table of attention functions; None: the one it takes by itself."""
         self._model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=attention
         )

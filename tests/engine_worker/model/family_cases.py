@@ -30,6 +30,8 @@ LONGROPE = {
 }  # fmt: skip
 
 
+TWO_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
 NATIVE = {
     "llama": Case("llama"),
     "llama with biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -41,18 +43,42 @@ NATIVE = {
     "llama, heads of 256": Case("llama", {"head_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
                                           "num_key_value_heads": 1}),
     "mistral": Case("mistral", {"sliding_window": None}),
+    "mistral with a window": Case("mistral", {"sliding_window": 11}),
+    "ministral, of two types": Case("ministral", {"sliding_window": 20, "layer_types": TWO_TYPES}),
+    "gemma2": Case("gemma2", {"head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True,
+                              "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0,
+                              "final_logit_softcapping": 3.0}),
+    "gemma2, heads of 256": Case("gemma2", {"head_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+                                            "num_key_value_heads": 1, "sliding_window": 128}),
+    "gemma3_text": Case("gemma3_text", {"head_dim": 32, "num_hidden_layers": 7, "sliding_window": 9,
+                                        "tie_word_embeddings": True, "query_pre_attn_scalar": 24}),
+    "gemma3_text, a linear rope, biases": Case("gemma3_text", {
+        "head_dim": 16, "layer_types": TWO_TYPES, "sliding_window": 40, "attention_bias": True,
+        "final_logit_softcapping": 2.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}}),
     "qwen2": Case("qwen2", {"tie_word_embeddings": True}),
     "qwen2 of 7 heads a kv head": Case("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": None,
                                                  "hidden_size": 112}),
     "qwen3": Case("qwen3"),
     "qwen3 tied, with biases": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2 with windows from layer 1 on": Case("qwen2", {"use_sliding_window": True, "sliding_window": 17,
+                                                         "max_window_layers": 1}),
+    "qwen3 with a window in layer 2": Case("qwen3", {"use_sliding_window": True, "sliding_window": 32,
+                                                     "max_window_layers": 2}),
+    "phi3 with a window": Case("phi3", {"head_dim": None, "hidden_size": 192, "sliding_window": 19}),
     "phi3": Case("phi3", {"head_dim": None, "hidden_size": 192}),
     "phi3 with longrope": Case("phi3", {"head_dim": None, "hidden_size": 192, "rope_parameters": LONGROPE,
                                         "original_max_position_embeddings": 8}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5, "head_dim": None, "hidden_size": 96}),
+    "smollm3 with windows": Case("smollm3", {"num_hidden_layers": 5, "head_dim": None, "hidden_size": 96,
+                                             "use_sliding_window": True, "sliding_window": 21}),
     "granite": Case("granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                                 "logits_scaling": 0.5, "head_dim": None, "hidden_size": 96}),
     "olmo2": Case("olmo2", {"head_dim": None, "hidden_size": 96}),
+    "olmo3": Case("olmo3", {"head_dim": None, "hidden_size": 96, "num_hidden_layers": 4, "sliding_window": 25}),
+    "olmo3 with yarn": Case("olmo3", {"head_dim": None, "hidden_size": 96, "sliding_window": 50,
+                                      "layer_types": TWO_TYPES, "rope_parameters": {"full_attention": YARN}}),
     "seed_oss": Case("seed_oss", {"attention_bias": True, "attention_out_bias": True}),
     "glm": Case("glm", {"head_dim": 32}),
     "glm4": Case("glm4", {"head_dim": 32}),
@@ -76,14 +102,14 @@ THROUGH_TRANSFORMERS = {
     "olmo, norms without weights": Case("olmo", {"head_dim": None, "clip_qkv": 3.0}),
     "gemma": Case("gemma", {"head_dim": 32}),
     "nemotron": Case("nemotron", {"head_dim": 16}),
+    "cohere2, windows": Case("cohere2", {"head_dim": None, "sliding_window": 18}),
+    "vaultgemma, windows and caps": Case("vaultgemma", {"head_dim": 32, "sliding_window": 24,
+                                                        "attn_logit_softcapping": 4.0}),
 }  # fmt: skip
 
 REFUSED = [
     ("falcon", {}, "falcon computes attention by itself"),
     ("bloom", {}, "it takes no position_ids"),
-    ("gemma2", {"head_dim": 32, "sliding_window": 64}, "sliding_window = 64"),
-    ("gemma2", {"head_dim": 32, "layer_types": ["full_attention"] * 3}, "attention with softcap"),
-    ("cohere2", {"sliding_window": 64}, "sliding_window = 64"),
     ("gpt_oss", {}, "layers of experts"),
     ("granite_swa", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, "attention with s_aux"),
     ("mamba", {}, "layer_types has 'linear_attention'"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuLinear
 from engine_worker.model.served_model import LogitsOf
+from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -90,15 +92,25 @@ def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
         check_shape(spec, "cuda")
 
 
+@pytest.mark.parametrize("rule", [{"window": 8}, {"softcap": 30.0}])
+def test_rules_of_scores_that_no_kernel_knows_are_refused(rule: dict[str, Any], tmp_path: Path) -> None:
+    spec = spec_from_directory(write_model(tmp_path))
+    last = replace(spec.layers[-1], attention=replace(spec.layers[-1].attention, **rule))
+    spec = replace(spec, layers=(*spec.layers[:-1], last))
+    check_shape(spec, "cpu")
+    with pytest.raises(ValueError, match="windows or the softcap of this model's layers"):
+        check_shape(spec, "cuda")
+
+
 def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
     model: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
     gated = CpuLinear.gated
 
-    def count(gate_up: CpuLinear, x: Input, scaling: Scaling) -> torch.Tensor:
+    def count(gate_up: CpuLinear, x: Input, activation: Activation, scaling: Scaling) -> torch.Tensor:
         rows.append(len(x))
-        return gated(gate_up, x, scaling)
+        return gated(gate_up, x, activation, scaling)
 
     monkeypatch.setattr(CpuLinear, "gated", count)
     logits, pool = logits_and_pool(model, CpuDevice)

@@ -18,7 +18,7 @@ from engine_worker.model.preflight import check_files
 from engine_worker.model.quantisation import dense, linear_method
 from engine_worker.model.quantisation.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
-from engine_worker.model.spec import ModelSpec, kv_layout
+from engine_worker.model.spec import Activation, ModelSpec, kv_layout
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from kernels.fp8_kv import KVScales
@@ -69,8 +69,8 @@ class ReferenceLinear:
         assert isinstance(x, Tensor)
         return F.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert self.is_gated and scaling is Scaling.NONE
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert self.is_gated and (activation, scaling) == (Activation.SILU, Scaling.NONE)
         gate, up = self(x).chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -32,14 +32,18 @@ ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
+    "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 20, "hidden_size": 36},
+    "gemma3_text": {"sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
     "glm": {},
     "glm4": {},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
                 "logits_scaling": 0.5},
     "helium": {"attention_bias": True},
     "llama": {"rope_parameters": ROPE},
+    "ministral": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "mistral": {"rope_parameters": YARN, "sliding_window": None},
     "olmo2": {},
+    "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
     "phi3": {"partial_rotary_factor": 0.75},
     "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {},

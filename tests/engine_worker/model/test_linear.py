@@ -13,6 +13,7 @@ from engine_worker.model.linear import Input, Linear, LinearSpec, Role, Scaling,
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuHead
+from engine_worker.model.spec import Activation
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
@@ -37,7 +38,8 @@ class Int8Linear:
         assert isinstance(x, Tensor)
         return F.linear(x, self._weight * self._scale)
 
-    def gated(self, x: Input, scaling: Scaling = Scaling.NONE) -> Tensor:
+    def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert activation is Activation.SILU
         gate, up = self(x).chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -1,24 +1,42 @@
-"""The Triton SiLU gate against float64."""
+"""The Triton gates, of SiLU and of GELU, against float64."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from bench.kernel.cases import measure_error, rounding_tolerance
-from kernels.silu_and_mul import silu_and_mul_reference, silu_and_mul_triton
+from kernels.silu_and_mul import (
+    gelu_tanh_and_mul_reference,
+    gelu_tanh_and_mul_triton,
+    silu_and_mul_reference,
+    silu_and_mul_triton,
+)
+
+Gate = Callable[[torch.Tensor], torch.Tensor]
+GATES = {
+    "silu": (silu_and_mul_triton, silu_and_mul_reference),
+    "gelu": (gelu_tanh_and_mul_triton, gelu_tanh_and_mul_reference),
+}
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of a gate that GELU closes
+@pytest.mark.parametrize(("gate", "reference"), GATES.values(), ids=GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 1023), (2, 1024), (2, 1536)])
-def test_equals_float64_but_for_one_rounding(num_rows: int, width: int, dtype: torch.dtype) -> None:
+def test_equals_float64_but_for_one_rounding(
+    num_rows: int, width: int, dtype: torch.dtype, gate: Gate, reference: Gate
+) -> None:
     rows = 3 * torch.randn(num_rows, 2 * width + 16, generator=torch.Generator().manual_seed(0))
     rows[:, 2 * width :] = torch.nan
     x = rows.to(dtype)[:, : 2 * width]
-    error = measure_error(silu_and_mul_triton(x), silu_and_mul_reference(x.double()), rounding_tolerance(dtype))
+    error = measure_error(gate(x), reference(x.double()), rounding_tolerance(dtype))
     assert error.passed, error
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_a_gate_beyond_the_range_of_exp_closes_or_passes() -> None:
+@pytest.mark.parametrize("gate", [silu_and_mul_triton, gelu_tanh_and_mul_triton])
+def test_a_gate_beyond_the_range_of_exp_closes_or_passes(gate: Gate) -> None:
     # exp(200) is infinite in float32; -200 / inf is -0, and never NaN.
     x = torch.tensor([[-200.0, 200.0, 5.0, 5.0]])
-    assert silu_and_mul_triton(x).tolist() == [[0.0, 1000.0]]
+    assert gate(x).tolist() == [[0.0, 1000.0]]

@@ -1,0 +1,97 @@
+"""Gemma 2 and 3: norms around every part, GELU in the gate, scaled embeddings, and windows in most layers.
+
+Gemma 2 caps scores and logits, and every other layer has a window. Gemma 3 norms queries and keys of each head instead;
+five of six layers have a window, and those turn positions by a base of their own.
+"""
+
+from engine_worker.model.architectures.config_keys import (
+    FULL,
+    SLIDING,
+    Config,
+    layer_types_of,
+    number_of,
+    positive_int,
+    refuse_unsupported,
+    rope_of,
+    windows_of,
+)
+from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.spec import Activation, LayerSpec, ModelSpec, NamesSpec, QkNorm, RopeSpec
+
+NAMES = NamesSpec(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+# Of transformers' configuration classes: published files leave out what these say.
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+DEFAULTS_OF_TYPE = {
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192},
+    "gemma3_text": {},
+}
+
+
+def spec(config: Config, generation: Config) -> ModelSpec:
+    config = {**DEFAULTS, **DEFAULTS_OF_TYPE[config["model_type"]], **config}
+    refuse_unsupported(config, Activation.GELU_TANH)
+    _refuse(config)
+    is_third = config["model_type"] == "gemma3_text"
+    pattern = positive_int({"sliding_window_pattern": 6, **config}, "sliding_window_pattern") if is_third else 2
+    kinds = layer_types_of(config, lambda index: (index + 1) % pattern > 0)
+    ropes = _ropes(config) if is_third else dict.fromkeys((FULL, SLIDING), rope_of(config))
+    layers = tuple(
+        LayerSpec(
+            attention=attention_spec(
+                config,
+                rope=ropes[kind],
+                window=window,
+                scale=positive_int(config, "query_pre_attn_scalar") ** -0.5,
+                softcap=0.0 if is_third else number_of(config, "attn_logit_softcapping"),
+                qk_norm=QkNorm.HEAD if is_third else QkNorm.NONE,
+                qkv_bias=bool(config.get("attention_bias")),
+                out_bias=bool(config.get("attention_bias")),
+            ),
+            mlp=mlp_spec(config, activation=Activation.GELU_TANH),
+            norms_after=True,
+        )
+        for kind, window in zip(kinds, windows_of(config, kinds), strict=True)
+    )
+    return model_spec(
+        config,
+        generation,
+        layers[0],
+        layers=layers,
+        names=NAMES,
+        norm_offset=1.0,
+        embedding_scale=positive_int(config, "hidden_size") ** 0.5,
+        rounds_embedding_scale=True,
+        logit_softcap=number_of(config, "final_logit_softcapping"),
+    )
+
+
+def _refuse(config: Config) -> None:
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("config.json: use_bidirectional_attention is not supported: tokens see those before them")
+    if config["model_type"] == "gemma3_text" and config.get("attn_logit_softcapping"):
+        raise ValueError(
+            f"config.json: attn_logit_softcapping = {config['attn_logit_softcapping']!r} is not supported in Gemma 3, "
+            "whose networks have no such cap; null is"
+        )
+
+
+def _ropes(config: Config) -> dict[str, RopeSpec]:
+    """Layers with a window turn by another base. Files have a mapping for each type; older ones, keys side by side."""
+    stated = config.get("rope_parameters") or {}
+    full = {"rope_theta": config.get("rope_theta") or 1_000_000.0, **(config.get("rope_scaling") or {})}
+    sliding = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0}
+    parameters = {FULL: {**full, **(stated.get(FULL) or {})}, SLIDING: {**sliding, **(stated.get(SLIDING) or {})}}
+    return {kind: rope_of({**config, "rope_parameters": found}) for kind, found in parameters.items()}
