@@ -1,0 +1,278 @@
+// Products of 8-bit and 4-bit weights, for any instruction set with the operations of `Set` (linear_avx2.cpp and
+// linear_avx512.cpp have one each).
+//
+// Weights and rows have scales for groups of 32 inputs. The sum over a group is one of integers, hence exact in any
+// order; groups are added in float32 in the order of the inputs, one fused multiply-add each. So an output depends on
+// its row and its weights alone: not on other rows, on threads or on the instruction set.
+//
+//     output = sum over groups of  (sum of quants of weight and row) * (scale of weight * scale of row)
+//                                + minimum of weight * (scale of row * sum of the row's quants)
+//
+// Everything here is internal to each file that includes it: code for one instruction set must not be linked into
+// another's.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "linear_weight.h"
+#include "processor.h"
+
+namespace {
+
+constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  // a line: 4 inputs of 16 outputs, bytes
+constexpr int MOST_ROWS = 8;      // that are multiplied at a time
+constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
+constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
+
+struct Rows {  // quantised
+    int8_t* quants;      // [rows][groups * GROUP]
+    float* scales;       // [rows][groups]
+    int32_t* sums;       // of a group's quants
+    float* scaled_sums;  // scales * sums
+    int64_t groups;
+};
+
+inline __m256 load8(const float* from, int64_t count) {
+    if (count >= 8) return _mm256_loadu_ps(from);
+    float padded[8] = {};
+    memcpy(padded, from, count * sizeof(float));
+    return _mm256_loadu_ps(padded);
+}
+
+inline __m256 load8(const uint16_t* from, int64_t count) {  // bfloat16: the upper half of a float32
+    uint16_t padded[8] = {};
+    if (count < 8) from = (const uint16_t*)memcpy(padded, from, count * sizeof(uint16_t));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+}
+
+inline int32_t largest(__m256i of) {
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(of), _mm256_extracti128_si256(of, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+
+inline int32_t total(__m256i of) {
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(of), _mm256_extracti128_si256(of, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+
+// Quants from -127 to 127 and the scale that makes them the group again. A group that holds NaN or an infinity has the
+// scale NaN, so its row's outputs are NaN and no other row's; one too small for a scale is zeros.
+template <class Element>
+void quantise_group(const Element* from, int64_t count, int8_t* quants, float* scale, int32_t* sum) {
+    __m256 values[4];
+    __m256i bits = _mm256_setzero_si256();  // the largest magnitude: of floats in the order of their bits, NaN last
+    for (int part = 0; part < 4; part++) {
+        const int64_t left = count - 8 * part;
+        values[part] = left > 0 ? load8(from + 8 * part, left) : _mm256_setzero_ps();
+        const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(values[part]), _mm256_set1_epi32(0x7fffffff));
+        bits = _mm256_max_epi32(bits, magnitude);
+    }
+    const int32_t most_bits = largest(bits);
+    float most;
+    memcpy(&most, &most_bits, sizeof most);
+    const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
+    const float factor = is_finite && !is_zero ? 127.0f / most : 0.0f;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / 127.0f;
+    __m256i whole[4], sums = _mm256_setzero_si256();
+    for (int part = 0; part < 4; part++) {
+        whole[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
+                                : _mm256_setzero_si256();
+        sums = _mm256_add_epi32(sums, whole[part]);
+    }
+    *sum = total(sums);
+    const __m256i low = _mm256_packs_epi32(whole[0], whole[1]), high = _mm256_packs_epi32(whole[2], whole[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work on each half of a register
+    _mm256_storeu_si256((__m256i*)quants, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
+
+template <class Element>
+void quantise_row(const Element* from, int64_t inputs, const Rows& rows, int64_t row) {
+    for (int64_t group = 0; group < rows.groups; group++) {
+        const int64_t at = row * rows.groups + group;
+        quantise_group(from + group * GROUP, inputs - group * GROUP, rows.quants + at * GROUP, rows.scales + at,
+                       rows.sums + at);
+        rows.scaled_sums[at] = rows.scales[at] * (float)rows.sums[at];
+    }
+}
+
+// e^x within 2 units of the last place; the same bits in every file, which libm does not promise.
+inline __m256 exp8(__m256 x) {
+    x = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.0f), x));  // NaN stays: it is second
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 sum = _mm256_set1_ps(1.9875691500e-4f);  // Cephes' expf
+    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(1.3981999507e-3f));
+    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(8.3334519073e-3f));
+    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(4.1665795894e-2f));
+    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(1.6666665459e-1f));
+    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(5.0000001201e-1f));
+    sum = _mm256_add_ps(_mm256_fmadd_ps(sum, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(sum, _mm256_castsi256_ps(power));
+}
+
+inline __m256 silu8(__m256 x) {
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+    return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_xor_ps(x, sign))));
+}
+
+inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i upper = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    upper = _mm256_blendv_epi8(upper, _mm256_set1_epi32(0x7fc0), is_nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+}
+
+void store(const float* sums, int64_t count, void* to, int type) {  // up to OUTPUTS
+    if (type == FLOAT32) {
+        memcpy(to, sums, count * sizeof(float));
+        return;
+    }
+    uint16_t rounded[OUTPUTS];
+    for (int part = 0; part < OUTPUTS; part += 8)
+        _mm_storeu_si128((__m128i*)(rounded + part), bfloat16_of(_mm256_loadu_ps(sums + part)));
+    memcpy(to, rounded, count * sizeof(uint16_t));
+}
+
+// The sums of `count` rows from `row` on and one block of 16 outputs, to sums[count][16].
+template <class Set, int FORMAT, int ROWS>
+void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, float* sums) {
+    constexpr int PARTS = Set::parts(ROWS);  // of a block, at a time
+    constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
+    for (int first = 0; first < OUTPUTS / Set::LANES; first += PARTS) {
+        typename Set::Floats sum[ROWS][PARTS];
+        for (int r = 0; r < ROWS; r++)
+            for (int part = 0; part < PARTS; part++) sum[r][part] = Set::zero();
+        for (int64_t group = 0; group < rows.groups; group++) {
+            const int64_t of_block = block * rows.groups + group;
+            const uint8_t* quants = weight.quants + of_block * BYTES + first * Set::LANES * 4;
+            typename Set::Integers exact[ROWS][PARTS];
+            Set::template dot<FORMAT, ROWS, PARTS>(quants, rows.quants + (row * rows.groups + group) * GROUP,
+                                                   rows.groups * GROUP, exact);
+            for (int part = 0; part < PARTS; part++) {
+                const int64_t lane = of_block * OUTPUTS + (first + part) * Set::LANES;
+                const typename Set::Floats scale = Set::load(weight.scales + lane);
+                for (int r = 0; r < ROWS; r++) {
+                    const int64_t at = (row + r) * rows.groups + group;
+                    const typename Set::Floats factor = Set::multiply(scale, Set::all(rows.scales[at]));
+                    sum[r][part] = Set::multiply_add(
+                        Set::template without_zero<FORMAT>(exact[r][part], rows.sums[at]), factor, sum[r][part]);
+                    if (FORMAT == INT4_MINIMUM)
+                        sum[r][part] = Set::multiply_add(Set::load(weight.minima + lane), Set::all(rows.scaled_sums[at]),
+                                                         sum[r][part]);
+                }
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int part = 0; part < PARTS; part++)
+                Set::save(sums + r * OUTPUTS + (first + part) * Set::LANES, sum[r][part]);
+    }
+}
+
+template <class Set, int FORMAT>
+int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
+    if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
+    if (left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
+    if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;
+    return multiply_tile<Set, FORMAT, 1>(weight, block, rows, row, sums), 1;
+}
+
+template <class Set>
+int multiply(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
+    switch (weight.format) {
+        case INT8: return multiply_rows<Set, INT8>(weight, block, rows, row, left, sums);
+        case INT4_ZERO_8: return multiply_rows<Set, INT4_ZERO_8>(weight, block, rows, row, left, sums);
+        default: return multiply_rows<Set, INT4_MINIMUM>(weight, block, rows, row, left, sums);
+    }
+}
+
+void add_bias(float* sums, int rows, const float* bias, int64_t count) {
+    for (int r = 0; r < rows; r++)
+        for (int64_t lane = 0; lane < count; lane++) sums[r * OUTPUTS + lane] += bias[lane];
+}
+
+// Outputs of one block, or of a pair of blocks of a gated product, for the rows from `row` to `end`.
+template <class Set>
+void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t end, uint8_t* out,
+                   int64_t out_stride, int out_type) {
+    const int64_t width = weight.is_gated ? weight.outputs / 2 : weight.outputs, at = block * OUTPUTS;
+    const int64_t count = width - at < OUTPUTS ? width - at : OUTPUTS, size = out_type == FLOAT32 ? 4 : 2;
+    float sums[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
+    for (int done; row < end; row += done) {
+        done = multiply<Set>(weight, weight.is_gated ? 2 * block : block, rows, row, end - row, sums);
+        if (weight.bias) add_bias(sums, done, weight.bias + at, count);
+        if (weight.is_gated) {
+            multiply<Set>(weight, 2 * block + 1, rows, row, end - row, up);
+            if (weight.bias) add_bias(up, done, weight.bias + width + at, count);
+            for (int i = 0; i < done * OUTPUTS; i += 8)
+                _mm256_storeu_ps(sums + i, _mm256_mul_ps(silu8(_mm256_loadu_ps(sums + i)), _mm256_loadu_ps(up + i)));
+        }
+        for (int r = 0; r < done; r++) store(sums + r * OUTPUTS, count, out + ((row + r) * out_stride + at) * size, out_type);
+    }
+}
+
+// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantising into it.
+uint8_t* scratch(size_t bytes) {
+    static thread_local uint8_t* memory = nullptr;
+    static thread_local size_t size = 0;
+    if (size < bytes) {
+        free(memory);
+        memory = (uint8_t*)aligned_alloc(64, (bytes + 63) / 64 * 64);
+        size = memory ? bytes : 0;
+    }
+    return memory;
+}
+
+// x [rows, inputs] -> out [rows, outputs]; strides are of rows, in elements. Returns 0, or 1 where memory is missing.
+template <class Set>
+int linear(const LinearWeight& weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows, void* out,
+           int64_t out_stride, int out_type, int num_threads) {
+    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, all_groups = num_rows * groups;
+    uint8_t* memory = scratch(all_groups * (GROUP + 12));
+    if (num_rows == 0) return 0;
+    if (!memory) return 1;
+    float* scales = (float*)(memory + all_groups * GROUP);
+    const Rows rows = {(int8_t*)memory, scales, (int32_t*)(scales + all_groups), scales + 2 * all_groups, groups};
+    const int64_t width = weight.is_gated ? weight.outputs / 2 : weight.outputs;
+    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, chunk = blocks / (num_threads * 8) + 1;
+    auto quantise = [&](int64_t row) {
+        if (x_type == FLOAT32)
+            quantise_row((const float*)x + row * x_stride, weight.inputs, rows, row);
+        else
+            quantise_row((const uint16_t*)x + row * x_stride, weight.inputs, rows, row);
+    };
+    const bool is_shared = num_rows >= ROWS_BY_ONE;
+    if (!is_shared)
+        for (int64_t row = 0; row < num_rows; row++) quantise(row);
+#pragma omp parallel num_threads(num_threads)
+    {
+        if (is_shared) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < num_rows; row++) quantise(row);
+        }
+        for (int64_t row = 0; row < num_rows; row += ROWS_A_PASS) {
+            const int64_t end = row + ROWS_A_PASS < num_rows ? row + ROWS_A_PASS : num_rows;
+            // Blocks go to whoever is free: on a busy machine one thread may get half of a processor.
+#pragma omp for schedule(dynamic, chunk) nowait
+            for (int64_t block = 0; block < blocks; block++)
+                compute_block<Set>(weight, block, rows, row, end, (uint8_t*)out, out_stride, out_type);
+        }
+    }
+    return 0;
+}
+
+}  // namespace
+
+#define PAGESTREAM_LINEAR(NAME, SET)                                                                                  \
+    PAGESTREAM_EXPORT int NAME(const LinearWeight* weight, const void* x, int64_t x_stride, int x_type,               \
+                               int64_t num_rows, void* out, int64_t out_stride, int out_type, int num_threads) {      \
+        return linear<SET>(*weight, x, x_stride, x_type, num_rows, out, out_stride, out_type, num_threads);           \
+    }

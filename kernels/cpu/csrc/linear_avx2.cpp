@@ -1,0 +1,72 @@
+// The products of linear.h by AVX2: 8 outputs a register.
+#include "linear.h"
+
+namespace {
+
+struct Avx2 {
+    using Floats = __m256;
+    using Integers = __m256i;
+    static constexpr int LANES = 8, MOST_ROWS = 4;
+    static constexpr int parts(int rows) { return rows <= 2 ? 2 : 1; }  // as many sums as 16 registers have room for
+
+    static Floats zero() { return _mm256_setzero_ps(); }
+    static Floats all(float value) { return _mm256_set1_ps(value); }
+    static Floats load(const uint16_t* halves) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves)); }
+    static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static void save(float* to, Floats from) { _mm256_storeu_ps(to, from); }
+
+    static Integers line(const uint8_t* at) { return _mm256_loadu_si256((const __m256i*)at); }
+    static Integers four(const int8_t* row) {  // inputs of a row, for each output
+        int32_t quants;
+        memcpy(&quants, row, sizeof quants);
+        return _mm256_set1_epi32(quants);
+    }
+
+    template <int FORMAT, int ROWS, int PARTS>
+    static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+        for (int r = 0; r < ROWS; r++)
+            for (int part = 0; part < PARTS; part++) sum[r][part] = _mm256_setzero_si256();
+        const Integers ones = _mm256_set1_epi16(1), half_bytes = _mm256_set1_epi8(15);
+        if (FORMAT == INT8) {
+            // The instruction multiplies unsigned by signed bytes and adds pairs in 16 bits, which saturate. Signs go
+            // to the row, whose quants are 127 at most: 2 * 128 * 127 = 32,512 is no overflow.
+            for (int quad = 0; quad < QUADS; quad++)
+                for (int part = 0; part < PARTS; part++) {
+                    const Integers weight = line(quants + quad * LINE + part * 32), magnitude = _mm256_abs_epi8(weight);
+                    for (int r = 0; r < ROWS; r++) {
+                        const Integers signed_row = _mm256_sign_epi8(four(row + r * stride + quad * 4), weight);
+                        const Integers pairs = _mm256_maddubs_epi16(magnitude, signed_row);
+                        sum[r][part] = _mm256_add_epi32(sum[r][part], _mm256_madd_epi16(pairs, ones));
+                    }
+                }
+            return;
+        }
+        // Pairs of half bytes: 8 * 2 * 15 * 127 = 30,480, so a whole group is added in 16 bits.
+        for (int quad = 0; quad < QUADS / 2; quad++)
+            for (int part = 0; part < PARTS; part++) {
+                const Integers both = line(quants + quad * LINE + part * 32);
+                const Integers low = _mm256_and_si256(both, half_bytes);
+                const Integers high = _mm256_and_si256(_mm256_srli_epi16(both, 4), half_bytes);
+                for (int r = 0; r < ROWS; r++) {
+                    const int8_t* at = row + r * stride + quad * 4;
+                    const Integers pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, four(at)),
+                                                            _mm256_maddubs_epi16(high, four(at + GROUP / 2)));
+                    sum[r][part] = _mm256_add_epi16(sum[r][part], pairs);
+                }
+            }
+        for (int r = 0; r < ROWS; r++)
+            for (int part = 0; part < PARTS; part++) sum[r][part] = _mm256_madd_epi16(sum[r][part], ones);
+    }
+
+    // The integer sum of a group as a float, `row_sum` times the format's zero less.
+    template <int FORMAT>
+    static Floats without_zero(Integers sum, int32_t row_sum) {
+        if (FORMAT == INT4_ZERO_8) sum = _mm256_sub_epi32(sum, _mm256_set1_epi32(8 * row_sum));
+        return _mm256_cvtepi32_ps(sum);
+    }
+};
+
+}  // namespace
+
+PAGESTREAM_LINEAR(pagestream_linear_avx2, Avx2)

@@ -1,0 +1,62 @@
+// The products of linear.h by AVX-512 and its VNNI: 16 outputs a register, four inputs an instruction.
+#include "linear.h"
+
+namespace {
+
+struct Avx512 {
+    using Floats = __m512;
+    using Integers = __m512i;
+    static constexpr int LANES = 16, MOST_ROWS = 8;
+    static constexpr int parts(int) { return 1; }
+
+    static Floats zero() { return _mm512_setzero_ps(); }
+    static Floats all(float value) { return _mm512_set1_ps(value); }
+    static Floats load(const uint16_t* halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)); }
+    static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static void save(float* to, Floats from) { _mm512_storeu_ps(to, from); }
+
+    static Integers line(const uint8_t* at) { return _mm512_loadu_si512(at); }
+    static Integers four(const int8_t* row) {  // inputs of a row, for each output
+        int32_t quants;
+        memcpy(&quants, row, sizeof quants);
+        return _mm512_set1_epi32(quants);
+    }
+
+    // dpbusd multiplies unsigned by signed bytes and adds four products in 32 bits: nothing saturates.
+    template <int FORMAT, int ROWS, int PARTS>
+    static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+        for (int r = 0; r < ROWS; r++) sum[r][0] = _mm512_setzero_si512();
+        if (FORMAT == INT8) {
+            const Integers sign = _mm512_set1_epi8((char)0x80);  // -128..127 become 0..255; without_zero() undoes it
+            for (int quad = 0; quad < QUADS; quad++) {
+                const Integers weight = _mm512_xor_si512(line(quants + quad * LINE), sign);
+                for (int r = 0; r < ROWS; r++)
+                    sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], weight, four(row + r * stride + quad * 4));
+            }
+            return;
+        }
+        const Integers half_bytes = _mm512_set1_epi8(15);
+        for (int quad = 0; quad < QUADS / 2; quad++) {
+            const Integers both = line(quants + quad * LINE), low = _mm512_and_si512(both, half_bytes);
+            const Integers high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half_bytes);
+            for (int r = 0; r < ROWS; r++) {
+                const int8_t* at = row + r * stride + quad * 4;
+                sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, four(at));
+                sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], high, four(at + GROUP / 2));
+            }
+        }
+    }
+
+    // The integer sum of a group as a float, `row_sum` times the format's zero less.
+    template <int FORMAT>
+    static Floats without_zero(Integers sum, int32_t row_sum) {
+        if (FORMAT == INT8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * row_sum));
+        if (FORMAT == INT4_ZERO_8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(8 * row_sum));
+        return _mm512_cvtepi32_ps(sum);
+    }
+};
+
+}  // namespace
+
+PAGESTREAM_LINEAR(pagestream_linear_avx512, Avx512)

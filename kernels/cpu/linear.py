@@ -1,0 +1,227 @@
+"""Products of 8-bit and 4-bit weights with groups of 32 inputs, in C++ (csrc/linear.h says how they are computed).
+
+    GroupedWeight      numbers and scales as they are stored, which a file or quantised() gives
+    PackedLinear       the same in the order of the instructions; called with rows
+    linear_products()  the functions that this processor has, each compared with plain loops once
+
+Knows no model and no file format.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.library import InstructionSet, address, cpu_library, num_threads
+
+GROUP = 32  # inputs that share a scale
+_OUTPUTS = 16  # of a block
+_INT8_MOST = 127
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/linear_weight.h's
+_FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
+_PLAIN = "pagestream_linear_plain"
+_NO_MEMORY = 1
+
+Product = Any  # a function of the library
+
+
+class GroupFormat(IntEnum):
+    """Formats differ in what a number stands for; the values are csrc/linear_weight.h's."""
+
+    INT8 = 0  # scale * quant
+    INT4_ZERO_8 = 1  # scale * (quant - 8)
+    INT4_MINIMUM = 2  # scale * quant + minimum
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """[N, K] in groups; K is a multiple of 32, or the last group ends with zeros that no input belongs to."""
+
+    format: GroupFormat
+    quants: Tensor  # [N, groups, 32], int8 of INT8, else uint8 from 0 to 15
+    scales: Tensor  # [N, groups] float16
+    minima: Tensor | None = None  # [N, groups] float16, of INT4_MINIMUM
+
+    def __len__(self) -> int:
+        return len(self.quants)
+
+    def rows(self, order: Tensor | slice) -> "GroupedWeight":
+        minima = None if self.minima is None else self.minima[order]
+        return GroupedWeight(self.format, self.quants[order], self.scales[order], minima)
+
+    def values(self) -> Tensor:
+        """[N, groups * 32] float32, exactly what is stored."""
+        quants, scales = self.quants.float(), self.scales.float()[..., None]
+        if self.format is GroupFormat.INT4_ZERO_8:
+            quants -= 8
+        exact = quants * scales
+        return (exact if self.minima is None else exact + self.minima.float()[..., None]).flatten(1)
+
+
+def joined_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
+    """One weight below another. Raises ValueError where they are not of one format."""
+    if len({part.format for part in parts}) != 1:
+        raise ValueError(f"weights of one product are {', '.join(part.format.name for part in parts)}")
+    minima = [part.minima for part in parts if part.minima is not None]
+    return GroupedWeight(
+        parts[0].format,
+        torch.cat([part.quants for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
+
+
+def quantised(weight: Tensor) -> GroupedWeight:
+    """[N, K] of 16 or 32 bits -> INT8, each group's largest number 127. Raises ValueError where a scale is no float16.
+
+    Numbers are rounded against the scale as it is stored, as ggml's quantize_row_q8_0_ref() does not.
+    """
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / _INT8_MOST).half()
+    if not scales.isfinite().all():
+        raise ValueError("weights are too large, infinite or NaN: scales of groups in 8 bits are float16")
+    exact = scales.float()[..., None]
+    quants = torch.where(exact > 0, groups / exact, 0.0).round_().clamp_(-_INT8_MOST, _INT8_MOST)
+    return GroupedWeight(GroupFormat.INT8, quants.to(torch.int8), scales)
+
+
+class _LinearWeight(ctypes.Structure):
+    _fields_ = (
+        ("quants", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("minima", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("is_gated", ctypes.c_int32),
+    )
+
+
+class PackedLinear:
+    """x [T, inputs] -> [T, outputs]; gated: silu(x @ gate) * (x @ up), [T, outputs / 2].
+
+    A row's numbers depend on the row alone. One that holds NaN or an infinity has outputs of NaN.
+    """
+
+    def __init__(
+        self,
+        weight: GroupedWeight,
+        inputs: int,
+        bias: Tensor | None = None,
+        *,
+        is_gated: bool = False,
+        product: Product = None,
+    ) -> None:
+        """`product`: one of linear_products(), the fastest unless told. Raises NoLibrary where there is none."""
+        self._product = product or fastest_product()
+        self.outputs, self._width = len(weight), len(weight) // 2 if is_gated else len(weight)
+        self.inputs = inputs
+        self._tensors = _packed(weight, is_gated)  # kept: the structure has their addresses
+        self._bias = None if bias is None else bias.float().contiguous()
+        quants, scales, minima = self._tensors
+        self._weight = _LinearWeight(
+            address(quants), address(scales), address(minima), address(self._bias),
+            len(weight), inputs, weight.format, is_gated,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._weight)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x` of bfloat16 or float32, its rows dense; `out` of either, too, of x's unless given."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if out is None:
+            out = torch.empty((len(x), self._width), dtype=x.dtype)
+        assert x.shape[1] == self.inputs and out.shape == (len(x), self._width) and out.stride(1) == 1
+        status = self._product(
+            self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], len(x), out.data_ptr(), out.stride(0),
+            _TYPES[out.dtype], num_threads(),
+        )  # fmt: skip
+        if status == _NO_MEMORY:
+            raise MemoryError(f"no memory for {len(x)} rows of {self.inputs} inputs")
+        return out
+
+
+def _packed(weight: GroupedWeight, is_gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quants, scales and minima by blocks of 16 outputs; of a gated weight a block of gate, then one of up."""
+    minima = None if weight.minima is None else _in_blocks(weight.minima, is_gated).transpose(1, 2).contiguous()
+    scales = _in_blocks(weight.scales, is_gated).transpose(1, 2).contiguous()
+    lines = _in_blocks(weight.quants, is_gated).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)  # [B, groups, 8, 16, 4]
+    if weight.format is not GroupFormat.INT8:
+        lines = lines[:, :, :4] | lines[:, :, 4:] << 4
+    return lines.contiguous(), scales, minima
+
+
+def _in_blocks(rows: Tensor, is_gated: bool) -> Tensor:
+    """[N, ...] -> [blocks, 16, ...], outputs that are missing in the last block zero."""
+    parts = [
+        torch.cat((part, part.new_zeros(-len(part) % _OUTPUTS, *part.shape[1:]))).unflatten(0, (-1, _OUTPUTS))
+        for part in rows.chunk(2 if is_gated else 1)
+    ]
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+@cache
+def plain_product() -> Product:
+    """Loops without instruction sets, hundreds of times slower. Raises NoLibrary."""
+    return _function(_PLAIN)
+
+
+@cache
+def linear_products() -> dict[InstructionSet, Product]:
+    """The products of this processor's instruction sets. Raises NoLibrary where one is not what plain loops make it."""
+    products = {one: _function(_FUNCTIONS[one]) for one in cpu_library().instruction_sets}
+    for one, product in products.items():
+        if not is_right(product):
+            raise NoLibrary(f"on this processor {_FUNCTIONS[one]} computes something else than plain loops do")
+    return products
+
+
+def fastest_product() -> Product:
+    """Raises NoLibrary."""
+    return linear_products()[cpu_library().instruction_set]
+
+
+def is_right(product: Product) -> bool:
+    """Whether small products of every format have the bits that plain loops have."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, 70), generator=generator)
+    for format_, numbers in ((GroupFormat.INT8, (-127, 128)), *((one, (0, 16)) for one in _FOUR_BITS)):
+        dtype = torch.int8 if format_ is GroupFormat.INT8 else torch.uint8
+        weight = GroupedWeight(
+            format_,
+            torch.randint(*numbers, (36, 3, GROUP), generator=generator).to(dtype),
+            torch.rand((36, 3), generator=generator).half(),
+            -torch.rand((36, 3), generator=generator).half() if format_ is GroupFormat.INT4_MINIMUM else None,
+        )
+        for is_gated in (False, True):
+            found, wanted = (
+                PackedLinear(weight, 70, is_gated=is_gated, product=one)(x) for one in (product, plain_product())
+            )
+            if not torch.equal(found, wanted):
+                return False
+    return True
+
+
+_FOUR_BITS = (GroupFormat.INT4_ZERO_8, GroupFormat.INT4_MINIMUM)
+
+
+def _function(name: str) -> Product:
+    function = getattr(cpu_library().functions, name)
+    function.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64,
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,
+    ]  # fmt: skip
+    function.restype = ctypes.c_int
+    return function

@@ -1,0 +1,240 @@
+"""Products of grouped weights in C++: against plain loops bit for bit, and against float64 where every step is exact.
+
+AVX-512's runs on any machine: its source is compiled against SIMDe, which says what each instruction does in others.
+"""
+
+import ctypes
+import shlex
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu import build, linear
+from kernels.cpu.library import InstructionSet
+from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
+
+try:
+    linear.linear_products()
+except build.NoLibrary as error:
+    pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
+
+EMULATED = "AVX-512 by SIMDe"
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+Product = linear.Product
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    if not SIMDE.is_file():
+        pytest.skip("no SIMDe to emulate AVX-512 with: apt-get install libsimde-dev")
+    library = tmp_path_factory.mktemp("simde") / "library.so"
+    header = Path(__file__).with_name("simde_avx512.h")
+    source = build.SOURCES / "linear_avx512.cpp"
+    flags = [*(flag for flag in build.FLAGS if not flag.startswith(("-O", "-W"))), *build.AVX2, "-O1"]
+    command = [*build.compiler(), *flags, "-include", str(header), "-shared", str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[:2000]}"
+    function = ctypes.CDLL(str(library)).pagestream_linear_avx512
+    function.argtypes = linear.plain_product().argtypes
+    return function
+
+
+@pytest.fixture(scope="session", params=[one.name for one in InstructionSet])
+def product(request: pytest.FixtureRequest) -> Product:
+    products = {one.name: found for one, found in linear.linear_products().items()}
+    if request.param not in products:
+        pytest.skip(f"this processor has no {request.param}")
+    found: Product = products[request.param]
+    return found
+
+
+def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is_exact: bool = False) -> GroupedWeight:
+    """`is_exact`: scales and minima are powers of two, so that no sum of a few groups is rounded."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // GROUP)
+    least, end, dtype = (-128, 128, torch.int8) if format_ is GroupFormat.INT8 else (0, 16, torch.uint8)
+    quants = torch.randint(least, end, (outputs, groups, GROUP), generator=generator).to(dtype)
+
+    def numbers() -> Tensor:
+        if is_exact:
+            return torch.exp2(torch.randint(-3, 2, (outputs, groups), generator=generator).float()).half()
+        return torch.randn((outputs, groups), generator=generator).half()
+
+    scales = numbers()
+    return GroupedWeight(format_, quants, scales, -numbers() if format_ is GroupFormat.INT4_MINIMUM else None)
+
+
+@dataclass(frozen=True)
+class Case:
+    format: GroupFormat
+    outputs: int  # of the product
+    inputs: int
+    rows: int
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    is_gated: bool
+    has_bias: bool
+    seed: int
+
+    def packed(self, product: Product, is_exact: bool = False) -> PackedLinear:
+        outputs = self.outputs * (2 if self.is_gated else 1)
+        weight = random_weight(self.seed, self.format, outputs, self.inputs, is_exact)
+        bias = torch.randint(-9, 10, (outputs,), generator=self.generator()).float() if self.has_bias else None
+        return PackedLinear(weight, self.inputs, bias, is_gated=self.is_gated, product=product)
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+CASES = st.builds(
+    Case,
+    format=st.sampled_from(GroupFormat),
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 100),
+    rows=st.integers(0, 20),
+    x_dtype=DTYPES,
+    out_dtype=DTYPES,
+    is_gated=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+
+
+def check_against_plain_loops(product: Product, case: Case) -> None:
+    magnitude = 10.0 ** torch.randn((case.rows, 1), generator=case.generator())
+    wide = torch.randn((case.rows, case.inputs + 3), generator=case.generator()) * magnitude
+    x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a larger tensor
+    found, wanted = (
+        case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype))
+        for one in (product, linear.plain_product())
+    )
+    assert torch.equal(found, wanted)
+
+
+@given(case=CASES)
+def test_an_instruction_set_computes_what_plain_loops_do(product: Product, case: Case) -> None:
+    check_against_plain_loops(product, case)
+
+
+@pytest.mark.e2e  # it starts a compiler
+@given(case=CASES)
+def test_avx512_computes_what_plain_loops_do(emulated: Product, case: Case) -> None:
+    check_against_plain_loops(emulated, case)
+
+
+@given(case=CASES)
+def test_plain_loops_compute_the_product(case: Case) -> None:
+    """Rows are numbers that quantising keeps, scales are powers of two: the sums are exact in float32."""
+    case = replace(case, is_gated=False)
+    x = torch.randint(-127, 128, (case.rows, case.inputs), generator=case.generator()).float()
+    x[:, ::GROUP] = 127  # a group's largest number: its scale is 1
+    packed = case.packed(linear.plain_product(), is_exact=True)
+    weight = random_weight(case.seed, case.format, case.outputs, case.inputs, is_exact=True)
+    bias = torch.randint(-9, 10, (case.outputs,), generator=case.generator()) * case.has_bias
+    wanted = x.double() @ weight.values()[:, : case.inputs].double().T + bias
+    assert torch.equal(packed(x.to(case.x_dtype), torch.empty(wanted.shape)).double(), wanted)
+
+
+@pytest.mark.parametrize("format_", GroupFormat)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_row_does_not_depend_on_its_batch_nor_on_threads(format_: GroupFormat, is_gated: bool) -> None:
+    packed = PackedLinear(random_weight(1, format_, 208, 576), 576, is_gated=is_gated)
+    x = torch.randn((64, 576), generator=torch.Generator().manual_seed(2)).bfloat16()
+    whole = packed(x)
+    for rows in range(1, 65):
+        assert torch.equal(packed(x[64 - rows :]), whole[64 - rows :]), rows
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(packed(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_more_rows_than_stay_in_a_cache_are_as_few() -> None:
+    packed = PackedLinear(random_weight(1, GroupFormat.INT4_MINIMUM, 48, 96), 96)
+    x = torch.randn((300, 96), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(packed(x), torch.cat([packed(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("format_", GroupFormat)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_what_is_no_number_spoils_its_own_row_alone(
+    product: Product, format_: GroupFormat, strange: float, is_gated: bool
+) -> None:
+    packed = PackedLinear(random_weight(3, format_, 64, 64), 64, is_gated=is_gated, product=product)
+    x = torch.randn((9, 64), generator=torch.Generator().manual_seed(4))
+    healthy = packed(x)
+    x[3, 40] = strange
+    found = packed(x)
+    assert found[3].isnan().all()
+    assert torch.equal(found[torch.arange(9) != 3], healthy[torch.arange(9) != 3])
+
+
+def test_zeros_and_numbers_next_to_zero_are_zero(product: Product) -> None:
+    packed = PackedLinear(random_weight(3, GroupFormat.INT4_ZERO_8, 20, 64), 64, product=product)
+    assert not packed(torch.zeros(3, 64)).any()
+    assert not packed(torch.full((3, 64), 1e-38)).any()
+
+
+def test_silu_is_torchs_to_a_few_units_of_the_last_place() -> None:
+    """One input is 1, so gate and up are what the weights are: from -100 to 100, over the whole range of e^x."""
+    gate = torch.linspace(-100, 100, 4001).half()
+    scales = torch.cat((gate, torch.full_like(gate, 1.0)))[:, None]
+    weight = GroupedWeight(GroupFormat.INT8, torch.zeros(len(scales), 1, GROUP, dtype=torch.int8), scales)
+    weight.quants[..., 0] = 1
+    found = PackedLinear(weight, 1, is_gated=True)(torch.ones(1, 1))[0]
+    wanted = torch.nn.functional.silu(gate.double())
+    # gate is a unit of its last place off, which e^x makes |x| times as much; e^x is cut off at e^-87 and e^88.
+    torch.testing.assert_close(found.double(), wanted, rtol=100 * 2**-23, atol=1e-35)
+
+
+@given(rows=st.integers(0, 5), columns=st.integers(1, 100), seed=st.integers(0, 2**16))
+def test_quantising_is_off_by_half_a_step(rows: int, columns: int, seed: int) -> None:
+    weight = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    made = quantised(weight)
+    values, steps = made.values(), made.scales.float().repeat_interleave(GROUP, 1)
+    # A scale is rounded to float16: the largest number of a group may be 127 / 2048 of a step beyond the last quant.
+    assert ((values[:, :columns] - weight.float()).abs() <= steps[:, :columns] * (0.5 + 127 / 2048)).all()
+    assert not values[:, columns:].any()
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), 1e30])
+def test_weights_without_a_scale_are_refused(strange: float) -> None:
+    with pytest.raises(ValueError, match="too large, infinite or NaN"):
+        quantised(torch.tensor([[1.0, strange]]))
+
+
+def test_weights_of_several_formats_are_not_joined() -> None:
+    parts = [random_weight(1, format_, 16, 32) for format_ in GroupFormat]
+    with pytest.raises(ValueError, match="INT8, INT4_ZERO_8, INT4_MINIMUM"):
+        joined_rows(parts)
+    assert len(joined_rows(parts[:1] * 3)) == 48
+
+
+def test_a_product_that_is_wrong_on_this_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = linear.fastest_product()
+
+    def wrong(*arguments: int) -> int:
+        status: int = fastest(*arguments)
+        out = (ctypes.c_float * 1).from_address(arguments[5])
+        out[0] += 1
+        return status
+
+    assert linear.is_right(fastest)
+    assert not linear.is_right(wrong)
+    monkeypatch.setattr(linear, "is_right", lambda product: False)
+    linear.linear_products.cache_clear()
+    try:
+        with pytest.raises(build.NoLibrary, match="computes something else than plain loops do"):
+            linear.linear_products()
+    finally:
+        linear.linear_products.cache_clear()
