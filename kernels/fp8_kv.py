@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
+E4M3_MAX = 448.0  # the largest; there is no infinity (OCP 8-bit floating point specification)
 
 
 @dataclass(frozen=True, slots=True)

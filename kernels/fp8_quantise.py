@@ -8,14 +8,16 @@ values are 0. Values are divided by it in float32 and rounded to nearest even, s
 depend on the row alone. Rows may be strided, columns are contiguous. Knows no product.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITFunction
 
 from kernels.dependent_launch import dependent_launch
-from kernels.scaled import GROUP, Scaled
+from kernels.scaled import GROUP, Scaled, empty_rows
 
 _GROUPS = 8  # a program of quantise_groups: 1,024 elements for 4 warps are one 16-byte load a thread in bf16
 
@@ -28,6 +30,14 @@ def quantised(values, largest):
 
 
 @triton.jit
+def store_quantised_row(exact, values, scales, row, columns, WIDTH: tl.constexpr):
+    """`exact` float32 of one row, 0 in `columns` from WIDTH on, which are not stored."""
+    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
+    tl.store(values + row * WIDTH + columns, small, mask=columns < WIDTH)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
 def _quantise_rows_kernel(
     x, values, scales, x_row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
@@ -36,11 +46,8 @@ def _quantise_rows_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    exact = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
-    tl.store(values + row * WIDTH + columns, small, mask=inside)
-    tl.store(scales + row, scale)
+    exact = tl.load(x + row * x_row_stride + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    store_quantised_row(exact, values, scales, row, columns, WIDTH)
 
 
 @triton.jit
@@ -64,24 +71,29 @@ def _quantise_groups_kernel(
 def quantise_rows(x: Tensor) -> Scaled:
     num_rows, width = x.shape
     assert x.stride(1) == 1
-    values, scales = x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, dtype=torch.float32)
+    rows = empty_rows(x, width, is_grouped=False)
+    if num_rows:
+        launch_rows(_quantise_rows_kernel, x, rows)
+    return rows
+
+
+def launch_rows(kernel: JITFunction[Any], x: Tensor, rows: Scaled) -> None:
+    """A program for each of `rows`, whose whole width it has in registers."""
+    num_rows, width = rows.values.shape
     block = triton.next_power_of_2(width)
     warps = min(32, max(1, block // 256))
-    if num_rows:
-        _quantise_rows_kernel[(num_rows,)](
-            x, values, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
-        )
-    return Scaled(values, scales)
+    kernel[(num_rows,)](
+        x, rows.values, rows.scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
+    )
 
 
 def quantise_groups(x: Tensor) -> Scaled:
     num_rows, width = x.shape
     assert x.stride(1) == 1 and width % GROUP == 0
-    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(width // GROUP, num_rows, dtype=torch.float32)
+    rows = empty_rows(x, width, is_grouped=True)
     if num_rows:
         grid = (num_rows, triton.cdiv(width // GROUP, _GROUPS))
         _quantise_groups_kernel[grid](
-            x, values, scales, x.stride(0), WIDTH=width, GROUPS=_GROUPS, num_warps=4, **dependent_launch(x)
+            x, rows.values, rows.scales, x.stride(0), WIDTH=width, GROUPS=_GROUPS, num_warps=4, **dependent_launch(x)
         )
-    return Scaled(values, scales)
+    return rows

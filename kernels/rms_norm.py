@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
 from kernels.fp8_quantise import quantised
-from kernels.scaled import GROUP, Scaled
+from kernels.scaled import GROUP, Scaled, empty_rows
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,14 +85,13 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def add_rms_norm_quantised(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
 ) -> tuple[Scaled, Tensor]:
-    num_rows, hidden = x.shape
+    hidden = x.shape[1]
     assert not is_grouped or hidden % GROUP == 0
     new_residual = x.new_empty(x.shape)
-    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty((hidden // GROUP, num_rows) if is_grouped else (num_rows,), dtype=torch.float32)
+    normed = empty_rows(x, hidden, is_grouped)
     group = GROUP if is_grouped else triton.next_power_of_2(hidden)
-    _launch(x, residual, weight, eps, values, new_residual, scales, group)
-    return Scaled(values, scales), new_residual
+    _launch(x, residual, weight, eps, normed.values, new_residual, normed.scales, group)
+    return normed, new_residual
 
 
 def _launch(

@@ -4,6 +4,7 @@
         rows of x          scales [R]: one a row       or [K / 128, R]: one for each 128 elements of a row
         weights            scales [R]: one a row       or [R / 128, K / 128], rounded up: one a block of 128 x 128
 
+    empty_rows(x, K, is_grouped)                                [T, K] for the T rows of x, not yet written
     quantise_rows_reference(x), quantise_groups_reference(x)    x [T, K] -> rows, as the kernels of fp8_quantise.py do
 
 The two layouts of scales are those of compressed-tensors' channel and block strategies. It knows no product.
@@ -11,6 +12,7 @@ The two layouts of scales are those of compressed-tensors' channel and block str
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.fp8_kv import E4M3, E4M3_MAX
@@ -50,9 +52,15 @@ class Scaled:
         return self.values.float() * scales
 
 
+def empty_rows(x: Tensor, width: int, is_grouped: bool) -> Scaled:
+    values = x.new_empty(len(x), width, dtype=E4M3)
+    scales = x.new_empty((width // GROUP, len(x)) if is_grouped else (len(x),), dtype=torch.float32)
+    return Scaled(values, scales)
+
+
 def quantise_rows_reference(x: Tensor) -> Scaled:
-    scales = (x.float().abs().amax(-1) / E4M3_MAX).clamp(min=TINY)
-    return Scaled((x.float() / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scales)
+    scales = (x.abs().amax(-1).float() / E4M3_MAX).clamp(min=TINY)
+    return Scaled((x.float() / scales[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales)
 
 
 def quantise_groups_reference(x: Tensor) -> Scaled:

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import dependent_launch
-from kernels.fp8_quantise import quantised
-from kernels.scaled import Scaled
+from kernels.fp8_quantise import launch_rows, store_quantised_row
+from kernels.scaled import Scaled, empty_rows
 
 # 1024 elements for 4 warps: one 16-byte load of gate and one of up a thread in bf16.
 _BLOCK = 1024
@@ -65,22 +65,15 @@ def _silu_and_mul_quantised_kernel(
     gate = tl.load(x + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row_stride + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     exact = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
-    small, scale = quantised(exact, tl.max(tl.abs(exact), axis=0))
-    tl.store(values + row * WIDTH + columns, small, mask=inside)
-    tl.store(scales + row, scale)
+    store_quantised_row(exact, values, scales, row, columns, WIDTH)
 
 
 def silu_and_mul_quantised(x: Tensor) -> Scaled:
-    num_rows, double_width = x.shape
+    double_width = x.shape[1]
     assert double_width % 2 == 0 and x.stride(1) == 1
-    width = double_width // 2
-    values, scales = x.new_empty(num_rows, width, dtype=torch.float8_e4m3fn), x.new_empty(num_rows, dtype=torch.float32)
-    block = triton.next_power_of_2(width)
-    warps = min(32, max(1, block // 256))
-    _silu_and_mul_quantised_kernel[(num_rows,)](
-        x, values, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps, **dependent_launch(x)
-    )
-    return Scaled(values, scales)
+    rows = empty_rows(x, double_width // 2, is_grouped=False)
+    launch_rows(_silu_and_mul_quantised_kernel, x, rows)
+    return rows
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:

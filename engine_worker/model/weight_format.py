@@ -14,7 +14,6 @@ from functools import cache
 # The tensors beside a product's `weight`, as they are called here; checkpoint.py knows what else they are called.
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
-E4M3_MAX = 448.0  # the largest e4m3 number; there is no infinity (OCP 8-bit floating point specification)
 BLOCK = 128  # rows and columns of a weight that share a scale
 
 

@@ -1,4 +1,4 @@
-"""fp8 as numbers: quantising 16 bits by rows, and fp8 weights made into 16 or 32 bits while they load.
+"""fp8 as numbers: fp8 weights made into 16 or 32 bits while they load.
 
 The reference of every fp8 product: weight = e4m3 * scale in float32, then rounded once. Knows no layer and no device.
 """
@@ -11,7 +11,6 @@ from torch import Tensor
 from engine_worker.model.sharding import Part
 from engine_worker.model.weight_format import (
     BLOCK,
-    E4M3_MAX,
     INPUT_SCALE,
     WEIGHT_SCALE,
     Fp8Scheme,
@@ -19,16 +18,9 @@ from engine_worker.model.weight_format import (
     WeightFormat,
 )
 from engine_worker.model.weights import WeightSource
+from kernels.scaled import quantise_rows_reference
 
 FP8 = torch.float8_e4m3fn
-
-
-def quantised_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] of 16 or 32 bits -> [N, K] e4m3 and the scales [N] float32 that make each row's largest element 448."""
-    largest = weight.abs().amax(dim=1).float()
-    scale = largest / E4M3_MAX
-    scale = torch.where(scale > 0, scale, 1.0)  # of a row of zeros
-    return (weight.float() / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8), scale
 
 
 def dequantised(weight: Tensor, scale: Tensor, per: ScalePer) -> Tensor:
@@ -62,8 +54,8 @@ class DequantisedWeights:
             return self._source.get(name, shape, part, dtype)
         assert part is None, "a source of parts is dequantised, not parts of what is dequantised"
         if self._format.is_online:
-            weight, scale = quantised_rows(self._source.get(name, shape))
-            return dequantised(weight, scale, scheme.per).to(self.dtype)
+            rows = quantise_rows_reference(self._source.get(name, shape))
+            return dequantised(rows.values, rows.scales, scheme.per).to(self.dtype)
         weight, scale, _ = read_fp8(self._source, module, shape, scheme)
         made = dequantised(weight, scale, scheme.per).to(self.dtype)
         self._source.keep_as(weight.nbytes + scale.nbytes, made.nbytes)

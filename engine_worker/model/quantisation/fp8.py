@@ -19,11 +19,11 @@ from engine_worker.model.linear import Head, Linear, LinearMethod, LinearSpec, R
 from engine_worker.model.quantisation import dense
 from engine_worker.model.quantisation.dequantised import (
     DequantisedWeights,
-    quantised_rows,
     read_fp8,
 )
 from engine_worker.model.weight_format import BLOCK, Fp8Scheme, ScalePer, WeightFormat
 from engine_worker.model.weights import WeightSource, joined
+from kernels.scaled import quantise_rows_reference
 
 logger = logging.getLogger("worker")
 
@@ -74,9 +74,9 @@ class Fp8Method:
 
 def _quantised(spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor, None]:
     rows = dense.rows_of(spec, source, "weight", (spec.inputs,))
-    weight, scale = quantised_rows(rows)
-    source.keep_as(rows.nbytes, weight.nbytes + scale.nbytes)
-    return weight, scale, None
+    made = quantise_rows_reference(rows)
+    source.keep_as(rows.nbytes, made.values.nbytes + made.scales.nbytes)
+    return made.values, made.scales, None
 
 
 def _stored(

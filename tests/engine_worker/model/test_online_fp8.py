@@ -12,9 +12,9 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantisation import dense, linear_method
-from engine_worker.model.quantisation.dequantised import quantised_rows
 from engine_worker.model.quantisation.fp8 import Fp8Method
 from engine_worker.model.weights import RandomWeights
+from kernels.scaled import quantise_rows_reference
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.fp8_checkpoints import LAYOUTS, LLAMA, PHI3, ROWS, Fp8Model, write_fp8
 from tests.engine_worker.model.test_fp8_weights import (
@@ -77,13 +77,13 @@ def test_rows_of_zeros_and_of_the_smallest_and_largest_numbers() -> None:
     rows[3] = torch.linspace(-448.0, 448.0, 16)
     rows[4, 5] = torch.finfo(torch.float32).smallest_normal / 2**20
     for dtype in (torch.float32, torch.bfloat16):
-        weight, scale = quantised_rows(rows.to(dtype))
-        made = weight.float() * scale[:, None]
+        quantised = quantise_rows_reference(rows.to(dtype))
+        made, scale = quantised.exact_rows(), quantised.scales
         assert made.isfinite().all() and scale.isfinite().all()
         # Four bits of mantissa with the hidden one: half a unit is 1/16 of a number, and what is under the smallest
         # is lost.
         assert ((made - rows.to(dtype).float()).abs() <= rows.abs() / 16 + scale[:, None] * 2.0**-9).all()
-        assert not weight[0].float().any()
+        assert not quantised.values[0].float().any()
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors, rows", "fp8, blocks", "fp8, tensors, static"])
