@@ -97,10 +97,10 @@ def make_scheduler(
     return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
 
 
-def preempted(scheduler: Scheduler, batch: ScheduledBatch) -> list[str]:
-    """Ids of the requests that lost their place when `batch` was scheduled."""
+def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:
+    """Ids of the requests that lost their place when `batch` was scheduled, as events after the number `since` tell."""
     kinds = (KVEventKind.SWAP_OUT, KVEventKind.RECOMPUTE)
-    events = scheduler.kv_events(0)["events"]
+    events = scheduler.kv_events(since)["events"]
     return [event["request_id"] for event in events if event["step"] == batch.number and event["kind"] in kinds]
 
 

@@ -27,6 +27,7 @@ print(sorted({"torch", "asyncio", "redis", "aiohttp", "numpy", "msgspec"} & set(
 def test_programs_take_over_this_process(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, argv: became.append([program, *argv]))
+    monkeypatch.setenv("PYTHONPATH", "")  # which `bench` sets, for the process that this one becomes
     cli.main([command, "--port", "9000", "--help"])
     module = {"worker": "engine_worker"}.get(command, command)
     assert became == [[sys.executable, sys.executable, "-P", "-m", module, "--port", "9000", "--help"]]

@@ -1,4 +1,5 @@
-"""Random damage to every kind of message: make fuzz, python -m tests.shared.fuzz_frames [--seconds 60] [--seed N]
+"""Random damage to every kind of message: make fuzz,
+python -m tests.shared.fuzz_frames [--seconds 60 | --inputs N] [--seed N]
 
 Whatever the bytes, a decoder gives a message or raises FormatError, within a second and little memory. A process of its
 own, so that it may limit its memory and run beside other tests; a failure prints the bytes in hex, to go among SAVED.
@@ -159,11 +160,22 @@ def _packed(item: Any, otherwise: bytes) -> bytes:
         return otherwise
 
 
-def fuzz(seconds: float, seed: int) -> tuple[int, int]:
-    """How many inputs were tried, and how many decoded. Raises whatever a decoder raises beside FormatError."""
+def up_to(num_inputs: int) -> Callable[[int], bool]:
+    return lambda num_tried: num_tried >= num_inputs
+
+
+def until(deadline: float) -> Callable[[int], bool]:
+    """`deadline`: of the monotonic clock."""
+    return lambda num_tried: time.monotonic() > deadline
+
+
+def fuzz(is_enough: Callable[[int], bool], seed: int) -> tuple[int, int]:
+    """Return how many inputs were tried until they were enough, and how many decoded.
+
+    Raises whatever a decoder raises beside FormatError.
+    """
     fuzzer = Fuzzer(random.Random(seed), valid_samples())
     num_decoded = 0
-    deadline = time.monotonic() + seconds
     for num_tried, data in enumerate(fuzzer.inputs(), 1):
         started = time.process_time()
         for decode in DECODERS:
@@ -177,7 +189,7 @@ def fuzz(seconds: float, seed: int) -> tuple[int, int]:
                 raise
         if time.process_time() - started > INPUT_SECONDS * len(DECODERS):
             raise AssertionError(f"slow input: {data.hex()}")
-        if time.monotonic() > deadline:
+        if is_enough(num_tried):
             return num_tried, num_decoded
     raise AssertionError("the inputs have no end")
 
@@ -185,13 +197,15 @@ def fuzz(seconds: float, seed: int) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--inputs", type=int, help="that many instead, the same on every machine")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print(f"seed {options.seed}", flush=True)
-    fuzz(0.1, options.seed)
+    fuzz(up_to(1_000), options.seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    num_tried, num_decoded = fuzz(options.seconds, options.seed)
+    is_enough = up_to(options.inputs) if options.inputs else until(time.monotonic() + options.seconds)
+    num_tried, num_decoded = fuzz(is_enough, options.seed)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     print(f"{num_tried} inputs, each to {len(DECODERS)} decoders, {num_decoded} decoded; {grown >> 20} MB more memory")
     return 0 if grown < GROWTH_BYTES else 1

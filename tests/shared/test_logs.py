@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared import logs
 from shared.logs import JsonFormatter, TextFormatter, configure_logging, request_id
 
 
@@ -27,9 +28,12 @@ def in_request() -> Iterator[None]:
 @pytest.fixture
 def root_logger() -> Iterator[logging.Logger]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, loggers = root.handlers[:], [root, *map(logging.getLogger, logs._CHATTY_LIBRARIES)]
+    levels = [logger.level for logger in loggers]
     yield root
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_a_json_line(record: logging.LogRecord, in_request: None) -> None:

@@ -1,0 +1,44 @@
+"""State that a file of tests leaves to the next one is found."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.process_state import left_behind, process_state
+
+
+def set_variable(value: str) -> None:
+    os.environ["PYTHONPATH"] = value
+
+
+def set_level(level: int) -> None:
+    logging.getLogger("aiohttp.access").setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("change", "undo", "line"),
+    [
+        (lambda: set_variable("/a"), lambda: set_variable(""), "os.environ['PYTHONPATH']: '' -> '/a'"),
+        (lambda: set_level(30), lambda: set_level(0), "the level of logger aiohttp.access: 0 -> 30"),
+        (
+            lambda: signal.signal(signal.SIGUSR2, print),
+            lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL),
+            "the handler of SIGUSR2: None -> <built-in function print>",
+        ),
+    ],
+    ids=["environment", "logger", "signal"],
+)
+def test_what_is_left_is_named(
+    change: Callable[[], object], undo: Callable[[], object], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    before = process_state()
+    change()
+    try:
+        assert left_behind(before, process_state()) == [line]
+    finally:
+        undo()
+    assert left_behind(before, process_state()) == []
