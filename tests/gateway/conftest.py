@@ -1,6 +1,7 @@
 """A gateway that answers on a real port, for a model of a few words."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.metrics import GatewayMetrics
 from gateway.models.model_service import ModelService, model_options
@@ -22,6 +24,11 @@ from tests.gateway.fake_inference import FakeInferenceClient
 from tests.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START, MAX_MODEL_LEN, VOCAB_SIZE, write_tiny_model
 
 __all__ = ["CHAT_TEMPLATE", "END_OF_TEXT", "IM_END", "IM_START", "MAX_MODEL_LEN", "VOCAB_SIZE"]  # of the model
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """These tests run on the event loop that the gateway runs on."""
+    return {"the gateway's": new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """The gateway as a process: it starts without store and model, and ends as it should."""
 
+import contextlib
+import importlib.util
 import json
 import signal
 import socket
@@ -8,12 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.serving.free_port import free_port
+from gateway.__main__ import new_event_loop
 from tests.patience import PATIENCE_SECONDS
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -23,8 +26,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start(tmp_path: Path) -> Iterator[Start]:
     processes = []
 
-    def start_gateway(*arguments: str) -> "subprocess.Popen[str]":
-        argv = [sys.executable, "-m", "gateway", "--redis-url", f"unix://{tmp_path}/no-store", *arguments]
+    def start_gateway(*arguments: str, program: Sequence[str] = ("-m", "gateway")) -> "subprocess.Popen[str]":
+        argv = [sys.executable, *program, "--redis-url", f"unix://{tmp_path}/no-store", *arguments]
         processes.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
         return processes[-1]
 
@@ -96,3 +99,20 @@ def test_a_wrong_flag(start: Start) -> None:
     process = start("--model", "/m", "--port", "x")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2 and "--port" in errors
+
+
+def test_it_runs_on_uvloop_where_that_is_installed() -> None:
+    has_uvloop = importlib.util.find_spec("uvloop") is not None
+    with contextlib.closing(new_event_loop()) as loop:
+        assert type(loop).__module__.partition(".")[0] == ("uvloop" if has_uvloop else "asyncio")
+
+
+def test_without_uvloop_it_says_so_and_answers(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    source = "import sys; sys.modules['uvloop'] = None; from gateway.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    process = start("--model", str(tmp_path / "later"), "--port", str(port), program=("-c", source))
+    assert get(port, "/livez")[0] == 200
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+    assert "uvloop is not installed" in log
