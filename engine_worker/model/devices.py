@@ -1,6 +1,6 @@
 """Devices: which one a worker has, what it refuses, and the operators of one forward pass on it.
 
-CpuStep and CudaStep are the two implementations. Knows no network.
+CompiledStep, CpuStep and CudaStep are the implementations. Knows no network.
 """
 
 import logging
@@ -135,6 +135,17 @@ def attach_device(
         from engine_worker.model.cuda_step import CudaDevice  # noqa: PLC0415 - imports triton, which a CPU has not
 
         return CudaDevice(shape, kv_pool, is_deterministic, scales)
-    from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
+    return _attach_cpu(shape, kv_pool, dtype, scales)
 
+
+def _attach_cpu(shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: tuple[KVScales, ...]) -> Device:
+    """By the C++ kernels where they serve, else by torch's operators, and that is told."""
+    from engine_worker.model.compiled_step import CompiledDevice, step_kernels  # noqa: PLC0415 - of a CPU alone
+    from engine_worker.model.cpu_step import CpuDevice  # noqa: PLC0415
+    from kernels.cpu.build import NoLibrary  # noqa: PLC0415
+
+    try:
+        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype))
+    except NoLibrary as error:
+        logger.info("steps by torch's operators, slower, and a row's bits may depend on its batch: %s", error)
     return CpuDevice(shape, kv_pool, dtype, scales)

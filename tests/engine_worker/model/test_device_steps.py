@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_worker.model import cuda_step
+from engine_worker.model import compiled_step, cuda_step
 from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import Device, check_shape
@@ -19,10 +20,12 @@ from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
 from engine_worker.model.quantisation.dense import CpuLinear
 from engine_worker.model.served_model import LogitsOf
-from engine_worker.model.spec import Activation
+from engine_worker.model.spec import Activation, ModelShape
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.library import CpuLibrary
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input
@@ -47,8 +50,15 @@ def cuda_model(tmp_path_factory: pytest.TempPathFactory) -> Network:
     return Network(spec_from_directory(Path(directory)), weights, max_len=256, method=method)
 
 
+def compiled_device(spec: ModelShape, pool: torch.Tensor) -> CompiledDevice:
+    try:
+        return CompiledDevice(spec, pool, step_kernels(spec, pool.dtype, pool.dtype))
+    except NoLibrary as error:
+        pytest.skip(f"no C++ kernels here: {error}")
+
+
 def logits_and_pool(
-    model: Network, device_class: type, look: Callable[[LogitsOf], None] | None = None
+    model: Network, device_class: Callable[..., Device], look: Callable[[LogitsOf], None] | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Three steps: a prompt in part, its next part beside a whole one, then its rest beside a decode."""
     config = model.spec
@@ -66,11 +76,16 @@ def logits_and_pool(
 
 
 @pytest.mark.parametrize("max_wasted_query_rows", [cuda_step.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"])
+@pytest.mark.parametrize("device_class", [CpuDevice, compiled_device], ids=["torch", "compiled"])
 def test_both_devices_give_the_same_logits_and_the_same_cache(
-    model: Network, cuda_model: Network, monkeypatch: pytest.MonkeyPatch, max_wasted_query_rows: int
+    model: Network,
+    cuda_model: Network,
+    monkeypatch: pytest.MonkeyPatch,
+    max_wasted_query_rows: int,
+    device_class: Callable[..., Device],
 ) -> None:
     monkeypatch.setattr(cuda_step, "MAX_WASTED_QUERY_ROWS", max_wasted_query_rows)
-    cpu_logits, cpu_pool = logits_and_pool(model, CpuDevice)
+    cpu_logits, cpu_pool = logits_and_pool(model, device_class)
     cuda_logits, cuda_pool = logits_and_pool(cuda_model, CudaDevice)
     assert [len(logits) for logits in cpu_logits] == [0, 1, 2]
     for on_cpu, on_cuda in zip(cpu_logits, cuda_logits, strict=True):
@@ -125,4 +140,25 @@ def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(
 def test_attach_chooses_by_the_pool(model: Network) -> None:
     config = model.spec
     pool = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    assert isinstance(model.attach(pool), CpuDevice)
+    try:
+        step_kernels(config, pool.dtype, pool.dtype)
+    except NoLibrary:
+        assert isinstance(model.attach(pool), CpuDevice)
+    else:
+        assert isinstance(model.attach(pool), CompiledDevice)
+    # The kernels read no e4m3.
+    assert isinstance(model.attach(pool.to(torch.float8_e4m3fn)), CpuDevice)
+
+
+def test_without_a_library_torchs_operators_serve_and_it_is_told(
+    model: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none() -> CpuLibrary:
+        raise NoLibrary("there is no compiler")
+
+    monkeypatch.setattr(compiled_step, "cpu_library", none)
+    config = model.spec
+    with caplog.at_level("INFO"):
+        pool = torch.zeros(2, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        assert isinstance(model.attach(pool), CpuDevice)
+    assert "there is no compiler" in caplog.text

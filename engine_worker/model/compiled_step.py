@@ -1,0 +1,96 @@
+"""The operators of one forward pass on a CPU by the C++ kernels; cpu_step.py has them without a library.
+
+Same methods as CpuStep. A row's bits depend on its own sequence alone: kernels/cpu/step.py. It is used in every step of
+a worker without a GPU whose processor and number formats the kernels serve; network.py calls it. It knows no family, no
+sequence and no sampling.
+"""
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
+from engine_worker.model.linear import Scaling
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import ModelShape
+from kernels.attention.score_rules import NO_RULES, ScoreRules
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.library import cpu_library
+from kernels.cpu.step import StepKernels
+from kernels.scaled import Scaled
+
+
+def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> StepKernels:
+    """Raises NoLibrary with the reason why torch's operators serve instead."""
+    try:
+        return StepKernels(cpu_library(), shape.head_dim, dtype, kv_dtype)
+    except ValueError as error:
+        raise NoLibrary(str(error)) from None
+
+
+class CompiledDevice:
+    """The state that outlives a step: the layers' views of the KV pool."""
+
+    def __init__(self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels) -> None:
+        self.spec, self.kv_pool, self.kernels = spec, kv_pool, kernels
+        self.layers = [kv_pool[:, layer, 0] for layer in range(spec.num_layers)]
+
+    def begin_step(self, model_input: ModelInput) -> "CompiledStep":
+        return CompiledStep(self, model_input)
+
+
+class CompiledStep:
+    def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
+        spec, self._kernels, self._layers = device.spec, device.kernels, device.layers
+        self._head_dim = spec.head_dim
+        self._query_size = spec.num_heads * spec.head_dim
+        self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
+        self._arguments = device.kernels.begin(
+            device.kv_pool,
+            spec.num_heads,
+            model_input.block_tables,
+            model_input.query_start_loc,
+            model_input.seq_lens,
+            model_input.positions,
+            model_input.slot_mapping,
+        )
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """-> (normed, x + residual)."""
+        return self._kernels.add_rms_norm(x, residual, norm.scaled_weight, norm.eps), x
+
+    def add_rms_norm_quantised(
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+    ) -> tuple[Scaled, Tensor]:
+        raise NotImplementedError("no product on a CPU quantises its inputs")
+
+    def rms_norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        """Over the last dimension."""
+        if isinstance(norm, NormOverRanks):
+            return norm(x)
+        return self._kernels.rms_norm(x, norm.scaled_weight, norm.eps)
+
+    def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
+        self._norm_queries_and_keys(qkv, attention)
+        self._kernels.rotate_and_store(self._arguments, qkv, attention.cos_sin_table, self._layers[layer])
+
+    def store(self, qkv: Tensor, layer: int) -> None:
+        self._kernels.rotate_and_store(self._arguments, qkv, None, self._layers[layer])
+
+    def _norm_queries_and_keys(self, qkv: Tensor, attention: AttentionWeights) -> None:
+        """A weight of one head norms each of them, one of all heads norms all together."""
+        if attention.query_norm is None or attention.key_norm is None:
+            return
+        query, key = qkv[:, : self._query_size], qkv[:, self._query_size : self._rotated_size]
+        for part, norm in ((query, attention.query_norm), (key, attention.key_norm)):
+            if isinstance(norm, NormOverRanks):
+                part.copy_(norm(part))
+            else:
+                self._kernels.rms_norm(part, norm.scaled_weight, norm.eps, out=part)
+
+    def attend(
+        self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
+    ) -> Tensor:
+        """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
+        keys = self._layers[layer]
+        return self._kernels.attend(self._arguments, qkv, keys, scale, rows, rules.window, rules.softcap, rules.sinks)

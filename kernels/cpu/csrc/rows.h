@@ -1,0 +1,126 @@
+// Norms, rotation with the KV store, and the gate of an MLP: each row by itself, summed in an order that its length gives.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+constexpr int64_t FEWEST_OF_A_THREAD = 1 << 14;  // elements: below that a thread costs more than it does
+
+inline int threads_for(int64_t elements, int num_threads) {
+    return (int)larger<int64_t>(1, smaller<int64_t>(num_threads, elements / FEWEST_OF_A_THREAD));
+}
+
+template <typename T>
+inline float sum_of_squares(const T* x, int64_t size) {
+    Vec sums_of[2] = {splat(0.0f), splat(0.0f)};
+    int64_t i = 0;
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH)
+        for (int part = 0; part < 2; part++) {
+            const Vec value = load(x + i + part * WIDTH);
+            sums_of[part] = fma(value, value, sums_of[part]);
+        }
+    float total = sum(sums_of[0] + sums_of[1]);
+    for (; i < size; i++) total += widened(x[i]) * widened(x[i]);
+    return total;
+}
+
+// x / sqrt(sum(x^2) + eps) * weight: `weight` has the root of the size in it, `eps` the size.
+template <typename T>
+inline void norm_row(const T* x, const float* weight, float eps, int64_t size, T* normed) {
+    const float factor = 1.0f / sqrtf(sum_of_squares(x, size) + eps);
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) store(normed + i, times(times(load(x + i), splat(factor)), load(weight + i)));
+    for (; i < size; i++) narrow(normed + i, widened(x[i]) * factor * weight[i]);
+}
+
+// x + residual replaces `x`.
+template <typename T>
+inline void add_norm_row(T* x, const T* residual, const float* weight, float eps, int64_t size, T* normed) {
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) store(x + i, load(x + i) + load(residual + i));
+    for (; i < size; i++) narrow(x + i, widened(x[i]) + widened(residual[i]));
+    norm_row(x, weight, eps, size, normed);
+}
+
+template <typename T>
+void add_rms_norm(
+    void* x, const void* residual, const float* weight, float eps, int64_t rows, int64_t size, void* normed,
+    int num_threads) {
+    num_threads = threads_for(rows * size, num_threads);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        add_norm_row((T*)x + row * size, (const T*)residual + row * size, weight, eps, size, (T*)normed + row * size);
+}
+
+// `parts` rows of `size` elements lie one after another in each of `tokens` rows of `stride` elements.
+template <typename T>
+void rms_norm(
+    const void* x, const float* weight, float eps, int64_t tokens, int64_t stride, int64_t parts, int64_t size,
+    void* normed, int64_t normed_stride, int num_threads) {
+    num_threads = threads_for(tokens * parts * size, num_threads);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t part = 0; part < parts; part++)
+            norm_row(
+                (const T*)x + token * stride + part * size, weight, eps, size,
+                (T*)normed + token * normed_stride + part * size);
+}
+
+template <typename T>
+inline void rotate(T* head, const float* cos_sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = widened(head[i]), b = widened(head[half + i]), cos = cos_sin[i], sin = cos_sin[half + i];
+        narrow(head + i, a * cos - b * sin);
+        narrow(head + half + i, b * cos + a * sin);
+    }
+}
+
+template <typename T, typename K>
+inline void copy(const T* from, int size, K* to) {
+    for (int i = 0; i < size; i += WIDTH) store(to + i, load(from + i));
+}
+
+// `cos_sin` [max_len, D], or null: queries and keys stay as they are.
+template <typename T, typename K>
+void rotate_and_store(const Step& step, void* qkv, const float* cos_sin, void* pool) {
+    const int D = step.head_dim, kv_size = step.num_kv_heads * D;
+    const int64_t stride = (int64_t)step.num_heads * D + 2 * kv_size;
+    const int num_threads = threads_for(step.num_tokens * stride, step.num_threads);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t token = 0; token < step.num_tokens; token++) {
+        T* row = (T*)qkv + token * stride;
+        const int num_rotated = cos_sin ? step.num_heads + step.num_kv_heads : 0;
+        for (int head = 0; head < num_rotated; head++)
+            rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2);
+        const int64_t block = step.slots[token] / step.block_size, offset = step.slots[token] % step.block_size;
+        const T* key = row + (int64_t)step.num_heads * D;
+        for (int head = 0; head < step.num_kv_heads; head++) {
+            K* to = (K*)pool + block * step.block_stride + (head * step.block_size + offset) * D;
+            copy(key + head * D, D, to);
+            copy(key + kv_size + head * D, D, to + step.value_offset);
+        }
+    }
+}
+
+// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]
+template <typename T>
+void silu_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output, int num_threads) {
+    num_threads = threads_for(rows * size, num_threads);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gate = (const T*)gate_up + row * 2 * size, *up = gate + size;
+        T* to = (T*)output + row * size;
+        int64_t i = 0;
+        for (; i + WIDTH <= size; i += WIDTH) {
+            const Vec x = load(gate + i);
+            store(to + i, times(x / (splat(1.0f) + exponential(splat(0.0f) - x)), load(up + i)));
+        }
+        for (; i < size; i++) {
+            const float x = widened(gate[i]);
+            narrow(to + i, x / (1.0f + exponential(-x)) * widened(up[i]));
+        }
+    }
+}
+
+}  // namespace

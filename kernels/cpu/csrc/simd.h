@@ -1,0 +1,136 @@
+// Vectors of float32, as wide as the instruction set that a source is compiled for; bf16 is widened and narrowed here.
+//
+// All of it is in an anonymous namespace: the same names compiled for another instruction set are other functions, and
+// a linker that kept one of them for both would run AVX512 where there is none.
+#pragma once
+
+// GCC 12 takes the undefined vectors of its own header for a mistake (its bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+using Vec = __m512;
+using Int = __m512i;
+constexpr int WIDTH = 16;
+inline Vec load(const float* at) { return _mm512_loadu_ps(at); }
+inline Vec load(const Bf16* at) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
+}
+inline void store(float* at, Vec x) { _mm512_storeu_ps(at, x); }
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec two_to_the(Vec n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+// x where `a` is at least `b` or either is no number, else 0.
+inline Vec unless_less(Vec x, Vec a, Vec b) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), x);
+}
+inline void store(Bf16* at, Vec x) {
+    const Int bits = _mm512_castps_si512(x);
+    const Int odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    Int rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+inline __m256 halved(Vec x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+inline __m256 halved_maximum(Vec x) {
+    return _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+}
+#else
+using Vec = __m256;
+using Int = __m256i;
+constexpr int WIDTH = 8;
+inline Vec load(const float* at) { return _mm256_loadu_ps(at); }
+inline Vec load(const Bf16* at) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
+}
+inline void store(float* at, Vec x) { _mm256_storeu_ps(at, x); }
+inline Vec splat(float x) { return _mm256_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec two_to_the(Vec n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Vec unless_less(Vec x, Vec a, Vec b) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), x); }
+inline void store(Bf16* at, Vec x) {
+    const Int bits = _mm256_castps_si256(x);
+    const Int odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    Int rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const Int no_number = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), no_number);
+    rounded = _mm256_srli_epi32(rounded, 16);
+    rounded = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xd8);
+    _mm_storeu_si128((__m128i*)at, _mm256_castsi256_si128(rounded));
+}
+inline __m256 halved(Vec x) { return x; }
+inline __m256 halved_maximum(Vec x) { return x; }
+#endif
+
+inline float widened(float x) { return x; }
+inline float widened(Bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline void narrow(float* at, float x) { *at = x; }
+inline void narrow(Bf16* at, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    at->bits = (x != x) ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Vec times(Vec a, Vec b) { return a * b; }
+
+// The sums of four vectors' elements; of each the same order of additions.
+inline __m128 sums(Vec a, Vec b, Vec c, Vec d) {
+    const __m256 pairs =
+        _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
+    return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
+inline float sum(Vec x) { return _mm_cvtss_f32(sums(x, x, x, x)); }
+inline float largest(Vec x) {
+    const __m256 half = halved_maximum(x);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+// e^x, of x over 88 as of 88; 0 below -87. Relative error 2^-22 (the polynomial of Cephes' expf, Moshier 1989).
+inline Vec exponential(Vec x) {
+    const Vec lowest = splat(-87.0f), bounded = maximum(lowest, minimum(splat(88.0f), x));  // a NaN stays one
+    const Vec n = nearest(times(bounded, splat(1.44269504088896341f)));
+    Vec rest = fma(n, splat(-0.693359375f), bounded);
+    rest = fma(n, splat(2.12194440e-4f), rest);
+    Vec y = splat(1.9875691500e-4f);
+    y = fma(y, rest, splat(1.3981999507e-3f));
+    y = fma(y, rest, splat(8.3334519073e-3f));
+    y = fma(y, rest, splat(4.1665795894e-2f));
+    y = fma(y, rest, splat(1.6666665459e-1f));
+    y = fma(y, rest, splat(5.0000001201e-1f));
+    y = fma(y, times(rest, rest), rest) + splat(1.0f);
+    return unless_less(times(y, two_to_the(n)), x, lowest);
+}
+inline float exponential(float x) {
+    float value[WIDTH];
+    store(value, exponential(splat(x)));
+    return value[0];
+}
+
+}  // namespace

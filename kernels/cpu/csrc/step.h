@@ -1,0 +1,38 @@
+// The functions that a step calls, for the instruction set that this is compiled for: NAME(f) is f and its suffix.
+//
+// `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16.
+#include "processor.h"
+#include "rows.h"
+
+#define BY_TYPE(dtype, call, ...) ((dtype) ? call<Bf16>(__VA_ARGS__) : call<float>(__VA_ARGS__))
+#define BY_TYPES(dtype, kv_dtype, call, ...)                                               \
+    ((dtype) ? ((kv_dtype) ? call<Bf16, Bf16>(__VA_ARGS__) : call<Bf16, float>(__VA_ARGS__)) \
+             : ((kv_dtype) ? call<float, Bf16>(__VA_ARGS__) : call<float, float>(__VA_ARGS__)))
+
+PAGESTREAM_EXPORT void NAME(pagestream_attend)(
+    const Step* step, const Rules* rules, const Item* items, int64_t num_items, const void* query,
+    int64_t query_stride, const void* pool, void* output, int dtype, int kv_dtype) {
+    BY_TYPES(dtype, kv_dtype, attend, *step, *rules, items, num_items, query, query_stride, pool, output);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_rotate_and_store)(
+    const Step* step, void* qkv, const float* cos_sin, void* pool, int dtype, int kv_dtype) {
+    BY_TYPES(dtype, kv_dtype, rotate_and_store, *step, qkv, cos_sin, pool);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_add_rms_norm)(
+    void* x, const void* residual, const float* weight, float eps, int64_t rows, int64_t size, void* normed,
+    int num_threads, int dtype) {
+    BY_TYPE(dtype, add_rms_norm, x, residual, weight, eps, rows, size, normed, num_threads);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_rms_norm)(
+    const void* x, const float* weight, float eps, int64_t tokens, int64_t stride, int64_t parts, int64_t size,
+    void* normed, int64_t normed_stride, int num_threads, int dtype) {
+    BY_TYPE(dtype, rms_norm, x, weight, eps, tokens, stride, parts, size, normed, normed_stride, num_threads);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_silu_and_mul)(
+    const void* gate_up, int64_t rows, int64_t size, void* output, int num_threads, int dtype) {
+    BY_TYPE(dtype, silu_and_mul, gate_up, rows, size, output, num_threads);
+}

@@ -1,0 +1,221 @@
+"""The C++ kernels of a step beside its matrix products: attention, norms, rotation with the KV store, the gate.
+
+    StepKernels(library, head_dim, dtype, kv_dtype)   for tensors of these types, on this processor's instruction set
+    kernels.begin(pool, inputs...)                    -> StepArguments, which the calls of all layers share
+
+A row of a result is summed in an order that its own sequence gives (csrc/attention.h, csrc/rows.h): its bits are the
+same in any batch and any chunk of a prompt. Knows no layer and no network.
+"""
+
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu.library import CpuLibrary, InstructionSet, address, num_threads
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# A part of a prompt that a thread attends for: more rows read a widened tile of keys more often, fewer share better.
+_ROWS_OF_AN_ITEM = 64
+_WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements of a vector, which divide a head's
+_SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
+
+
+class _Step(Structure):
+    """csrc/attention.h's Step."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("block_tables", "query_start_loc", "seq_lens", "positions", "slots")),
+        *((name, c_int64) for name in ("table_stride", "block_stride", "value_offset", "num_tokens")),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads")),
+    )
+
+
+class _Rules(Structure):
+    _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32), ("sinks", c_void_p))
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "attend": (
+        POINTER(_Step), POINTER(_Rules), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int,
+    ),
+    "rotate_and_store": (POINTER(_Step), c_void_p, c_void_p, c_void_p, c_int, c_int),
+    "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int, c_int),
+    "rms_norm": (
+        c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int,
+    ),
+    "silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int, c_int),
+}  # fmt: skip
+
+
+def served_instruction_sets(library: CpuLibrary, head_dim: int) -> list[InstructionSet]:
+    """Those of the processor whose vectors fill heads of `head_dim` elements."""
+    return [one for one in library.instruction_sets if head_dim % _WIDTHS[one] == 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArguments:
+    """What the calls of a step share, and the tensors that it points to."""
+
+    step: _Step
+    items: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
+    held: tuple[Tensor, ...]
+
+
+class StepKernels:
+    """Raises ValueError for types or heads that the kernels do not serve."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        instruction_set: InstructionSet | None = None,
+    ) -> None:
+        """`instruction_set`: the fastest that serves `head_dim` unless told."""
+        served = served_instruction_sets(library, head_dim)
+        if not served:
+            raise ValueError(f"heads of {head_dim} elements; the C++ kernels take multiples of 8")
+        if dtype not in DTYPES or kv_dtype not in DTYPES:
+            raise ValueError(f"{dtype} beside a KV cache in {kv_dtype}; the C++ kernels take float32 and bfloat16")
+        self.dtype = dtype
+        self._types = DTYPES[dtype], DTYPES[kv_dtype]
+        suffix = _SUFFIXES[instruction_set or served[-1]]
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library.functions, f"pagestream_{name}_{suffix}")
+            function.argtypes, function.restype = list(arguments), None
+            setattr(self, f"_{name}", function)
+
+    _attend: Any
+    _rotate_and_store: Any
+    _add_rms_norm: Any
+    _rms_norm: Any
+    _silu_and_mul: Any
+
+    def begin(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> StepArguments:
+        """`pool` [num_blocks, L, 2, Hkv, BS, D], block tables, starts and lengths int32, positions and slots int64."""
+        num_kv_heads, block_size, head_dim = pool.shape[3:]
+        assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1)
+        assert block_tables.stride(1) == 1
+        held = (block_tables, query_start_loc, seq_lens, positions, slots)
+        step = _Step(
+            *map(address, held),
+            block_tables.stride(0),
+            pool.stride(0),
+            pool.stride(2),
+            len(positions),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            num_threads(),
+        )
+        starts = query_start_loc.numpy()
+        items = _items(starts, max(1, _ROWS_OF_AN_ITEM * num_kv_heads // num_heads))
+        return StepArguments(step=step, items=items, query_start_loc=starts, held=held)
+
+    def attend(
+        self,
+        step: StepArguments,
+        qkv: Tensor,
+        layer_keys: Tensor,
+        scale: float,
+        rows: Tensor | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """qkv [T, >= Hq * D] -> [T, Hq * D], or of `rows` (int64) alone.
+
+        `layer_keys`: a layer's keys of the pool, [num_blocks, Hkv, BS, D]. `sinks`: [Hq] float32.
+        """
+        items = step.items if rows is None else _items_of_rows(step.query_start_loc, rows)
+        num_rows = len(qkv) if rows is None else len(rows)
+        output = torch.empty(num_rows, step.step.num_heads * step.step.head_dim, dtype=self.dtype)
+        assert qkv.stride(1) == 1 and qkv.dtype == self.dtype
+        self._attend(
+            byref(step.step),
+            byref(_Rules(scale, softcap, window, address(sinks))),
+            items.ctypes.data,
+            len(items),
+            qkv.data_ptr(),
+            qkv.stride(0),
+            layer_keys.data_ptr(),
+            output.data_ptr(),
+            *self._types,
+        )
+        return output
+
+    def rotate_and_store(self, step: StepArguments, qkv: Tensor, cos_sin: Tensor | None, layer_keys: Tensor) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]: queries and keys are turned in place by `cos_sin` [max_len, D] float32, if any."""
+        assert qkv.is_contiguous() and qkv.dtype == self.dtype
+        self._rotate_and_store(byref(step.step), qkv.data_ptr(), address(cos_sin), layer_keys.data_ptr(), *self._types)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
+        """x [N, H] becomes x + residual; return it normed, times `scaled_weight` / sqrt(H)."""
+        assert x.is_contiguous() and residual.is_contiguous() and x.dtype == residual.dtype == self.dtype
+        normed = torch.empty_like(x)
+        rows, size = x.shape
+        self._add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), scaled_weight.data_ptr(), eps * size, rows, size, normed.data_ptr(),
+            num_threads(), self._types[0],
+        )  # fmt: skip
+        return normed
+
+    def rms_norm(self, x: Tensor, scaled_weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """x [N, parts * H], each part by itself -> `out`, which may be x itself; H is that of `scaled_weight`."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        assert x.stride(1) == out.stride(1) == 1 and x.dtype == out.dtype == self.dtype
+        size = len(scaled_weight)
+        self._rms_norm(
+            x.data_ptr(), scaled_weight.data_ptr(), eps * size, len(x), x.stride(0), x.shape[1] // size, size,
+            out.data_ptr(), out.stride(0), num_threads(), self._types[0],
+        )  # fmt: skip
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 * I] -> silu of the first half times the second, [N, I]."""
+        assert gate_up.is_contiguous() and gate_up.dtype == self.dtype
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty(rows, size, dtype=self.dtype)
+        self._silu_and_mul(gate_up.data_ptr(), rows, size, output.data_ptr(), num_threads(), self._types[0])
+        return output
+
+
+def _items(starts: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:
+    """[N, 4]: sequence, first token, end, first row of the output; each of `num_tokens` at most.
+
+    The last ones first: these have the most keys of a prompt, and of sequences that come by length.
+    """
+    if len(starts) - 1 == starts[-1]:  # one token each
+        rows = np.arange(len(starts) - 1, dtype=np.int32)[::-1]
+        return np.stack((rows, rows, rows + 1, rows), axis=1)
+    bounds = starts.tolist()
+    found = [
+        (sequence, first, min(first + num_tokens, end), first)
+        for sequence, (start, end) in enumerate(pairwise(bounds))
+        for first in range(start, end, num_tokens)
+    ]
+    return np.array(found[::-1], dtype=np.int32).reshape(-1, 4)
+
+
+def _items_of_rows(starts: NDArray[np.int32], rows: Tensor) -> NDArray[np.int32]:
+    tokens = rows.numpy()
+    sequences = np.searchsorted(starts, tokens, side="right") - 1
+    return np.stack((sequences, tokens, tokens + 1, np.arange(len(tokens))), axis=1).astype(np.int32)

@@ -1,0 +1,241 @@
+"""The C++ kernels of a step against torch's operators, and that a row's bits do not depend on its neighbours."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.attention.paged_attention import paged_attention_reference
+from kernels.attention.score_rules import NO_RULES, ScoreRules
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.step import DTYPES, StepKernels, served_instruction_sets
+
+FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
+# Of results of up to 4: float32 adds in another order; bfloat16 rounds the result once.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+
+
+@pytest.fixture(scope="module")
+def library() -> CpuLibrary:
+    try:
+        return cpu_library()
+    except NoLibrary as error:
+        pytest.skip(f"no C++ kernels here: {error}")
+
+
+def kernels_of(library: CpuLibrary, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[StepKernels]:
+    """One for each instruction set of this processor."""
+    sets = served_instruction_sets(library, head_dim)
+    return [StepKernels(library, head_dim, dtype, kv_dtype, instruction_set) for instruction_set in sets]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_kv_heads: int = 3
+    group: int = 3
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+class Batch:
+    """Sequences of (new tokens, tokens in all), a pool of two layers with their keys, and a step's inputs."""
+
+    def __init__(self, shape: Shape, lengths: list[tuple[int, int]]) -> None:
+        generator = torch.Generator().manual_seed(len(lengths))
+        most = max(-(-length // shape.block_size) for _, length in lengths)
+        self.shape, self.lengths = shape, lengths
+        size = (1 + most * len(lengths), 2, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self.pool = torch.randn(size, generator=generator).to(shape.kv_dtype)
+        self.tables = (torch.randperm(size[0] - 1, generator=generator) + 1).view(len(lengths), most).int()
+        new = torch.tensor([count for count, _ in lengths])
+        self.starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0))).int()
+        self.seq_lens = torch.tensor([length for _, length in lengths], dtype=torch.int32)
+        self.positions = torch.cat([torch.arange(length - count, length) for count, length in lengths])
+        owners = torch.arange(len(lengths)).repeat_interleave(new)
+        blocks = self.tables[owners, self.positions // shape.block_size].long()
+        self.slots = blocks * shape.block_size + self.positions % shape.block_size
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self.qkv = torch.randn(len(owners), width, generator=generator).to(shape.dtype)
+
+    def begin(self, kernels: StepKernels) -> Any:
+        return kernels.begin(
+            self.pool, self.shape.num_heads, self.tables, self.starts, self.seq_lens, self.positions, self.slots
+        )
+
+    def attend(self, kernels: StepKernels, rules: ScoreRules = NO_RULES, rows: Tensor | None = None) -> Tensor:
+        scale = self.shape.head_dim**-0.5
+        layer = self.pool[:, 1, 0]
+        return kernels.attend(
+            self.begin(kernels), self.qkv, layer, scale, rows, rules.window, rules.softcap, rules.sinks
+        )
+
+    def expected(self, rules: ScoreRules) -> Tensor:
+        shape = self.shape
+        query = self.qkv[:, : shape.num_heads * shape.head_dim].float().unflatten(1, (shape.num_heads, -1))
+        longest = max(count for count, _ in self.lengths), int(self.seq_lens.max())
+        keys, values = self.pool[:, 1, 0].float(), self.pool[:, 1, 1].float()
+        scale = shape.head_dim**-0.5
+        return paged_attention_reference(
+            query, keys, values, self.tables, self.starts, self.seq_lens, *longest, scale, rules=rules
+        ).flatten(1)
+
+
+def part(batch: Batch, sequence: int, first: int, end: int) -> Batch:
+    """The tokens `first`..`end` of one sequence of `batch` alone, over the same pool."""
+    found = object.__new__(Batch)
+    start = int(batch.starts[sequence])
+    begun = int(batch.seq_lens[sequence]) - (int(batch.starts[sequence + 1]) - start)
+    rows = slice(start + first, start + end)
+    found.shape, found.pool, found.lengths = batch.shape, batch.pool, [(end - first, begun + end)]
+    found.tables = batch.tables[sequence : sequence + 1]
+    found.starts = torch.tensor([0, end - first], dtype=torch.int32)
+    found.seq_lens = torch.tensor([begun + end], dtype=torch.int32)
+    found.positions, found.slots, found.qkv = batch.positions[rows], batch.slots[rows], batch.qkv[rows]
+    return found
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[int, int]]:
+    news = draw(st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=5))
+    return [(new, new + draw(st.integers(0, 200))) for new in news]
+
+
+SHAPES = st.builds(
+    Shape,
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 7),
+    head_dim=st.sampled_from((8, 16, 40, 64, 72, 128, 256)),
+    block_size=st.sampled_from((1, 8, 16, 64)),
+    dtype=st.sampled_from(FLOATS),
+    kv_dtype=st.sampled_from(FLOATS),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, sequences(), st.sampled_from((0, 1, 5, 64, 100)), st.sampled_from((0.0, 2.0)), st.booleans())
+def test_attention_is_that_of_the_reference(
+    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], window: int, softcap: float, has_sinks: bool
+) -> None:
+    sinks = torch.linspace(-2, 3, shape.num_heads) if has_sinks else None
+    rules = ScoreRules(window=window, softcap=softcap, sinks=sinks)
+    batch = Batch(shape, lengths)
+    tolerance = TOLERANCES[shape.dtype]
+    expected = batch.expected(rules)
+    for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
+        attended = batch.attend(kernels, rules)
+        torch.testing.assert_close(attended.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, sequences(), st.sampled_from((0, 50)), st.data())
+def test_a_row_attends_alike_alone_and_in_any_chunk(
+    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], window: int, data: st.DataObject
+) -> None:
+    rules, batch = ScoreRules(window=window), Batch(shape, lengths)
+    sequence = data.draw(st.integers(0, len(lengths) - 1))
+    num_new = lengths[sequence][0]
+    first = data.draw(st.integers(0, num_new - 1))
+    end = data.draw(st.integers(first + 1, num_new))
+    for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
+        together = batch.attend(kernels, rules)
+        start = int(batch.starts[sequence])
+        assert torch.equal(
+            part(batch, sequence, first, end).attend(kernels, rules), together[start + first : start + end]
+        )
+        rows = torch.arange(len(together) - 1, -1, -3)
+        assert torch.equal(batch.attend(kernels, rules, rows), together[rows])
+
+
+def test_what_lies_behind_a_sequence_is_not_read(library: CpuLibrary) -> None:
+    batch = Batch(Shape(), [(1, 37), (40, 70)])
+    for kernels in kernels_of(library, 64, torch.float32, torch.float32):
+        expected = batch.attend(kernels)
+        for row, length in enumerate(batch.seq_lens.tolist()):
+            batch.pool[int(batch.tables[row, length // 16]), :, :, :, length % 16 :] = torch.nan
+        assert torch.equal(batch.attend(kernels), expected)
+
+
+def test_scores_that_are_no_numbers_stay_none(library: CpuLibrary) -> None:
+    """The sampler finds a broken sequence by them."""
+    batch = Batch(Shape(), [(1, 37), (1, 38)])
+    batch.qkv[0, 5] = torch.nan
+    for kernels in kernels_of(library, 64, torch.float32, torch.float32):
+        attended = batch.attend(kernels)
+        assert attended[0, :64].isnan().all()
+        assert not attended[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [8, 20, 48, 576])
+def test_norms_are_those_of_torch_row_by_row(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, residual = torch.randn(40, 2, size).to(dtype).unbind(1)
+    x, residual, weight = x.contiguous(), residual.contiguous(), torch.rand(size) + 0.5
+    tolerance = TOLERANCES[dtype]
+    for kernels in kernels_of(library, 64, dtype, dtype):
+        total = x.clone()
+        normed = kernels.add_rms_norm(total, residual, weight * size**0.5, 1e-5)
+        assert torch.equal(total, x + residual)
+        expected = torch.nn.functional.rms_norm(total.float(), (size,), weight, 1e-5)
+        torch.testing.assert_close(normed.float(), expected, atol=tolerance, rtol=tolerance)
+        assert torch.equal(kernels.rms_norm(total, weight * size**0.5, 1e-5), normed)
+        alone = kernels.add_rms_norm(x[7:8].clone(), residual[7:8], weight * size**0.5, 1e-5)
+        assert torch.equal(alone, normed[7:8])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [8, 20, 1536])
+def test_the_gate_is_that_of_torch_row_by_row(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(40, 2 * size, generator=torch.Generator().manual_seed(size)).mul_(4).to(dtype)
+    gate_up[0, 0], gate_up[1, 0] = -1e4, 1e4
+    gate, up = gate_up.float().chunk(2, dim=1)
+    for kernels in kernels_of(library, 64, dtype, dtype):
+        gated = kernels.silu_and_mul(gate_up)
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(gated.float(), torch.nn.functional.silu(gate) * up, atol=tolerance, rtol=tolerance)
+        assert torch.equal(kernels.silu_and_mul(gate_up[7:8]), gated[7:8])
+
+
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, sequences(), st.booleans())
+def test_queries_and_keys_turn_and_are_stored(
+    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], turns: bool
+) -> None:
+    batch = Batch(shape, lengths)
+    angles = torch.arange(300)[:, None] * 100.0 ** -torch.linspace(0, 1, shape.head_dim // 2)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    heads = batch.qkv.float().unflatten(1, (-1, shape.head_dim))
+    expected = heads.clone()
+    if turns:
+        cos, sin = table[batch.positions][:, None].chunk(2, dim=-1)
+        a, b = heads[:, : -shape.num_kv_heads].chunk(2, dim=-1)
+        expected[:, : -shape.num_kv_heads] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    tolerance = TOLERANCES[shape.dtype]
+    for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
+        qkv, before = batch.qkv.clone(), batch.pool.clone()
+        kernels.rotate_and_store(batch.begin(kernels), qkv, table if turns else None, batch.pool[:, 1, 0])
+        turned = qkv.unflatten(1, (-1, shape.head_dim))
+        torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
+        keys, values = turned[:, shape.num_heads :].to(shape.kv_dtype).chunk(2, dim=1)
+        blocks, offsets = batch.slots // shape.block_size, batch.slots % shape.block_size
+        before[blocks, 1, 0, :, offsets], before[blocks, 1, 1, :, offsets] = keys, values
+        assert torch.equal(batch.pool, before)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "told"), [(20, torch.float32, "multiples of 8"), (64, torch.float16, "float16")]
+)
+def test_what_is_not_served_is_told(library: CpuLibrary, head_dim: int, dtype: torch.dtype, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        StepKernels(library, head_dim, dtype, torch.float32)
