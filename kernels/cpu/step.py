@@ -27,7 +27,7 @@ _SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 
 
 class _Step(Structure):
-    """csrc/attention.h's Step."""
+    """The fields of csrc/attention.h's Step."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("block_tables", "query_start_loc", "seq_lens", "positions", "slots")),
@@ -54,13 +54,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def served_instruction_sets(library: CpuLibrary, head_dim: int) -> list[InstructionSet]:
-    """Those of the processor whose vectors fill heads of `head_dim` elements."""
+    """Return those of the processor whose vectors fill heads of `head_dim` elements."""
     return [one for one in library.instruction_sets if head_dim % _WIDTHS[one] == 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArguments:
-    """What the calls of a step share, and the tensors that it points to."""
+    """The calls of a step share it; `held` are the tensors that it points to."""
 
     step: _Step
     items: NDArray[np.int32]
