@@ -46,10 +46,12 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotated / head_dim
     if window := file.of_model("attention.sliding_window", 0):
         config["sliding_window"] = window
+    if theta := file.of_model("rope.freq_base_swa", 0):
+        config["rope_local_base_freq"] = _shortest(theta)
     if scaling := _rope_scaling(file, config["max_position_embeddings"], rotated):
         config["rope_scaling"] = scaling
         config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return config
+    return {**config, **family.derived(config)}
 
 
 def generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

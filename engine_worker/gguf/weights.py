@@ -5,7 +5,7 @@ Which tensors there are the ModelSpec says; how llama.cpp calls each of them the
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of the checkpoint, and where the GGUF file has it. `num_heads`: of rows to put back in order, or 0."""
+    """One tensor of the checkpoint, and where the GGUF file has it.
+
+    `num_heads`: of rows to put back in order, or 0; `offset`: what the converter added.
+    """
 
     name: str
     shape: tuple[int, ...]
     source: gguf.ReaderTensor
     num_heads: int = 0
+    offset: float = 0.0
 
 
 def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tensor]:
@@ -39,6 +43,8 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
     if surplus:
         names = f"{len(surplus)} tensors with no place in {family.class_name}: {', '.join(surplus[:4])}"
         raise ConversionError(f"the GGUF file has {names}")
+    if family.norm_offset:
+        found = [replace(each, offset=family.norm_offset) if _is_norm(each) else each for each in found]
     if not family.has_neighbouring_pairs:
         return found
     heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
@@ -102,8 +108,14 @@ def _table_of_contents(tensors: list[Tensor], dtype: str) -> Mapping[str, Any]:
     return contents
 
 
+def _is_norm(tensor: Tensor) -> bool:
+    return tensor.source.name.endswith("norm.weight")
+
+
 def _values(tensor: Tensor) -> np.ndarray:
     values = _dequantised(tensor.source)
+    if tensor.offset:
+        values = values - np.float32(tensor.offset)
     return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
 
 

@@ -28,8 +28,17 @@ def gemma_gguf(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen_dir(qwen_gguf: Path) -> Path:
+    return _converted(qwen_gguf)
+
+
+@pytest.fixture(scope="session")
+def gemma_dir(gemma_gguf: Path) -> Path:
+    return _converted(gemma_gguf)
+
+
+def _converted(file: Path) -> Path:
     """Converted once a machine, whole or not at all."""
-    directory = qwen_gguf.with_suffix("")
+    directory = file.with_suffix("")
     if not directory.is_dir():
-        convert(qwen_gguf, directory, lambda progress, detail: None)
+        convert(file, directory, lambda progress, detail: None)
     return directory

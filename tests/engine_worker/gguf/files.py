@@ -39,18 +39,24 @@ def write_gguf(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     write_vocabulary(writer)
     add(writer)
     table = gguf.get_tensor_name_map(architecture_number(architecture), config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         permuted = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
-        values = permuted_as_llama_cpp_does(parameter.detach().numpy(), permuted)
+        offset = 1.0 if architecture == "gemma3" and "norm" in name else 0.0  # added by llama.cpp's converter
+        values = permuted_as_llama_cpp_does(parameter.detach().numpy() + np.float32(offset), permuted)
         data, stored = quantised(values, kind if values.ndim > 1 else Kind.F32)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
-        kept = torch.from_numpy(gguf.dequantize(data, stored).copy()).to(KEPT_DTYPES.get(kind, torch.bfloat16)).float()
+        kept = (
+            torch.from_numpy(gguf.dequantize(data, stored) - np.float32(offset))
+            .to(KEPT_DTYPES.get(kind, torch.bfloat16))
+            .float()
+        )
         parameter.data = torch.from_numpy(permuted_back(kept.numpy(), permuted).copy())
     finish(writer)
 

@@ -43,15 +43,43 @@ CASES = [
     Case("qwen3", Kind.F32, {"head_dim": 32}),
     Case("qwen3", Kind.Q4_1, {"head_dim": 128}),
     Case("qwen3", Kind.Q5_K, {"head_dim": 64}),
+    Case(
+        "gemma3",
+        Kind.Q8_0,
+        {
+            "head_dim": 64,
+            "num_hidden_layers": 7,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case(
+        "gemma3",
+        Kind.Q5_0,
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention"] * 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"sliding_attention": {"rope_theta": 500.0}},
+        },
+    ),
     Case("phi3", Kind.Q5_1),
     Case("phi3", Kind.Q8_0, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
 ]
 
 
+MODEL_TYPES = {"gemma3": "gemma3_text"}  # where llama.cpp has another name
+
+
 def tiny(case: Case) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(case.architecture, **tiny_options(**case.changes))
+        config = AutoConfig.for_model(
+            MODEL_TYPES.get(case.architecture, case.architecture), **tiny_options(**case.changes)
+        )
         model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -64,6 +92,11 @@ def tiny(case: Case) -> PreTrainedModel:
 
 def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
     """As llama.cpp's converter does: one table of Llama 3's, two of Phi-3's."""
+    if case.architecture == "gemma3":
+        writer.add_sliding_window(case.changes["sliding_window"])
+        for rope in case.changes.get("rope_parameters", {}).values():
+            writer.add_float32("gemma3.rope.freq_base_swa", rope["rope_theta"])
+        return
     rope = case.changes.get("rope_parameters")
     if rope is None:
         return
