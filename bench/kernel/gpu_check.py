@@ -40,6 +40,7 @@ from bench.kernel.cases import (
 from bench.kernel.fp8_checks import fp8_checks
 from bench.kernel.fp8_kv_checks import fp8_kv_checks
 from bench.kernel.products import MODELS, Shape, products_of
+from bench.kernel.score_rules_checks import score_rules_checks
 from kernels.attention.paged_attention import paged_attention
 from kernels.kv_block_copy import copy_kv_blocks
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -238,7 +239,7 @@ def all_checks() -> dict[str, Check]:
                 checks[f"tilings {name}"] = check_tilings(shape, dtype)
                 checks[f"mixed for every device, {name}"] = check_for_every_device(shape, dtype)
         checks[f"prefill 8192, {shape} bfloat16"] = check_attention(shape, 16, LONG_PREFILL, torch.bfloat16)
-    return {**checks, **fp8_kv_checks(LENGTHS)}
+    return {**checks, **fp8_kv_checks(LENGTHS), **score_rules_checks()}
 
 
 def run_checks(time_limit_seconds: float, only: list[str]) -> list[dict[str, Any]]:

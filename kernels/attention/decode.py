@@ -1,7 +1,7 @@
 """Paged attention of sequences with one new token: kernels and launch. paged_attention.py holds the contract.
 
-    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early, value_scale)
-        -> None, writes the rows that `plan` names
+    attend_decode(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early, value_scale,
+                  rules) -> None, writes the rows that `plan` names
 
 decode_kernel is persistent: a program has one kv head and walks its share of the plan's items in one loop over tiles
 of keys, so that the loads of the next item are in flight while the last tile of this one is computed.
@@ -12,7 +12,6 @@ that keys are read once. Does not know how sequences are split.
 # ruff: noqa: PLR0913, PLR0917
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode_plan import ITEM_FIELDS, DecodePlan
+from kernels.attention.online_softmax import LOG2_E, weigh, with_sinks
 from kernels.attention.operands import query_operand
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.dependent_launch import dependent_launch
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ COMBINE_WARPS = 2
 
 
 @triton.jit
-def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr):
-    """(sequence, row, first key, end key, splits); zeros behind the list's end."""
+def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr, WINDOW: tl.constexpr):
+    """(sequence, row, first key, end key, splits, first visible key); zeros behind the list's end."""
     item = items + part * ITEM_FIELDS
     inside = part < num_items
     return (
@@ -60,7 +59,16 @@ def _load_item(items, part, num_items, ITEM_FIELDS: tl.constexpr):
         tl.load(item + 2, mask=inside, other=0),
         tl.load(item + 3, mask=inside, other=0),
         tl.load(item + 4, mask=inside, other=0),
+        tl.load(item + 5, mask=inside, other=0) if WINDOW > 0 else 0,
     )
+
+
+@triton.jit
+def _visible(keys, first_visible, end_key, WINDOW: tl.constexpr):
+    visible = keys < end_key
+    if WINDOW > 0:
+        visible = visible & (keys >= first_visible)
+    return visible
 
 
 @triton.jit
@@ -81,26 +89,21 @@ def _count_tiles(
 
 @triton.jit
 def _attend_tile(
-    query_tile, key_pointers, keys, end_key, accumulator, sums, row_max, scale_log2,
+    query_tile, key_pointers, keys, first_visible, end_key, accumulator, sums, row_max, scale_log2,
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys into the running softmax (accumulator, sums a key lane, row_max in log2 units)."""
     lanes = tl.arange(0, BLOCK_DIM)
-    used = (keys < end_key)[:, None]
+    used = _visible(keys, first_visible, end_key, WINDOW)[:, None]
     if HEAD_DIM == BLOCK_DIM:
         key_tile = tl.load(key_pointers)
     else:
         used = used & (lanes < HEAD_DIM)[None, :]
         key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
     scores = tl.dot(query_tile, tl.trans(key_tile.to(query_tile.dtype)), input_precision=PRECISION)
-    # This also wipes the scores of unused slots, so that keys need no mask of their own.
-    scores = tl.where(keys[None, :] < end_key, scores, float("-inf"))
-    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-    # A row without keys has maximum -inf, and -inf - -inf is NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale_log2 - shift[:, None])
-    decay = tl.exp2(row_max - shift)
+    visible = _visible(keys[None, :], first_visible, end_key, WINDOW)
+    weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP)
     sums = sums * decay[:, None] + weights
     # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
     value_tile = tl.load(key_pointers + VALUE_OFFSET, mask=used, other=0.0).to(query_tile.dtype)
@@ -111,8 +114,8 @@ def _attend_tile(
 
 @triton.jit
 def _write_item(
-    accumulator, sums, row_max, value_scale, output, split_outputs, split_lse, row, part, splits, first_head, num_heads,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits, first_head,
+    num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The normalised result of an item: to the output where it is a row's only one, else to its place among the
     partial results."""
@@ -120,6 +123,8 @@ def _write_item(
     heads = first_head + rows
     owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
     row_sum = tl.sum(sums, axis=1)
+    if sinks is not None:
+        row_sum = tl.where(splits == 1, with_sinks(row_sum, row_max, sinks, heads, rows < GROUP), row_sum)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     attended = accumulator * (1.0 / divisor)[:, None]
     if value_scale is not None:
@@ -135,11 +140,12 @@ def _write_item(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    query, key_cache, block_tables, output, items, num_items, split_outputs, split_lse, scale_log2, value_scale,
+    query, key_cache, block_tables, output, items, num_items, split_outputs, split_lse, scale_log2, value_scale, sinks,
     query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (kv head, share of the items); heads run fastest because they share a block."""
     kv_head, part = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
@@ -148,8 +154,10 @@ def decode_kernel(
     num_tiles = _count_tiles(items, count, part, shares, BLOCK_N, ITEM_FIELDS, 64)
     # Items and block ids are loaded one iteration before their use. Loaded in their own iteration they would make the
     # loads of keys and values depend on a load, and the pipeliner would keep fewer tiles in flight.
-    sequence, row, key, end_key, splits = _load_item(items, part, count, ITEM_FIELDS)
-    next_sequence, next_row, next_key, next_end_key, next_splits = _load_item(items, part + shares, count, ITEM_FIELDS)
+    sequence, row, key, end_key, splits, first_visible = _load_item(items, part, count, ITEM_FIELDS, WINDOW)
+    next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
+        items, part + shares, count, ITEM_FIELDS, WINDOW
+    )
     rows, tile, lanes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
     heads = kv_head * GROUP + rows
     owned = (rows < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
@@ -158,7 +166,9 @@ def decode_kernel(
     slots = tile % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
     block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
-    block_ids = tl.load(block_table + tile // BLOCK_SIZE, mask=key + tile < end_key, other=0)
+    block_ids = tl.load(
+        block_table + tile // BLOCK_SIZE, mask=_visible(key + tile, first_visible, end_key, WINDOW), other=0
+    )
     # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
     # Before it only what a step makes once was read: plan and block tables (see attend_decode).
@@ -178,13 +188,13 @@ def decode_kernel(
         if BLOCK_SIZE > BLOCK_N:
             key_pointers += key % BLOCK_SIZE * cache_slot_stride
         accumulator, sums, row_max = _attend_tile(
-            query_tile, key_pointers, keys, end_key, accumulator, sums, row_max, scale_log2,
-            VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, PRECISION,
+            query_tile, key_pointers, keys, first_visible, end_key, accumulator, sums, row_max, scale_log2,
+            VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, PRECISION, WINDOW, SOFTCAP,
         )  # fmt: skip
         is_last = key + BLOCK_N >= end_key
         if is_last:
             _write_item(
-                accumulator, sums, row_max, value_scale, output, split_outputs, split_lse, row, part, splits,
+                accumulator, sums, row_max, value_scale, sinks, output, split_outputs, split_lse, row, part, splits,
                 kv_head * GROUP, NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_M,
             )  # fmt: skip
             accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
@@ -194,16 +204,20 @@ def decode_kernel(
         sequence, row = tl.where(is_last, next_sequence, sequence), tl.where(is_last, next_row, row)
         key, end_key = tl.where(is_last, next_key, key + BLOCK_N), tl.where(is_last, next_end_key, end_key)
         splits = tl.where(is_last, next_splits, splits)
+        if WINDOW > 0:
+            first_visible = tl.where(is_last, next_visible, first_visible)
         block_table = block_tables + sequence.to(tl.int64) * table_stride + key // BLOCK_SIZE
-        block_ids = tl.load(block_table + tile // BLOCK_SIZE, mask=key + tile < end_key, other=0)
-        next_sequence, next_row, next_key, next_end_key, next_splits = _load_item(
-            items, part + shares, count, ITEM_FIELDS
+        block_ids = tl.load(
+            block_table + tile // BLOCK_SIZE, mask=_visible(key + tile, first_visible, end_key, WINDOW), other=0
+        )
+        next_sequence, next_row, next_key, next_end_key, next_splits, next_visible = _load_item(
+            items, part + shares, count, ITEM_FIELDS, WINDOW
         )
 
 
 @triton.jit
 def combine_splits_kernel(
-    split_outputs, split_lse, sequence_items, query_start_loc, output,
+    split_outputs, split_lse, sequence_items, query_start_loc, sinks, output,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +248,7 @@ def combine_splits_kernel(
             combined = combined * decay[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
             total = total * decay + tl.sum(weights, axis=0)
             maximum = new_maximum
+        total = with_sinks(total, maximum, sinks, first_head + group, group < GROUP)
         combined = combined / tl.where(group < GROUP, total, 1.0)[:, None]
         write = (row * NUM_HEADS + first_head + group)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(output + write, combined.to(output.dtype.element_ty), mask=owned)
@@ -249,10 +264,11 @@ def attend_decode(
     scale: float,
     may_start_early: bool,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
     complete, which any kernel launched without dependence between them and this one ensures. `value_scale`:
-    of values in e4m3; None of others."""
+    of values in e4m3; None of others. `rules`: with the window of `plan`."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads, num_sequences = query.shape[1], plan.sequence_items.shape[0]
     group = num_heads // num_kv_heads
@@ -272,6 +288,7 @@ def attend_decode(
         plan.split_lse,
         scale * LOG2_E,
         value_scale,
+        rules.sinks,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         block_tables.stride(0),
@@ -286,6 +303,8 @@ def attend_decode(
         ITEM_FIELDS=ITEM_FIELDS,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
+        WINDOW=rules.window,
+        SOFTCAP=rules.softcap,
         num_warps=config.num_warps,
         **launch,
     )
@@ -295,6 +314,7 @@ def attend_decode(
             plan.split_lse,
             plan.sequence_items,
             plan.query_start_loc,
+            rules.sinks,
             output,
             NUM_HEADS=num_heads,
             GROUP=group,

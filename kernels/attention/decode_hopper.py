@@ -1,7 +1,7 @@
 """Paged attention of sequences with one new token on a Hopper GPU. paged_attention.py holds the contract.
 
     attend_decode_hopper(query, key_cache, value_cache, block_tables, plan, output, scale, may_start_early,
-                         keys_are_old, value_scale) -> None                 writes the rows that `plan` names
+                         keys_are_old, value_scale, rules) -> None          writes the rows that `plan` names
 
 A program is one warp with one kv head and a share of the plan's tiles, which it walks in one loop. Its ring of
 NUM_STAGES tiles in shared memory is filled by TMA, a block at a time. One warp waits at no barrier: a few
@@ -13,7 +13,7 @@ compiled. Does not know how shares are cut.
 Of a cache in e4m3 elements are 16-bit pairs until they are in registers, and heads have PARTS 2 (head_parts.py).
 """
 # Arguments of a launch are flat (ADR 0108), and the kernel is one function: see there.
-# ruff: noqa: PLR0913, PLR0917, C901, PLR0915
+# ruff: noqa: PLR0913, PLR0917, C901, PLR0912, PLR0915
 
 import torch
 import triton
@@ -24,11 +24,19 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.decode import LOG2_E
 from kernels.attention.decode_shares import ROW_FIELDS, SharePlan
 from kernels.attention.head_parts import load_query, normalised, operands, store_parts, zeros
+from kernels.attention.online_softmax import LOG2_E
+from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.dependent_launch import dependent_launch
+
+
+@gluon.jit
+def _hidden_tiles(seq_len, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """Tiles that lie wholly behind the window: a row's first tile has this number."""
+    return gl.maximum(seq_len - WINDOW, 0) // TILE if WINDOW > 0 else 0
 
 
 @gluon.jit
@@ -48,7 +56,7 @@ def _share_of(tile, long, short, LONG_SHARES: gl.constexpr):
 @gluon.jit
 def _fill(
     pool, ring, barriers, step, block_table, first_key, seq_len, head_row, block_rows, value_rows,
-    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr,
+    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Asks for a tile of keys and values: boxes [BOX, 64] at their places in [keys and values, halves, TILE, 64]."""
     COLUMNS: gl.constexpr = 64 if WIDTH > 64 else WIDTH
@@ -60,8 +68,11 @@ def _fill(
     mbarrier.expect(barrier, 2 * TILE * WIDTH * 2)
     for box in gl.static_range(BOXES):
         key = first_key + box * BOX
-        # Behind a sequence's end block 0 is read: its scores and values are masked.
-        block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
+        # Behind a sequence's end, or its window, block 0 is read: its scores and values are masked.
+        used = key < seq_len
+        if WINDOW > 0:
+            used = used & (key + BOX > seq_len - WINDOW)
+        block = gl.load(block_table + key // BLOCK_SIZE, mask=used, other=0)
         row = block * block_rows + head_row
         if BLOCK_SIZE > TILE:
             row += key % BLOCK_SIZE
@@ -74,7 +85,7 @@ def _fill(
 
 @gluon.jit
 def _combine_splits(
-    output, splits, split_lse, first_share, num_splits, row, first_head,
+    output, splits, split_lse, first_share, num_splits, row, first_head, sinks,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """The splits of a row, weighted by their sums, in ascending order."""
@@ -105,6 +116,7 @@ def _combine_splits(
         combined += gl.sum(parts * gl.expand_dims(weights, 2), axis=0)
         total = total * decay + gl.sum(weights, axis=0)
         maximum = new_maximum
+    total = with_sinks(total, maximum, sinks, first_head + group, group < GROUP)
     divisor = gl.where(group < GROUP, total, 1.0)
     combined = combined / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(0, layout))), 1)
     heads = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(0, layout)))
@@ -128,11 +140,14 @@ def _write_zeros(
 
 
 @gluon.jit
-def _clear_unused(value_tile, num_used, TILE: gl.constexpr):
+def _clear_unused(value_tile, first_used, end_used, TILE: gl.constexpr, WINDOW: gl.constexpr):
     """A weight of 0 does not silence NaN. In shared memory, so that it is a branch: of registers the compiler makes
     selections, which every tile would carry out."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    used = gl.arange(0, TILE, gl.SliceLayout(1, layout)) < num_used
+    slots = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    used = slots < end_used
+    if WINDOW > 0:
+        used = used & (slots >= first_used)
     values = value_tile.load(layout)
     value_tile.store(gl.where(used[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
@@ -142,7 +157,7 @@ def _clear_unused(value_tile, num_used, TILE: gl.constexpr):
 @gluon.jit
 def _attend_tile(
     query_tile, key_tile, value_tile, tile, seq_len, accumulator, row_sum, row_max, scale_log2,
-    TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr,
+    TILE: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values [TILE, WIDTH] in shared memory into the running softmax (row_max in log2 units)."""
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -153,16 +168,16 @@ def _attend_tile(
     scores = mma_v2(query_tile[0], key_parts[0], scores)
     if PARTS == 2:
         scores = mma_v2(query_tile[1], key_parts[1], scores)
-    # This also wipes the scores of unused slots, so that keys need no mask of their own.
-    scores = gl.where((keys < seq_len)[None, :], scores, float("-inf"))
-    # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it. A tile has a key, so
-    # that no maximum is -inf.
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - new_max[:, None])
-    decay = gl.exp2(row_max - new_max)
+    visible = keys < seq_len
+    if WINDOW > 0:
+        visible = visible & (keys >= seq_len - WINDOW)
+    weights, decay, new_max = weigh(scores, visible[None, :], row_max, scale_log2, SOFTCAP, True)
     row_sum = row_sum * decay + gl.sum(weights, axis=1)
-    if tile * TILE + TILE > seq_len:
-        _clear_unused(value_tile, seq_len - tile * TILE, TILE)
+    has_unused = tile * TILE + TILE > seq_len
+    if WINDOW > 0:
+        has_unused = has_unused | (tile * TILE < seq_len - WINDOW)
+    if has_unused:
+        _clear_unused(value_tile, seq_len - WINDOW - tile * TILE, seq_len - tile * TILE, TILE, WINDOW)
     value_parts = operands(value_tile, right, PARTS)
     weights = gl.convert_layout(weights.to(value_parts[0].dtype), left)
     even = mma_v2(weights, value_parts[0], accumulator[0] * decay[:, None])
@@ -172,18 +187,22 @@ def _attend_tile(
 
 @gluon.jit
 def _write_split(
-    accumulator, row_sum, row_max, value_scale, output, splits, split_lse, arrivals, long, short, share, row, seq_len,
-    first_tile, split_tile, is_last, kv_head,
+    accumulator, row_sum, row_max, value_scale, sinks, output, splits, split_lse, arrivals, long, short, share, row,
+    seq_len, first_tile, split_tile, is_last, kv_head,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr,
+    PARTS: gl.constexpr, TILE: gl.constexpr, LONG_SHARES: gl.constexpr, mma: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The normalised result: to the output where the share has all of the row, else to its place among the splits,
     which the last to arrive joins."""
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     group = gl.arange(0, 16, gl.SliceLayout(1, mma))
     heads = kv_head * GROUP + group
-    even = normalised(accumulator[0], row_sum, value_scale)
-    attended = (even, normalised(accumulator[1], row_sum, value_scale)) if PARTS == 2 else (even,)
+    divisor = row_sum
+    if sinks is not None:
+        with_sink = with_sinks(row_sum, row_max, sinks, heads, group < GROUP)
+        divisor = gl.where(is_last & (split_tile == 0), with_sink, row_sum)
+    even = normalised(accumulator[0], divisor, value_scale)
+    attended = (even, normalised(accumulator[1], divisor, value_scale)) if PARTS == 2 else (even,)
     if is_last & (split_tile == 0):
         start = (row.to(gl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM
         store_parts(attended, output, start, group, GROUP, HEAD_DIM, PARTS, mma)
@@ -193,14 +212,15 @@ def _write_split(
         store_parts(attended, splits + place[:, None] * HEAD_DIM, None, group, GROUP, HEAD_DIM, PARTS, mma)
         gl.store(split_lse + place, row_max + gl.log2(row_sum), mask=group < GROUP)
         first_share = _share_of(first_tile, long, short, LONG_SHARES)
-        last_share = _share_of(first_tile + (seq_len - 1) // TILE, long, short, LONG_SHARES)
+        last_tile = first_tile + (seq_len - 1) // TILE - _hidden_tiles(seq_len, TILE, WINDOW)
+        last_share = _share_of(last_tile, long, short, LONG_SHARES)
         arrival = arrivals + first_share * NUM_KV_HEADS + kv_head
         gl.thread_barrier()
         if gl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == last_share - first_share:
             gl.store(arrival, 0)
             _combine_splits(
                 output, splits, split_lse, first_share, last_share - first_share + 1, row, kv_head * GROUP,
-                NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
+                sinks, NUM_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM,
             )  # fmt: skip
 
 
@@ -217,10 +237,11 @@ def _share_bounds(counts, share, LONG_SHARES: gl.constexpr):
 # A warp has two cursors, what it asks for next and what it attends to; Triton has no structure to hand them over in.
 def decode_hopper_kernel(
     pool, query, block_tables, output, rows, counts, share_rows, arrivals, splits, split_lse, scale_log2, value_scale,
-    query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
+    sinks, query_token_stride, query_head_stride, block_rows, head_rows, value_rows, table_stride, num_sequences,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, NUM_STAGES: gl.constexpr,
-    ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, DEPENDENT: gl.constexpr,
+    ROW_FIELDS: gl.constexpr, LONG_SHARES: gl.constexpr, KEYS_ARE_OLD: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Program = (kv head, share); heads run fastest because they share a block."""
     if DEPENDENT:
@@ -244,6 +265,8 @@ def decode_hopper_kernel(
     row = gl.where(num_steps > 0, row, 0)
     tile = start - first_tile
     split_tile = tile
+    if WINDOW > 0:
+        tile += _hidden_tiles(seq_len, TILE, WINDOW)
     head_row = kv_head * head_rows
     # What is asked for next.
     next_index, next_tile, next_len = index, tile, seq_len
@@ -257,7 +280,7 @@ def decode_hopper_kernel(
             for step in range(asked):
                 _fill(
                     pool, ring, barriers, step, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                    value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES,
+                    value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
                 )  # fmt: skip
                 next_tile += 1
         gdc_wait()
@@ -273,27 +296,27 @@ def decode_hopper_kernel(
             next_index += 1
             next_sequence, _, next_len, _ = _load_row(rows, next_index, ROW_FIELDS)
             next_table = block_tables + next_sequence.to(gl.int64) * table_stride
-            next_tile = 0
+            next_tile = _hidden_tiles(next_len, TILE, WINDOW)
         if step >= 0:
             stage = step % NUM_STAGES
             mbarrier.wait(barriers.index(stage), step // NUM_STAGES & 1)
             accumulator, row_sum, row_max = _attend_tile(
                 query_tile, tiles.index(stage * 2), tiles.index(stage * 2 + 1), tile, seq_len, accumulator, row_sum,
-                row_max, scale_log2, TILE, PARTS, mma,
+                row_max, scale_log2, TILE, PARTS, mma, WINDOW, SOFTCAP,
             )  # fmt: skip
         if ahead < num_steps:
             gl.thread_barrier()
             _fill(
                 pool, ring, barriers, ahead, next_table, next_tile * TILE, next_len, head_row, block_rows,
-                value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES,
+                value_rows, TILE, BLOCK_SIZE, WIDTH, NUM_STAGES, WINDOW,
             )  # fmt: skip
             next_tile += 1
         is_last = tile * TILE + TILE >= seq_len
         if (step >= 0) & (is_last | (step == num_steps - 1)):
             _write_split(
-                accumulator, row_sum, row_max, value_scale, output, splits, split_lse, arrivals, long, short, share,
-                row, seq_len, first_tile, split_tile, is_last, kv_head,
-                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, PARTS, TILE, LONG_SHARES, mma,
+                accumulator, row_sum, row_max, value_scale, sinks, output, splits, split_lse, arrivals, long, short,
+                share, row, seq_len, first_tile, split_tile, is_last, kv_head,
+                NUM_KV_HEADS, GROUP, BLOCK_GROUP, HEAD_DIM, PARTS, TILE, LONG_SHARES, mma, WINDOW,
             )  # fmt: skip
             if step < num_steps - 1:
                 index += 1
@@ -303,7 +326,7 @@ def decode_hopper_kernel(
                 accumulator = zeros(WIDTH, PARTS, mma)
                 row_sum = gl.zeros([16], gl.float32, rows_layout)
                 row_max = gl.full([16], float("-inf"), gl.float32, rows_layout)
-                tile = -1
+                tile = _hidden_tiles(seq_len, TILE, WINDOW) - 1
                 split_tile = 0
         if step >= 0:
             tile += 1
@@ -324,11 +347,12 @@ def attend_decode_hopper(
     may_start_early: bool,
     keys_are_old: bool,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """`may_start_early`: read plan and block tables while the kernel before still runs. All of them must then be
     complete, which any kernel launched without dependence between them and this one ensures. `keys_are_old`: so are
     the keys and values of all positions but the last of each sequence. `value_scale`: of values in e4m3, None of
-    others.
+    others. `rules`: with the window of `plan`.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
@@ -350,6 +374,7 @@ def attend_decode_hopper(
         plan.split_lse,
         scale * LOG2_E,
         value_scale,
+        rules.sinks,
         *query.stride()[:2],
         pool.block_rows,
         pool.head_rows,
@@ -367,6 +392,8 @@ def attend_decode_hopper(
         ROW_FIELDS=ROW_FIELDS,
         LONG_SHARES=plan.num_long_shares,
         KEYS_ARE_OLD=keys_are_old,
+        WINDOW=rules.window,
+        SOFTCAP=rules.softcap,
         num_warps=1,
         **launch,
     )

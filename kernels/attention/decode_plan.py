@@ -1,10 +1,11 @@
 """The plan that the decode kernels of all layers of a step share: the list of splits, and room for their results.
 
-    plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim) -> DecodePlan
+    plan_decode(query_start_loc, seq_lens, max_seq_len, num_heads, head_dim, window) -> DecodePlan
 
 A sequence with one new token is cut into splits of its keys, an item of the list each; items of a sequence follow one
 another. Where the cuts lie depends on the sequence's own length alone, so that neighbours in the batch cannot change
-its result. Launching never waits for the device: `max_seq_len` bounds the room, the list's length is on the device.
+its result. Keys behind a window are in no split. Launching never waits for the device: `max_seq_len` bounds the room,
+the list's length is on the device.
 Does not know queries, keys or layers.
 """
 # Arguments of a launch are flat (ADR 0108).
@@ -17,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Fields of an item, int32: sequence, its row of query and output, first key, end key, splits of the sequence.
-ITEM_FIELDS = 8  # five are used; 32 bytes an item are one sector
+# Fields of an item, int32: sequence, its row of query and output, first key, end key, splits of the sequence; with a
+# window the first key that it leaves visible, too.
+ITEM_FIELDS = 8  # six are used; 32 bytes an item are one sector
 # Shorter splits leave less to do between two loads of a query, longer ones leave SMs idle at batch 1: see
 # docs/adr/0024-attention-splits.md.
 MIN_SPLIT_TOKENS = 256
@@ -41,15 +43,21 @@ class DecodePlan:
 
 @triton.jit
 def _splits(
-    query_len, seq_len,
+    query_len, num_keys,
     MIN_SPLIT_TOKENS: tl.constexpr, MAX_SHORT_SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """(splits, keys of each). A row without keys has one empty split, which writes its zeros; a sequence that does not
     decode has none."""
-    split_tokens = tl.minimum(tl.maximum(tl.cdiv(seq_len, 8), MIN_SPLIT_TOKENS), MAX_SHORT_SPLIT_TOKENS)
-    split_tokens = tl.cdiv(tl.maximum(split_tokens, tl.cdiv(seq_len, MAX_SPLITS)), ALIGNMENT) * ALIGNMENT
-    return tl.where(query_len == 1, tl.maximum(tl.cdiv(seq_len, split_tokens), 1), 0), split_tokens
+    split_tokens = tl.minimum(tl.maximum(tl.cdiv(num_keys, 8), MIN_SPLIT_TOKENS), MAX_SHORT_SPLIT_TOKENS)
+    split_tokens = tl.cdiv(tl.maximum(split_tokens, tl.cdiv(num_keys, MAX_SPLITS)), ALIGNMENT) * ALIGNMENT
+    return tl.where(query_len == 1, tl.maximum(tl.cdiv(num_keys, split_tokens), 1), 0), split_tokens
+
+
+@triton.jit
+def _hidden(seq_len, ALIGNMENT: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys behind the window of the last token, in whole pieces in which splits may start."""
+    return tl.maximum(seq_len - WINDOW, 0) // ALIGNMENT * ALIGNMENT if WINDOW > 0 else 0
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -57,6 +65,7 @@ def plan_decode_kernel(
     query_start_loc, seq_lens, items, num_items, sequence_items, num_sequences,
     MIN_SPLIT_TOKENS: tl.constexpr, MAX_SHORT_SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     ALIGNMENT: tl.constexpr, ITEM_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program = sequence: counts the splits of those before it, then writes its own."""
     sequence = tl.program_id(0)
@@ -68,22 +77,28 @@ def plan_decode_kernel(
         row = tl.load(query_start_loc + others, mask=inside, other=0)
         query_len = tl.load(query_start_loc + others + 1, mask=inside, other=0) - row
         seq_len = tl.load(seq_lens + others, mask=inside, other=0)
-        counts, _ = _splits(query_len, seq_len, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT)
+        keys = seq_len - _hidden(seq_len, ALIGNMENT, WINDOW)
+        counts, _ = _splits(query_len, keys, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT)
         before += tl.where(inside, counts, 0)
     first_item = tl.sum(before, axis=0)
     row = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - row
     seq_len = tl.load(seq_lens + sequence)
-    count, split_tokens = _splits(query_len, seq_len, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT)
+    hidden = _hidden(seq_len, ALIGNMENT, WINDOW)
+    count, split_tokens = _splits(
+        query_len, seq_len - hidden, MIN_SPLIT_TOKENS, MAX_SHORT_SPLIT_TOKENS, MAX_SPLITS, ALIGNMENT
+    )
     split = tl.arange(0, MAX_SPLITS)
     mine = split < count
     item = items + (first_item + split) * ITEM_FIELDS
     same = tl.zeros([MAX_SPLITS], dtype=tl.int32)
     tl.store(item, same + sequence, mask=mine)
     tl.store(item + 1, same + row, mask=mine)
-    tl.store(item + 2, split * split_tokens, mask=mine)
-    tl.store(item + 3, tl.minimum(split * split_tokens + split_tokens, seq_len), mask=mine)
+    tl.store(item + 2, hidden + split * split_tokens, mask=mine)
+    tl.store(item + 3, tl.minimum(hidden + split * split_tokens + split_tokens, seq_len), mask=mine)
     tl.store(item + 4, same + count, mask=mine)
+    if WINDOW > 0:
+        tl.store(item + 5, same + tl.maximum(seq_len - WINDOW, 0), mask=mine)
     tl.store(sequence_items + sequence * 2, first_item)
     tl.store(sequence_items + sequence * 2 + 1, count)
     if sequence == num_sequences - 1:
@@ -91,9 +106,11 @@ def plan_decode_kernel(
 
 
 def plan_decode(
-    query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int, num_heads: int, head_dim: int
+    query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int, num_heads: int, head_dim: int, window: int = 0
 ) -> DecodePlan:
     num_sequences = seq_lens.shape[0]
+    if window:
+        max_seq_len = min(max_seq_len, window + SPLIT_ALIGNMENT_TOKENS)
     max_items = num_sequences * max(1, min(triton.cdiv(max_seq_len, MIN_SPLIT_TOKENS), MAX_SPLITS))
     plan = DecodePlan(
         items=seq_lens.new_empty(max_items, ITEM_FIELDS),
@@ -116,6 +133,7 @@ def plan_decode(
         ALIGNMENT=SPLIT_ALIGNMENT_TOKENS,
         ITEM_FIELDS=ITEM_FIELDS,
         BLOCK_SEQUENCES=SEQUENCES_COUNTED_AT_ONCE,
+        WINDOW=window,
         num_warps=4,
     )
     return plan

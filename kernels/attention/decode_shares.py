@@ -1,6 +1,7 @@
 """The plan that the layers of a step share on a Hopper GPU: the keys of all decoding sequences, dealt out evenly.
 
-    plan_shares(query_start_loc, seq_lens, num_heads, num_kv_heads, head_dim, config, num_multiprocessors) -> SharePlan
+    plan_shares(query_start_loc, seq_lens, num_heads, num_kv_heads, head_dim, config, num_multiprocessors, window)
+        -> SharePlan
 
 The tiles of the sequences with one new token, one sequence after another, are cut into shares: long ones of equal
 length, one for each program of a kv head that the device runs at once, then `tail` times as many short ones for those
@@ -19,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Fields of a row, int32: sequence, its row of query and output, keys, tiles of the rows before it.
+# Fields of a row, int32: sequence, its row of query and output, keys, tiles of the rows before it. A tile
+# that lies wholly behind a window is none.
 ROW_FIELDS = 4
 # Shares of fewer keys cost more in joining than they save: 8192 keys of one sequence took 17.8 us in shares of 256 and
 # 20.4 in shares of 128, but 1024 keys 11.0 and 7.2.
@@ -74,11 +76,14 @@ class SharePlan:
 
 
 @triton.jit
-def _tiles(query_start_loc, seq_lens, sequence, inside, TILE: tl.constexpr):
+def _tiles(query_start_loc, seq_lens, sequence, inside, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """(tiles with keys, whether it is a row without keys) of sequences that decode; both 0 for others."""
     start = tl.load(query_start_loc + sequence, mask=inside, other=0)
     decodes = tl.load(query_start_loc + sequence + 1, mask=inside, other=0) - start == 1
-    tiles = tl.cdiv(tl.load(seq_lens + sequence, mask=inside, other=0), TILE)
+    seq_len = tl.load(seq_lens + sequence, mask=inside, other=0)
+    tiles = tl.cdiv(seq_len, TILE)
+    if WINDOW > 0:
+        tiles -= tl.maximum(seq_len - WINDOW, 0) // TILE
     return tl.where(decodes, tiles, 0), (decodes & (tiles == 0)).to(tl.int32)
 
 
@@ -104,13 +109,14 @@ def plan_shares_kernel(
     LONG_SHARES: tl.constexpr, SHORT_SHARES: tl.constexpr, NUM_ARRIVALS: tl.constexpr, TILE: tl.constexpr,
     MIN_TOKENS: tl.constexpr, FULL_TOKENS: tl.constexpr, FULL_FROM_TOKENS: tl.constexpr, TAIL_PERCENT: tl.constexpr,
     ROW_FIELDS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, BLOCK_SHARES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program = sequence. Each counts all others: a thousand integers from L2, once a step."""
     sequence = tl.program_id(0)
     all_tiles, tiles_before, rows_in_all, rows_before, empty_in_all, empty_before = 0, 0, 0, 0, 0, 0
     for first in range(0, num_sequences, BLOCK_SEQUENCES):
         others = first + tl.arange(0, BLOCK_SEQUENCES)
-        tiles, is_empty = _tiles(query_start_loc, seq_lens, others, others < num_sequences, TILE)
+        tiles, is_empty = _tiles(query_start_loc, seq_lens, others, others < num_sequences, TILE, WINDOW)
         is_before, has_tiles = others < sequence, (tiles > 0).to(tl.int32)
         all_tiles += tl.sum(tiles, axis=0)
         tiles_before += tl.sum(tl.where(is_before, tiles, 0), axis=0)
@@ -121,7 +127,7 @@ def plan_shares_kernel(
     long, short = _share_tiles(
         all_tiles, LONG_SHARES, SHORT_SHARES, TILE, MIN_TOKENS, FULL_TOKENS, FULL_FROM_TOKENS, TAIL_PERCENT
     )
-    tiles, is_empty = _tiles(query_start_loc, seq_lens, sequence, True, TILE)
+    tiles, is_empty = _tiles(query_start_loc, seq_lens, sequence, True, TILE, WINDOW)
     if tiles + is_empty > 0:
         place = rows + tl.where(is_empty > 0, num_sequences - 1 - empty_before, rows_before) * ROW_FIELDS
         tl.store(place, sequence)
@@ -156,6 +162,7 @@ def plan_shares(
     head_dim: int,
     config: ShareConfig,
     num_multiprocessors: int,
+    window: int = 0,
 ) -> SharePlan:
     num_sequences, tile = seq_lens.shape[0], config.tile
     num_long_shares = max(1, config.programs_per_sm * num_multiprocessors // num_kv_heads)
@@ -191,6 +198,7 @@ def plan_shares(
         ROW_FIELDS=ROW_FIELDS,
         BLOCK_SEQUENCES=SEQUENCES_COUNTED_AT_ONCE,
         BLOCK_SHARES=128,
+        WINDOW=window,
         num_warps=4,
     )
     return plan

@@ -1,7 +1,7 @@
 """Paged attention whose bits depend on a token and those before it alone. paged_attention.py holds the contract.
 
     attend_invariant(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len,
-                     max_seq_len, scale, value_scale)
+                     max_seq_len, scale, value_scale, rules)
 
 One kernel serves decoding and prefill: a row's keys are cut at every multiple of SPLIT_TOKENS, and its splits are
 merged one after another. A few decoding sequences have their splits computed side by side and merged by a second
@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.decode import num_multiprocessors
+from kernels.attention.online_softmax import with_sinks
 from kernels.attention.prefill import (
     SHORT_TILES,
     SMALL_TILES,
@@ -27,6 +28,7 @@ from kernels.attention.prefill import (
     merge_split,
     prefill_config,
 )
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.dependent_launch import dependent_launch
 
 # Shorter splits are merged more often in prefill, longer ones leave a lone sequence with fewer programs.
@@ -36,9 +38,9 @@ PROGRAMS_PER_SM = 2  # of short tiles
 
 @triton.jit
 def merge_splits_kernel(
-    splits, split_lse, query_start_loc, seq_lens, output,
+    splits, split_lse, query_start_loc, seq_lens, sinks, output,
     SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (query head, sequence)."""
     if DEPENDENT:
@@ -53,11 +55,16 @@ def merge_splits_kernel(
     combined = tl.zeros([1, BLOCK_DIM], dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
     maximum = tl.full([1], float("-inf"), dtype=tl.float32)
-    for split in range(tl.cdiv(tl.load(seq_lens + sequence), SPLIT_TOKENS)):
+    seq_len = tl.load(seq_lens + sequence)
+    num_splits = tl.cdiv(seq_len, SPLIT_TOKENS)
+    if WINDOW > 0:
+        num_splits -= tl.maximum(seq_len - WINDOW, 0) // SPLIT_TOKENS
+    for split in range(num_splits):
         place = (sequence.to(tl.int64) * MAX_SPLITS + split) * NUM_HEADS + head
         attended = tl.load(splits + place * HEAD_DIM + lanes[None, :], mask=inside, other=0.0)
         lse = tl.load(split_lse + place + tl.zeros([1], dtype=tl.int32))
         combined, total, maximum = merge_split(combined, total, maximum, attended, lse)
+    total = with_sinks(total, maximum, sinks, head + tl.zeros([1], dtype=tl.int32), total >= 0.0)
     combined = combined / tl.where(total == 0.0, 1.0, total)[:, None]
     write = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + lanes[None, :]
     tl.store(output + write, combined.to(output.dtype.element_ty), mask=inside)
@@ -81,10 +88,13 @@ def attend_invariant(
     max_seq_len: int,
     scale: float,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     num_sequences, num_heads, head_dim = seq_lens.shape[0], query.shape[1], query.shape[2]
     num_kv_heads = key_cache.shape[1]
     max_splits = triton.cdiv(max_seq_len, SPLIT_TOKENS)
+    if rules.window:  # a window may begin and end within a split
+        max_splits = min(max_splits, triton.cdiv(rules.window, SPLIT_TOKENS) + 1)
     programs = PROGRAMS_PER_SM * num_multiprocessors(query.device) // (num_sequences * num_kv_heads)
     programs = min(programs, max_splits) if max_query_len == 1 else 1
     config = invariant_config(query.dtype, max_query_len * (num_heads // num_kv_heads))
@@ -93,18 +103,20 @@ def attend_invariant(
         splits = query.new_empty(num_sequences, max_splits, num_heads, head_dim, dtype=torch.float32)
         split = SplitPrefill(1, SPLIT_TOKENS, programs, max_splits, splits, splits.new_empty(splits.shape[:3]))
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, split, value_scale)
+    launch_prefill(query, *caches, *lengths, output, scale, config, split, value_scale, rules)
     if programs > 1:
         merge_splits_kernel[(num_heads, num_sequences)](
             split.splits,
             split.split_lse,
             *lengths,
+            rules.sinks,
             output,
             SPLIT_TOKENS=SPLIT_TOKENS,
             MAX_SPLITS=max_splits,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_DIM=max(64, triton.next_power_of_2(head_dim)),
+            WINDOW=rules.window,
             num_warps=1,
             **dependent_launch(query),
         )

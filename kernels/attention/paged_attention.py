@@ -132,25 +132,28 @@ class TritonPlan:
         one_kernel: bool = False,
         window: int = 0,
     ) -> None:
+        """`window`: of the rules that attend() is called with."""
         assert block_tables.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
         assert query_start_loc.is_contiguous() and seq_lens.is_contiguous() and block_tables.stride(1) == 1
         self._block_tables, self._lengths = block_tables, (query_start_loc, seq_lens)
         self._max_query_len, self._max_seq_len, self._one_kernel = max_query_len, max_seq_len, one_kernel
+        self._window = window
         self._on_hopper = supports_tma(key_cache, num_heads)
         self._decode: DecodePlan | SharePlan | None = None
         self._widened: WidenedBlocks | None = None
         widens = self._on_hopper and key_cache.dtype == E4M3 and max_query_len > 1 and not one_kernel
         if widens and WidenedBlocks.suit(len(seq_lens), max_seq_len):
-            self._widened = WidenedBlocks(block_tables, *self._lengths, max_seq_len, key_cache.shape[2])
+            self._widened = WidenedBlocks(block_tables, *self._lengths, max_seq_len, key_cache.shape[2], window)
         # One sequence with several new tokens leaves nothing to decode.
         if not one_kernel and (max_query_len == 1 or seq_lens.shape[0] > 1):
             num_kv_heads, _, head_dim = key_cache.shape[1:]
             if self._on_hopper:
                 config = share_config(seq_lens.shape[0], is_fp8=key_cache.dtype == E4M3)
                 processors = num_multiprocessors(seq_lens.device)
-                self._decode = plan_shares(*self._lengths, num_heads, num_kv_heads, head_dim, config, processors)
+                heads = num_heads, num_kv_heads, head_dim
+                self._decode = plan_shares(*self._lengths, *heads, config, processors, window)
             else:
-                self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim)
+                self._decode = plan_decode(*self._lengths, max_seq_len, num_heads, head_dim, window)
 
     def attend(
         self,
@@ -162,8 +165,7 @@ class TritonPlan:
         kv_scales: KVScales = UNIT_SCALES,
         rules: ScoreRules = NO_RULES,
     ) -> Tensor:
-        if rules.window or rules.softcap or rules.sinks is not None:
-            raise NotImplementedError("the attention kernels for CUDA know no window, softcap or sinks yet")
+        assert rules.window == self._window and (rules.sinks is None or rules.sinks.is_contiguous())
         is_fp8 = key_cache.dtype == E4M3
         assert query.stride(2) == key_cache.stride(3) == 1 and query.shape[1] % key_cache.shape[1] == 0
         assert key_cache.stride() == value_cache.stride() and key_cache.dtype == value_cache.dtype
@@ -175,30 +177,38 @@ class TritonPlan:
         tensors = (query, key_cache, value_cache, self._block_tables)
         if self._one_kernel:
             bounds = self._max_query_len, self._max_seq_len
-            attend_invariant(*tensors, *self._lengths, output, *bounds, scale, value_scale)
+            attend_invariant(*tensors, *self._lengths, output, *bounds, scale, value_scale, rules)
         else:
-            self._decode_rows(tensors, output, scale, value_scale, may_start_early)
-            self._prefill_rows(tensors, output, scale, value_scale)
+            self._decode_rows(tensors, output, scale, value_scale, may_start_early, rules)
+            self._prefill_rows(tensors, output, scale, value_scale, rules)
         return output
 
     def _decode_rows(
-        self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None, may_start_early: bool
+        self,
+        tensors: Tensors,
+        output: Tensor,
+        scale: float,
+        value_scale: float | None,
+        may_start_early: bool,
+        rules: ScoreRules,
     ) -> None:
         if isinstance(self._decode, SharePlan):
-            only_decodes = self._max_query_len == 1
-            attend_decode_hopper(*tensors, self._decode, output, scale, may_start_early, only_decodes, value_scale)
+            starts = may_start_early, self._max_query_len == 1
+            attend_decode_hopper(*tensors, self._decode, output, scale, *starts, value_scale, rules)
         elif self._decode is not None:
-            attend_decode(*tensors, self._decode, output, scale, may_start_early, value_scale)
+            attend_decode(*tensors, self._decode, output, scale, may_start_early, value_scale, rules)
 
-    def _prefill_rows(self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None) -> None:
+    def _prefill_rows(
+        self, tensors: Tensors, output: Tensor, scale: float, value_scale: float | None, rules: ScoreRules
+    ) -> None:
         if self._max_query_len > 1 and self._on_hopper and value_scale is None:
-            attend_prefill_hopper(*tensors, *self._lengths, output, scale)
+            attend_prefill_hopper(*tensors, *self._lengths, output, scale, None, rules)
         elif self._widened is not None:
             query, key_cache, value_cache, _ = tensors
             widened = (*self._widened.caches(key_cache, value_cache), self._widened.block_tables)
-            attend_prefill_hopper(query, *widened, *self._lengths, output, scale, value_scale)
+            attend_prefill_hopper(query, *widened, *self._lengths, output, scale, value_scale, rules)
         elif self._max_query_len > 1:
-            attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale, value_scale)
+            attend_prefill(*tensors, *self._lengths, output, self._max_query_len, scale, value_scale, rules)
 
 
 def paged_attention_triton(

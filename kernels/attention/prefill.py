@@ -1,16 +1,16 @@
 """Paged attention of sequences with several new tokens: kernel and launch. paged_attention.py holds the contract.
 
     attend_prefill(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, max_query_len, scale,
-                   value_scale)
+                   value_scale, rules)
 
 A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
-keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop. Tiles of
-keys lie at absolute positions, so that the order of a row's additions does not depend on how its prompt was chunked
-or on the rows of a tile. With SPLIT_TOKENS the softmax starts anew at each of its multiples and the results are merged
-in ascending order: invariant.py says what for.
+keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop, and what
+a window hides from some rows alone goes before, in a third. Tiles of keys lie at absolute positions, so that the order
+of a row's additions does not depend on how its prompt was chunked or on the rows of a tile. With SPLIT_TOKENS the
+softmax starts anew at each of its multiples and the results are merged in ascending order: invariant.py says what for.
 """
-# Arguments of a launch are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
+# Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
+# ruff: noqa: PLR0913, PLR0917, PLR0915
 
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.decode import LOG2_E, num_multiprocessors
+from kernels.attention.decode import num_multiprocessors
+from kernels.attention.online_softmax import LOG2_E, weigh, with_sinks
 from kernels.attention.operands import query_operand
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.dependent_launch import dependent_launch
 
 
@@ -66,20 +68,31 @@ def prefill_config(
 
 
 @triton.jit
+def _used(keys, seq_len, first_visible, WINDOW: tl.constexpr):
+    used = keys < seq_len
+    if WINDOW > 0:
+        used = used & (keys >= first_visible)
+    return used
+
+
+@triton.jit
 def _attend_keys(
     query_tile, accumulator, row_sum, row_max, key_head, block_table, first_key, end_key, row_positions, seq_len,
-    scale_log2, cache_block_stride, cache_slot_stride,
+    first_visible, scale_log2, cache_block_stride, cache_slot_stride,
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys [first_key, end_key) into the running softmax (accumulator, row_sum, row_max); row_max in log2 units."""
+    """Keys [first_key, end_key) into the running softmax (accumulator, row_sum, row_max); row_max in log2 units. No row
+    sees a key before `first_visible`."""
     tile, lanes = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_DIM)
     # Unsigned 32 x 32 -> 64 bits is one instruction; block 2048 of an 8B model is beyond int32.
     block_stride = tl.cast(cache_block_stride, tl.uint32).to(tl.uint64)
     # The block ids of a tile are loaded one iteration ahead. Loaded in their own iteration they would make the loads
     # of keys and values depend on a load, and the pipeliner then keeps one tile in flight instead of two.
     lane_blocks = tile // BLOCK_SIZE
-    block_ids = tl.load(block_table + first_key // BLOCK_SIZE + lane_blocks, mask=first_key + tile < seq_len, other=0)
+    first_used = _used(first_key + tile, seq_len, first_visible, WINDOW)
+    block_ids = tl.load(block_table + first_key // BLOCK_SIZE + lane_blocks, mask=first_used, other=0)
     for start in tl.range(first_key, end_key, BLOCK_N, num_stages=NUM_STAGES):
         keys = start + tile
         next_block_ids = tl.load(
@@ -93,21 +106,18 @@ def _attend_keys(
         else:
             key_tile = tl.load(key_pointers, mask=(lanes < HEAD_DIM)[None, :], other=0.0)
         scores = tl.dot(query_tile, tl.trans(key_tile.to(query_tile.dtype)), input_precision=PRECISION)
+        visible = None
         if MASKED:
-            # This also wipes the scores of unused slots, so that keys need no mask of their own.
-            scores = tl.where(keys[None, :] <= row_positions[:, None], scores, float("-inf"))
-        # The scale sits inside the exponent, one FMA: scaling a bf16 query beforehand would round it.
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale_log2 - shift[:, None])
-        decay = tl.exp2(row_max - shift)
+            visible = keys[None, :] <= row_positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > row_positions[:, None] - WINDOW)
+        weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP)
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
         row_max = new_max
         value_pointers = key_pointers + VALUE_OFFSET
         if MASKED:
             # A weight of 0 does not silence NaN: unused slots must not be loaded at all.
-            used = (keys < seq_len)[:, None] & (lanes < HEAD_DIM)[None, :]
+            used = _used(keys, seq_len, first_visible, WINDOW)[:, None] & (lanes < HEAD_DIM)[None, :]
             value_tile = tl.load(value_pointers, mask=used, other=0.0)
         elif HEAD_DIM == BLOCK_DIM:
             value_tile = tl.load(value_pointers)
@@ -148,25 +158,38 @@ def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: tl.cons
 
 @triton.jit
 def _attend_split(
-    query_tile, key_head, block_table, first_key, first_masked_key, end_key, row_positions, seq_len, scale_log2,
-    value_scale, cache_block_stride, cache_slot_stride,
+    query_tile, key_head, block_table, first_key, first_masked_key, end_key, row_positions, seq_len, first_visible,
+    tile_end, heads, sinks, scale_log2, value_scale, cache_block_stride, cache_slot_stride,
     VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(normalised result, log2 of the sum of exponentials) of keys [first_key, end_key)"""
+    """(normalised result, log2 of the sum of exponentials) of keys [first_key, end_key), for rows of which none sees a
+    key before `first_visible` and the last sees none from `tile_end` on."""
     accumulator = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if WINDOW > 0:
+        # Behind the last row's window.
+        first_plain_key = tl.cdiv(tl.maximum(tile_end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        first_plain_key = tl.minimum(tl.maximum(first_plain_key, first_key), first_masked_key)
+        accumulator, row_sum, row_max = _attend_keys(
+            query_tile, accumulator, row_sum, row_max, key_head, block_table, first_key, first_plain_key,
+            row_positions, seq_len, first_visible, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET,
+            HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_N, True, PRECISION, 1, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        first_key = first_plain_key
     accumulator, row_sum, row_max = _attend_keys(
         query_tile, accumulator, row_sum, row_max, key_head, block_table, first_key, first_masked_key, row_positions,
-        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-        BLOCK_N, False, PRECISION, NUM_STAGES,
+        seq_len, first_visible, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM,
+        BLOCK_SIZE, BLOCK_N, False, PRECISION, NUM_STAGES, WINDOW, SOFTCAP,
     )  # fmt: skip
     accumulator, row_sum, row_max = _attend_keys(
         query_tile, accumulator, row_sum, row_max, key_head, block_table, first_masked_key, end_key, row_positions,
-        seq_len, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-        BLOCK_N, True, PRECISION, 1,
+        seq_len, first_visible, scale_log2, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM,
+        BLOCK_SIZE, BLOCK_N, True, PRECISION, 1, WINDOW, SOFTCAP,
     )  # fmt: skip
+    row_sum = with_sinks(row_sum, row_max, sinks, heads, heads >= 0)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     attended = accumulator / divisor[:, None]
     if value_scale is not None:
@@ -177,12 +200,12 @@ def _attend_split(
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
 def prefill_kernel(
     query, key_cache, block_tables, query_start_loc, seq_lens, output, splits, split_lse, scale_log2, value_scale,
-    query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
-    num_sequences,
+    sinks, query_token_stride, query_head_stride, cache_block_stride, cache_head_stride, cache_slot_stride,
+    table_stride, num_sequences,
     VALUE_OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST_QUERY_LEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program = (kv head of a tile of tokens, share of the splits). Where there are several shares, MAX_SPLITS > 0,
     rows are single tokens, and each split goes to its place [sequence, MAX_SPLITS, head, HEAD_DIM]."""
@@ -213,36 +236,44 @@ def prefill_kernel(
     row_positions = tl.minimum(first_position + rows // GROUP, seq_len - 1)
     end_key = tl.minimum(first_position + TILE_TOKENS, seq_len)
     first_masked_key = tl.maximum(tl.minimum(first_position + 1, end_key), 0) // BLOCK_N * BLOCK_N
+    first_visible, first_tile_key = 0, 0
+    if WINDOW > 0:
+        first_visible = tl.maximum(first_position - WINDOW + 1, 0)
+        first_tile_key = first_visible // BLOCK_N * BLOCK_N
+        first_masked_key = tl.maximum(first_masked_key, first_tile_key)
     block_table = block_tables + tl.cast(sequence, tl.int64) * table_stride
     # A tile starts at a multiple of BLOCK_N, so a key's place in its block is that of its lane.
     slots = tl.arange(0, BLOCK_N) % BLOCK_SIZE * cache_slot_stride
     key_head = key_cache + tl.cast(kv_head, tl.int64) * cache_head_stride + slots[:, None] + lanes[None, :]
     if SPLIT_TOKENS == 0:
         attended, _ = _attend_split(
-            query_tile, key_head, block_table, 0, first_masked_key, end_key, row_positions, seq_len, scale_log2,
-            value_scale, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M,
-            BLOCK_N, PRECISION, NUM_STAGES,
+            query_tile, key_head, block_table, first_tile_key, first_masked_key, end_key, row_positions, seq_len,
+            first_visible, end_key, heads, sinks, scale_log2, value_scale, cache_block_stride, cache_slot_stride,
+            VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES, WINDOW, SOFTCAP,
         )  # fmt: skip
     else:
         attended = tl.zeros([BLOCK_M, BLOCK_DIM], dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         step = tl.num_programs(1) * SPLIT_TOKENS
-        for first_key in tl.range(tl.program_id(1) * SPLIT_TOKENS, end_key, step, num_stages=1):
-            split_end = tl.minimum(first_key + SPLIT_TOKENS, end_key)
+        first_split = first_tile_key // SPLIT_TOKENS
+        for split_key in tl.range((first_split + tl.program_id(1)) * SPLIT_TOKENS, end_key, step, num_stages=1):
+            split_end = tl.minimum(split_key + SPLIT_TOKENS, end_key)
+            first_key = tl.maximum(split_key, first_tile_key) if WINDOW > 0 else split_key
             split, lse = _attend_split(
                 query_tile, key_head, block_table, first_key,
                 tl.minimum(tl.maximum(first_masked_key, first_key), split_end), split_end, row_positions, seq_len,
-                scale_log2, value_scale, cache_block_stride, cache_slot_stride, VALUE_OFFSET, HEAD_DIM, BLOCK_DIM,
-                BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES,
+                first_visible, end_key, heads, None, scale_log2, value_scale, cache_block_stride, cache_slot_stride,
+                VALUE_OFFSET, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, PRECISION, NUM_STAGES, WINDOW, SOFTCAP,
             )  # fmt: skip
             if MAX_SPLITS > 0:
-                place = tl.cast(sequence, tl.int64) * MAX_SPLITS + first_key // SPLIT_TOKENS
+                place = tl.cast(sequence, tl.int64) * MAX_SPLITS + split_key // SPLIT_TOKENS - first_split
                 place = place * (NUM_KV_HEADS * GROUP) + heads
                 tl.store(splits + place[:, None] * HEAD_DIM + lanes[None, :], split, mask=owned)
                 tl.store(split_lse + place, lse, mask=rows < GROUP)
             else:
                 attended, total, maximum = merge_split(attended, total, maximum, split, lse)
+        total = with_sinks(total, maximum, sinks, heads, heads >= 0)
         attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     if MAX_SPLITS == 0:
         write = (token_rows * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + lanes[None, :]
@@ -260,13 +291,14 @@ def attend_prefill(
     max_query_len: int,
     scale: float,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """Compute the output rows of the sequences with two new tokens or more. `value_scale`: of values in e4m3."""
     num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
     is_fp8 = value_scale is not None
     config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device), is_fp8)
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
-    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale)
+    launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale, rules)
 
 
 @dataclass(frozen=True)
@@ -294,6 +326,7 @@ def launch_prefill(
     config: PrefillConfig,
     split: SplitPrefill,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
@@ -311,6 +344,7 @@ def launch_prefill(
         output if split.split_lse is None else split.split_lse,
         scale * LOG2_E,
         value_scale,
+        rules.sinks,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         block_tables.stride(0),
@@ -329,6 +363,8 @@ def launch_prefill(
         MAX_SPLITS=split.max_splits,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NUM_STAGES=config.num_stages,
+        WINDOW=rules.window,
+        SOFTCAP=rules.softcap,
         num_warps=config.num_warps,
         **dependent_launch(query),
     )

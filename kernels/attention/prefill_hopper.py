@@ -1,17 +1,18 @@
 """Paged attention of sequences with several new tokens on a Hopper GPU. paged_attention.py holds the contract.
 
     attend_prefill_hopper(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, output, scale,
-                          value_scale)
+                          value_scale, rules)
 
 A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
 share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles;
 two groups of four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so
 that the tensor cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a
 row's additions does not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can
-only be compiled.
+only be compiled. Of a window the tiles of keys behind it are no keys of the sequence: its table, its length and all
+positions begin at the first tile that a row sees.
 """
-# Arguments of a launch are flat (ADR 0108).
-# ruff: noqa: PLR0913, PLR0917
+# Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
+# ruff: noqa: PLR0913, PLR0917, PLR0915
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,19 +25,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention.decode import LOG2_E, num_multiprocessors
+from kernels.attention.decode import num_multiprocessors
 from kernels.attention.head_parts import query_operand
+from kernels.attention.online_softmax import LOG2_E
+from kernels.attention.online_softmax_gluon import weigh, with_sinks
 from kernels.attention.pool_rows import PoolRows
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 
 # Tiles of 64 keys reach 526 TFLOP/s at 8192 tokens where these reach 638, rings of three 559.
 BLOCK_M, BLOCK_N, NUM_STAGES = 128, 128, 2
 
 
 @gluon.jit
+def _is_used(key, seq_len, first_visible, BOX: gl.constexpr, WINDOW: gl.constexpr):
+    """Whether a row sees one of the BOX keys from `key` on."""
+    used = key < seq_len
+    if WINDOW > 0:
+        used = used & (key + BOX > first_visible)
+    return used
+
+
+@gluon.jit
 def _produce(
     pool, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, block_table, num_tiles, seq_len,
-    head_row, block_rows, value_rows, row_behind,
+    first_visible, head_row, block_rows, value_rows, row_behind,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, HALVES: gl.constexpr, NUM_STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
     BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     BOXES: gl.constexpr = BLOCK_N // BOX
@@ -46,9 +60,10 @@ def _produce(
         mbarrier.expect(full_keys.index(stage), BLOCK_N * HALVES * 128)
         for box in gl.static_range(BOXES):
             key = tile * BLOCK_N + box * BOX
-            block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
+            used = _is_used(key, seq_len, first_visible, BOX, WINDOW)
+            block = gl.load(block_table + key // BLOCK_SIZE, mask=used, other=0)
             # Rows behind the pool's end arrive as zeros.
-            row = gl.where(key < seq_len, block * block_rows + head_row, row_behind)
+            row = gl.where(used, block * block_rows + head_row, row_behind)
             for half in gl.static_range(HALVES):
                 place = key_ring.index((stage * HALVES + half) * BOXES + box)
                 tma.async_copy_global_to_shared(pool, [row, half * 64], full_keys.index(stage), place)
@@ -56,26 +71,27 @@ def _produce(
         mbarrier.expect(full_values.index(stage), BLOCK_N * HALVES * 128)
         for box in gl.static_range(BOXES):
             key = tile * BLOCK_N + box * BOX
-            block = gl.load(block_table + key // BLOCK_SIZE, mask=key < seq_len, other=0)
-            row = gl.where(key < seq_len, block * block_rows + head_row + value_rows, row_behind)
+            used = _is_used(key, seq_len, first_visible, BOX, WINDOW)
+            block = gl.load(block_table + key // BLOCK_SIZE, mask=used, other=0)
+            row = gl.where(used, block * block_rows + head_row + value_rows, row_behind)
             for half in gl.static_range(HALVES):
                 place = value_ring.index((stage * HALVES + half) * BOXES + box)
                 tma.async_copy_global_to_shared(pool, [row, half * 64], full_values.index(stage), place)
 
 
 @gluon.jit
-def _weigh(scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+def _weigh(
+    scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr,
+    BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """(weights of a tile, new maximum in log2 units, new sum, decay of what came before)"""
+    visible = None
     if MASKED:
         keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-        scores = gl.where(keys[None, :] <= row_positions[:, None], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1) * scale_log2)
-    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores * scale_log2 - shift[:, None])
-    decay = gl.exp2(row_max - shift)
+        visible = keys[None, :] <= row_positions[:, None]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > row_positions[:, None] - WINDOW)
+    weights, decay, new_max = weigh(scores, visible, row_max, scale_log2, SOFTCAP, False)
     return weights, new_max, row_sum * decay + gl.sum(weights, axis=1), decay
 
 
@@ -83,7 +99,7 @@ def _weigh(scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED: gl
 def _step(
     query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys, empty_values,
     tile, row_positions, scale_log2, MASKED: gl.constexpr, mma: gl.constexpr, mma_out: gl.constexpr,
-    left: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    left: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """The scores of `tile` and its weights, beside the values of the tile before."""
     stage, before = tile % NUM_STAGES, (tile - 1) % NUM_STAGES
@@ -95,7 +111,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(empty_keys.index(stage), count=1)
     new_weights, row_max, row_sum, decay = _weigh(
-        scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED, mma, BLOCK_N
+        scores, row_max, row_sum, tile, row_positions, scale_log2, MASKED, mma, BLOCK_N, WINDOW, SOFTCAP
     )
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(empty_values.index(before), count=1)
@@ -121,10 +137,11 @@ def _clear_unused(value_ring, stage, end, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.
 @gluon.jit
 def _consume(
     which: gl.constexpr, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values,
-    scale_log2, value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
-    num_tiles, first_masked_tile,
+    scale_log2, value_scale, sinks, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len,
+    seq_len, num_tiles, first_masked_tile,
     GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """64 rows of the tile."""
     HALVES: gl.constexpr = HEAD_DIM // 64
@@ -155,18 +172,29 @@ def _consume(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty_keys.index(0), count=1)
         weights, row_max, row_sum, _ = _weigh(
-            scores, row_max, row_sum, 0, row_positions, scale_log2, True, mma_scores, BLOCK_N
+            scores, row_max, row_sum, 0, row_positions, scale_log2, True, mma_scores, BLOCK_N, WINDOW, SOFTCAP
         )
         weights = gl.convert_layout(weights.to(query_tile.dtype), left)
-        for tile in range(1, first_masked_tile):
+        first_plain_tile: gl.constexpr = 2 if WINDOW > 0 else 1
+        if WINDOW > 0:
+            # A tile has as many rows as keys at most: of what a row sees no later tile is behind the last row's window.
+            for tile in range(1, gl.minimum(num_tiles, first_plain_tile)):
+                weights, accumulator, row_max, row_sum = _step(
+                    query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values,
+                    empty_keys, empty_values, tile, row_positions, scale_log2, True, mma_scores, mma, left, BLOCK_N,
+                    NUM_STAGES, WINDOW, SOFTCAP,
+                )  # fmt: skip
+        for tile in range(first_plain_tile, first_masked_tile):
             weights, accumulator, row_max, row_sum = _step(
                 query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys,
                 empty_values, tile, row_positions, scale_log2, False, mma_scores, mma, left, BLOCK_N, NUM_STAGES,
+                WINDOW, SOFTCAP,
             )  # fmt: skip
-        for tile in range(gl.maximum(first_masked_tile, 1), num_tiles):
+        for tile in range(gl.maximum(first_masked_tile, first_plain_tile), num_tiles):
             weights, accumulator, row_max, row_sum = _step(
                 query_tile, weights, accumulator, row_max, row_sum, keys, values, full_keys, full_values, empty_keys,
                 empty_values, tile, row_positions, scale_log2, True, mma_scores, mma, left, BLOCK_N, NUM_STAGES,
+                WINDOW, SOFTCAP,
             )  # fmt: skip
         last = num_tiles - 1
         mbarrier.wait(full_values.index(last % NUM_STAGES), last // NUM_STAGES & 1)
@@ -174,6 +202,8 @@ def _consume(
             _clear_unused(value_ring, last % NUM_STAGES, seq_len - last * BLOCK_N, BLOCK_SIZE, BLOCK_N, HALVES)
         accumulator = warpgroup_mma(weights, values.index(last % NUM_STAGES), accumulator, is_async=True)
         accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+        heads = kv_head * GROUP + score_rows % GROUP
+        row_sum = with_sinks(row_sum, row_max, sinks, heads, heads >= 0)
         divisor = gl.convert_layout(gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, mma))
         attended = accumulator / divisor[:, None]
         if value_scale is not None:
@@ -202,10 +232,11 @@ def _sequence_of_tile(query_start_loc, tile, num_sequences, TILE_TOKENS: gl.cons
 
 @gluon.jit(do_not_specialize=["table_stride", "num_sequences", "row_behind", "heads_at_once"])
 def prefill_hopper_kernel(
-    pool, query, block_tables, query_start_loc, seq_lens, output, scale_log2, value_scale, query_token_stride,
+    pool, query, block_tables, query_start_loc, seq_lens, output, scale_log2, value_scale, sinks, query_token_stride,
     query_head_stride, block_rows, head_rows, value_rows, row_behind, table_stride, num_sequences, heads_at_once,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Program = kv head of a tile of tokens."""
     HALVES: gl.constexpr = HEAD_DIM // 64
@@ -234,30 +265,38 @@ def prefill_hopper_kernel(
     first_token = (tile - first_row // TILE_TOKENS - sequence) * TILE_TOKENS
     seq_len = gl.load(seq_lens + sequence)
     first_position = seq_len - query_len + first_token
+    first_visible = 0
+    if WINDOW > 0:
+        first_visible = gl.maximum(first_position - WINDOW + 1, 0)
+        hidden = first_visible // BLOCK_N * BLOCK_N
+        first_visible, first_position, seq_len = first_visible - hidden, first_position - hidden, seq_len - hidden
     end_key = gl.minimum(first_position + TILE_TOKENS, seq_len)
     first_masked_tile = gl.maximum(gl.minimum(first_position + 1, end_key), 0) // BLOCK_N
     num_tiles = gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, 1)
     # A sequence with one new token belongs to the decode kernel, whatever else is in the batch.
     num_tiles = gl.where((query_len < 2) | (first_token >= query_len), 0, num_tiles)
     block_table = block_tables + sequence.to(gl.int64) * table_stride
+    if WINDOW > 0:
+        block_table += hidden // BLOCK_SIZE
     head_row = kv_head * head_rows
     gl.warp_specialize(
         [
             (_consume, (
                 0, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
-                value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
-                num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-                NUM_STAGES,
+                value_scale, sinks, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len,
+                seq_len, num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M,
+                BLOCK_N, NUM_STAGES, WINDOW, SOFTCAP,
             )),
             (_consume, (
                 1, query, output, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, scale_log2,
-                value_scale, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len, seq_len,
-                num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N,
-                NUM_STAGES,
+                value_scale, sinks, query_token_stride, query_head_stride, kv_head, first_row, first_token, query_len,
+                seq_len, num_tiles, first_masked_tile, GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_M,
+                BLOCK_N, NUM_STAGES, WINDOW, SOFTCAP,
             )),
             (_produce, (
                 pool, key_ring, value_ring, full_keys, full_values, empty_keys, empty_values, block_table, num_tiles,
-                seq_len, head_row, block_rows, value_rows, row_behind, BLOCK_N, BLOCK_SIZE, HALVES, NUM_STAGES,
+                seq_len, first_visible, head_row, block_rows, value_rows, row_behind, BLOCK_N, BLOCK_SIZE, HALVES,
+                NUM_STAGES, WINDOW,
             )),
         ],
         [4, 1],
@@ -282,6 +321,7 @@ def attend_prefill_hopper(
     output: Tensor,
     scale: float,
     value_scale: float | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> None:
     """Compute the output rows of the sequences with two new tokens or more.
 
@@ -301,6 +341,7 @@ def attend_prefill_hopper(
         output,
         scale * LOG2_E,
         value_scale,
+        rules.sinks,
         *query.stride()[:2],
         pool.block_rows,
         pool.head_rows,
@@ -316,5 +357,7 @@ def attend_prefill_hopper(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         NUM_STAGES=NUM_STAGES,
+        WINDOW=rules.window,
+        SOFTCAP=rules.softcap,
         num_warps=4,
     )

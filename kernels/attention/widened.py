@@ -1,6 +1,6 @@
 """Keys and values in e4m3 as float16 for one layer's prefill, where those of all prompts of a step are few.
 
-    WidenedBlocks(block_tables, query_start_loc, seq_lens, max_seq_len, block_size)      once a step
+    WidenedBlocks(block_tables, query_start_loc, seq_lens, max_seq_len, block_size, window)      once a step
         widened.block_tables [S, B]                     of what follows
         widened.caches(key_cache, value_cache) -> two [S * B, Hkv, BS, D] float16; only blocks in use of sequences
                                                   with several new tokens are defined
@@ -43,11 +43,20 @@ class WidenedBlocks:
         return num_sequences * max_seq_len <= MOST_WIDENED_TOKENS
 
     def __init__(
-        self, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, max_seq_len: int, block_size: int
+        self,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        block_size: int,
+        window: int = 0,
     ) -> None:
+        """`window`: blocks that no new token's reaches are not widened either; 0: all are reached."""
         num_blocks = min(triton.cdiv(max_seq_len, block_size), block_tables.shape[1])
         starts = torch.arange(num_blocks, dtype=torch.int32, device=seq_lens.device) * block_size
         is_used = (starts < seq_lens[:, None]) & (query_start_loc.diff() > 1)[:, None]
+        if window:
+            is_used &= starts + block_size > (seq_lens - query_start_loc.diff() - window + 1)[:, None]
         self._block_ids = block_tables[: len(seq_lens), :num_blocks].masked_fill(~is_used, -1).contiguous()
         places = torch.arange(self._block_ids.numel(), dtype=torch.int32, device=seq_lens.device)
         self.block_tables = places.view_as(self._block_ids)

@@ -27,6 +27,7 @@ from kernels.attention.decode import attend_decode
 from kernels.attention.decode_plan import plan_decode
 from kernels.attention.paged_attention import TritonPlan
 from kernels.attention.prefill import attend_prefill
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantise import quantise_groups, quantise_rows
@@ -47,6 +48,9 @@ from tests.kernels.ingredients import ingredients, sources_read
 Compiled = tuple[CompiledKernel, str]  # and what ptxas said of it
 
 TARGET = GPUTarget("cuda", 90, 32)
+# A window as narrow as a tile, so that no loop is without masks; and a wider one with all other rules.
+WINDOWED = ScoreRules(128, sinks=torch.empty(64, dtype=torch.bfloat16, device="meta"))
+CAPPED = ScoreRules(4096, 50.0)
 # name: hidden, query heads, kv heads, head dim, intermediate, layers
 SHAPES = {"smollm2-135m": (576, 9, 3, 64, 1536, 30), "llama-8b": (4096, 32, 8, 128, 14336, 32)}
 
@@ -79,7 +83,11 @@ def compile_only() -> Iterator[list[Compiled]]:
 
 
 def attention(
-    shape: str, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
+    shape: str,
+    dtype: torch.dtype,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
+    rules: ScoreRules = NO_RULES,
 ) -> Callable[[], object]:
     """`kv_dtype`: of the cache; None: that of the queries."""
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
@@ -99,20 +107,24 @@ def attention(
         # Of a cache in e4m3 a few prompts are widened for theirs.
         few = ((8, 8),) if kv_dtype == E4M3 else ()
         for rows, max_query_len in ((num_sequences, 8), (num_sequences, 1), (48, 1), (8, 1), *few):
-            plan = TritonPlan(tables, indices[: rows + 1], indices[:rows], max_query_len, 4096, heads, key_cache)
-            plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True)
+            bounds = max_query_len, 4096
+            batch = tables, indices[: rows + 1], indices[:rows], *bounds, heads, key_cache
+            plan = TritonPlan(*batch, window=rules.window)
+            plan.attend(qkv[:, :heads], key_cache, value_cache, scale, may_start_early=True, rules=rules)
         # Those for every device.
-        shares = plan_decode(*lengths, 4096, heads, head_dim)
+        shares = plan_decode(*lengths, 4096, heads, head_dim, rules.window)
         output = torch.empty(num_tokens, heads, head_dim, dtype=dtype, device="meta")
         caches = (key_cache, value_cache, tables)
-        attend_decode(qkv[:, :heads], *caches, shares, output, scale, True, value_scale)
+        attend_decode(qkv[:, :heads], *caches, shares, output, scale, True, value_scale, rules)
         for max_query_len in (8, 100, 512):  # short, small and large tiles
-            attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale, value_scale)
+            attend_prefill(qkv[:, :heads], *caches, *lengths, output, max_query_len, scale, value_scale, rules)
 
     return launch
 
 
-def attention_in_splits(shape: str, kv_dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+def attention_in_splits(
+    shape: str, kv_dtype: torch.dtype = torch.bfloat16, rules: ScoreRules = NO_RULES
+) -> Callable[[], object]:
     _, heads, kv_heads, head_dim, _, layers = SHAPES[shape]
     pool = torch.empty(4096, layers, 2, kv_heads, 16, head_dim, dtype=kv_dtype, device="meta")
     query = torch.empty(64, heads, head_dim, dtype=torch.bfloat16, device="meta")
@@ -123,8 +135,10 @@ def attention_in_splits(shape: str, kv_dtype: torch.dtype = torch.bfloat16) -> C
         # Without a GPU there is one multiprocessor, which one kv head leaves room for a second program.
         for max_query_len, heads_kept in ((1, 1), (8, kv_heads), (64, kv_heads)):
             caches = (pool[:, 1, 0, :heads_kept], pool[:, 1, 1, :heads_kept])
-            plan = TritonPlan(tables, indices, indices[1:], max_query_len, 4096, heads, caches[0], one_kernel=True)
-            plan.attend(query[:, : heads_kept * heads // kv_heads], *caches, head_dim**-0.5, may_start_early=True)
+            batch = tables, indices, indices[1:], max_query_len, 4096, heads, caches[0]
+            plan = TritonPlan(*batch, one_kernel=True, window=rules.window)
+            kept = query[:, : heads_kept * heads // kv_heads]
+            plan.attend(kept, *caches, head_dim**-0.5, may_start_early=True, rules=rules)
 
     return launch
 
@@ -258,6 +272,9 @@ def main(part: int, num_parts: int) -> None:
         "attention smollm2-135m fp8 kv block 16": attention("smollm2-135m", torch.bfloat16, 16, E4M3),
         "attention llama-8b fp8 kv block 64": attention("llama-8b", torch.bfloat16, 64, E4M3),
         "attention in splits llama-8b fp8 kv": attention_in_splits("llama-8b", E4M3),
+        "attention llama-8b bf16 window and sinks": attention("llama-8b", torch.bfloat16, 16, rules=WINDOWED),
+        "attention llama-8b fp8 kv window and softcap": attention("llama-8b", torch.bfloat16, 16, E4M3, CAPPED),
+        "attention in splits llama-8b bf16 window and sinks": attention_in_splits("llama-8b", rules=WINDOWED),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),

@@ -102,8 +102,9 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         # nothing. 16 warps have 128 registers a thread: 491 against 446 TFLOP/s. Two groups of four warps beside the
         # one that loads have 240, which scores and results of 128 columns fill: 638 against 526.
         large = report["num_warps"] == 16 or "splits" in report["case"]
-        # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160.
-        allowed = {"prefill_kernel": 160 if large else 0, "prefill_hopper_kernel": 160}.get(report["kernel"], 0)
+        # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160. Where a window has a loop of its own 192.
+        most = 192 if "window" in report["case"] else 160
+        allowed = {"prefill_kernel": most if large else 0, "prefill_hopper_kernel": most}.get(report["kernel"], 0)
         assert report["spill_bytes"] <= allowed, report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
 
