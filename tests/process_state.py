@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 
 State = Mapping[str, object]
@@ -30,6 +31,7 @@ def process_state() -> State:
         "gc.get_debug()": gc.get_debug(),
         "gc.get_threshold()": gc.get_threshold(),
         "socket.getdefaulttimeout()": socket.getdefaulttimeout(),
+        "torch.distributed.is_initialized()": _is_in_a_group(),
     }
 
 
@@ -37,6 +39,12 @@ def left_behind(before: State, now: State) -> list[str]:
     """Return what is no longer as it was, a line each."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
+
+
+def _is_in_a_group() -> bool:
+    """Whether this process has joined ranks; it can join one group at a time."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _handler(number: signal.Signals) -> object:

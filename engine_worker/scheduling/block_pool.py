@@ -176,9 +176,9 @@ class BlockPool:
         references = Counter(block_id for block_table in block_tables for block_id in block_table)
         assert references[PADDING_BLOCK_ID] == 0, "the padding block is in a block table"
         assert self._num_references == references.total(), f"{self._num_references} != {references.total()} references"
-        for block in self._blocks:
-            expected = references[block.block_id]
-            assert block.ref_count == expected, f"{block} has {expected} references in the block tables"
+        counts = {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
+        wrong = counts.items() ^ references.items()
+        assert not wrong, f"block ids and references in the block tables or in the pool alone: {sorted(wrong)}"
         free = set(self._free_block_ids)
         assert len(free) == self.num_free_blocks, "a block is in the free list twice"
         assert PADDING_BLOCK_ID not in free, "the padding block is in the free list"

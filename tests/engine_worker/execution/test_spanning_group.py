@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from bench.serving.free_port import free_port
 from engine_worker.execution.load import load_model_runner
@@ -27,6 +29,14 @@ SECONDS = 100.0
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("first") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[None]:
+    """A group that could not load was joined all the same; in a worker its process ends."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def load(model_dir: Path, endpoint: str = "") -> ModelRunner:

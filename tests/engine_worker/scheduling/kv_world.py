@@ -7,6 +7,7 @@ operation and holds the manager's counts against the tables, and every computed 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -17,8 +18,13 @@ from tests.builders import make_sequence
 _GARBAGE = -1
 
 
-def contents(token_ids: Iterable[int]) -> list[int]:
+def contents(token_ids: list[int]) -> list[int]:
     """What the slots of these tokens hold: each depends on all before it."""
+    return _contents(tuple(token_ids))
+
+
+@lru_cache(maxsize=10_000)  # every sequence is looked at after every operation, and one of ten has changed
+def _contents(token_ids: tuple[int, ...]) -> list[int]:
     values, value = [], 0
     for token_id in token_ids:
         value = crc32(token_id.to_bytes(4, "little"), value)
