@@ -33,7 +33,8 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype
-from engine_worker.model.devices import check_kv_dtype, check_shape, check_weight_format, chosen_device
+from engine_worker.model.attention_backend import refuse_attention
+from engine_worker.model.devices import check_kv_dtype, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -72,7 +73,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
     max_model_len = _max_model_len(settings, blueprint.shape)
-    check_shape(blueprint.shape, device.type)
+    refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
 
 

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.model.cpu_attention import CpuAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
-from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
 from kernels.attention.score_rules import NO_RULES, ScoreRules
-from kernels.fp8_kv import UNIT_SCALES, KVScales
+from kernels.fp8_kv import KVScales
 from kernels.scaled import Scaled
 
 
 class CpuDevice:
-    """The state that outlives a step: the layers' views of the KV pool and the memory that attention gathers into."""
+    """The state that outlives a step: attention over the KV pool, and rotary tables in the type of the weights."""
 
     def __init__(
         self,
@@ -34,13 +34,8 @@ class CpuDevice:
     ) -> None:
         """`dtype`: that the model computes in, the pool's unless told. `kv_scales`: of a pool in e4m3, by layer."""
         self.spec = spec
-        self.kv_pool = kv_pool
         self.dtype = dtype or kv_pool.dtype
-        scales = kv_scales or (UNIT_SCALES,) * spec.num_layers
-        self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
-        self.layers = [self.layout.layer(kv_pool[:, layer, 0], scales[layer]) for layer in range(spec.num_layers)]
-        self.buffer = GatherBuffer()
-        self.windows = sorted({attention.window for attention in spec.attentions})
+        self.attention = CpuAttention(spec, kv_pool, self.dtype, kv_scales)
         self._tables: dict[int, Tensor] = {}  # by AttentionWeights.rope_index
 
     def table_of(self, attention: AttentionWeights) -> Tensor:
@@ -57,17 +52,12 @@ class CpuDevice:
 class CpuStep:
     def __init__(self, device: CpuDevice, model_input: ModelInput) -> None:
         spec = device.spec
-        self._layers = device.layers
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
         self._device, self._positions = device, model_input.positions
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
-        self._plans = {window: _plan(device, model_input, window) for window in device.windows}
-        first = next(iter(self._plans.values()))
-        for block_id in first.started_blocks():
-            device.kv_pool[block_id].zero_()
-        self._store_rows = first.store_rows(model_input.slot_mapping)
+        self._plan = device.attention.begin(model_input)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """-> (normed, x + residual). Six operators take 17 us here, F.rms_norm's own twelve 26 us."""
@@ -100,7 +90,7 @@ class CpuStep:
 
     def store(self, qkv: Tensor, layer: int) -> None:
         key_value = qkv[:, self._query_size :].view(len(qkv), -1, self._head_dim)
-        store_kv_cpu(key_value, self._layers[layer], self._store_rows)
+        self._plan.store(key_value, layer)
 
     def _norm_queries_and_keys(self, qkv: Tensor, attention: AttentionWeights) -> None:
         if attention.query_norm is None or attention.key_norm is None:
@@ -124,20 +114,4 @@ class CpuStep:
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
-        query = qkv[:, : self._query_size]
-        if rows is not None and len(rows) == 0:
-            return query[rows]
-        attended = self._plans[rules.window].attend(query, self._layers[layer], scale, rules)
-        return attended if rows is None else attended[rows]
-
-
-def _plan(device: CpuDevice, model_input: ModelInput, window: int) -> PagedAttentionPlan:
-    return PagedAttentionPlan(
-        device.layout,
-        model_input.block_tables,
-        model_input.query_start_loc,
-        model_input.seq_lens,
-        device.dtype,
-        device.buffer,
-        window,
-    )
+        return self._plan.attend(qkv[:, : self._query_size], layer, scale, rules, rows)

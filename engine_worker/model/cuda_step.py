@@ -11,20 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import ModelShape, QkNorm
-from kernels.attention.paged_attention import AttentionPlan, paged_attention
 from kernels.attention.score_rules import NO_RULES, ScoreRules
-from kernels.fp8_kv import UNIT_SCALES, KVScales
+from kernels.fp8_kv import KVScales
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
 from kernels.scaled import Scaled
-
-# Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
-# tokens takes 30 us.
-MAX_WASTED_QUERY_ROWS = 512
 
 
 class CudaDevice:
@@ -38,9 +34,8 @@ class CudaDevice:
         kv_scales: Sequence[KVScales] = (),
     ) -> None:
         """`kv_scales`: of a pool in e4m3, by layer."""
-        self.spec, self.is_deterministic = spec, is_deterministic
-        self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(spec.num_layers)]
-        self.kv_scales = kv_scales or (UNIT_SCALES,) * spec.num_layers
+        self.spec = spec
+        self.attention = CudaAttention(spec, kv_pool, is_deterministic, kv_scales)
         # Of one position, which turns nothing: x * 1 - y * 0 is x.
         self.unrotated = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=1)
         self.unrotated = self.unrotated.to(kv_pool.device)
@@ -53,16 +48,7 @@ class CudaStep:
     def __init__(self, device: CudaDevice, model_input: ModelInput) -> None:
         self._device = device
         self._input = model_input
-        self._plan = AttentionPlan(
-            model_input.block_tables,
-            model_input.query_start_loc,
-            model_input.seq_lens,
-            model_input.max_query_len,
-            model_input.max_seq_len,
-            device.spec.num_heads,
-            device.layers[0][0],
-            one_kernel=device.is_deterministic,
-        )
+        self._plan = device.attention.begin(model_input)
 
     def add_rms_norm_quantised(
         self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
@@ -89,8 +75,8 @@ class CudaStep:
                 query.copy_(self.rms_norm(query, attention.query_norm))
                 key.copy_(self.rms_norm(key, attention.key_norm))
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        caches = self._device.layers[layer]
-        scales, table = self._device.kv_scales[layer], attention.cos_sin_table
+        caches, scales = self._device.attention.layers[layer], self._device.attention.kv_scales[layer]
+        table = attention.cos_sin_table
         rotate_and_store(
             RotaryInput(heads, inputs.positions, table, *caches, inputs.slot_mapping, norms, kv_scales=scales)
         )
@@ -100,7 +86,7 @@ class CudaStep:
         device, inputs = self._device, self._input
         heads = qkv.view(len(qkv), -1, device.spec.head_dim)
         positions = torch.zeros_like(inputs.positions)
-        caches, scales = device.layers[layer], device.kv_scales[layer]
+        caches, scales = device.attention.layers[layer], device.attention.kv_scales[layer]
         rotate_and_store(
             RotaryInput(heads, positions, device.unrotated, *caches, inputs.slot_mapping, kv_scales=scales)
         )
@@ -110,30 +96,4 @@ class CudaStep:
     ) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone, each the last token of a sequence."""
         spec = self._device.spec
-        query = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.num_heads]
-        if rows is not None and len(rows) == 0:
-            return query[rows].flatten(1)
-        if rows is not None and len(qkv) - len(rows) > MAX_WASTED_QUERY_ROWS:
-            return self._attend_last(query[rows], scale, layer, rows).flatten(1)
-        caches, scales = self._device.layers[layer], self._device.kv_scales[layer]
-        attended = self._plan.attend(query, *caches, scale, scales).flatten(1)
-        return attended if rows is None else attended[rows]
-
-    def _attend_last(self, query: Tensor, scale: float, layer: int, rows: Tensor) -> Tensor:
-        """query [N, Hq, D] of the tokens `rows`: as if their sequences decoded."""
-        inputs, device = self._input, self._device
-        sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
-        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=query.device)
-        lengths = inputs.seq_lens[sequences]
-        return paged_attention(
-            query,
-            *device.layers[layer],
-            inputs.block_tables[sequences],
-            starts,
-            lengths,
-            1,
-            inputs.max_seq_len,
-            scale,
-            one_kernel=device.is_deterministic,
-            kv_scales=device.kv_scales[layer],
-        )
+        return self._plan.attend(qkv[:, : spec.num_heads * spec.head_dim], layer, scale, rules, rows)

@@ -59,24 +59,6 @@ def chosen_device(wanted: str, *, has_cuda: bool) -> str:
     return "cuda" if has_cuda else "cpu"
 
 
-def check_shape(shape: ModelShape, device_type: str) -> None:
-    """Raises ValueError with the kernel that does not serve `shape` there. To be asked before weights load."""
-    if device_type != "cuda":
-        return  # its attention is of operators that take any shape
-    from kernels.attention.prefill import MOST_HEAD_DIM  # noqa: PLC0415 - imports triton, which a CPU has not
-
-    if shape.head_dim > MOST_HEAD_DIM or shape.head_dim % 2:
-        raise ValueError(
-            f"--device cuda: prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
-            f"{shape.head_dim} elements. --device cpu serves them"
-        )
-    if any(attention.window or attention.softcap for attention in shape.attentions):
-        raise ValueError(
-            "--device cuda: no attention kernel has the windows or the softcap of this model's layers. --device cpu "
-            "serves them"
-        )
-
-
 def check_weight_format(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where `device` cannot multiply weights of the format `name` beside `dtype`. Starts CUDA."""
     if not name or device.type != "cuda":

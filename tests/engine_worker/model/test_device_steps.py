@@ -4,17 +4,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from engine_worker.model import compiled_step, cuda_step
+from engine_worker.model import compiled_step, cuda_attention
 from engine_worker.model.architectures import spec_from_directory
+from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
-from engine_worker.model.devices import Device, check_shape
+from engine_worker.model.devices import Device
 from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation import linear_method
@@ -29,6 +29,8 @@ from kernels.cpu.library import CpuLibrary
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import NATIVE
 
 BLOCK_SIZE = 8
 CPU = torch.device("cpu")
@@ -75,7 +77,9 @@ def logits_and_pool(
     return [model.forward(model_input, device, look) for model_input in inputs], pool
 
 
-@pytest.mark.parametrize("max_wasted_query_rows", [cuda_step.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"])
+@pytest.mark.parametrize(
+    "max_wasted_query_rows", [cuda_attention.MAX_WASTED_QUERY_ROWS, 0], ids=["all_rows", "last_rows"]
+)
 @pytest.mark.parametrize("device_class", [CpuDevice, compiled_device], ids=["torch", "compiled"])
 def test_both_devices_give_the_same_logits_and_the_same_cache(
     model: Network,
@@ -84,7 +88,7 @@ def test_both_devices_give_the_same_logits_and_the_same_cache(
     max_wasted_query_rows: int,
     device_class: Callable[..., Device],
 ) -> None:
-    monkeypatch.setattr(cuda_step, "MAX_WASTED_QUERY_ROWS", max_wasted_query_rows)
+    monkeypatch.setattr(cuda_attention, "MAX_WASTED_QUERY_ROWS", max_wasted_query_rows)
     cpu_logits, cpu_pool = logits_and_pool(model, device_class)
     cuda_logits, cuda_pool = logits_and_pool(cuda_model, CudaDevice)
     assert [len(logits) for logits in cpu_logits] == [0, 1, 2]
@@ -101,20 +105,34 @@ def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
     shape = replace(spec_from_directory(write_model(tmp_path)).layers[0].attention, head_dim=head_dim)
     spec = spec_from_directory(tmp_path)
     spec = replace(spec, layers=(replace(spec.layers[0], attention=shape),))
-    check_shape(spec, "cpu")
+    refuse_attention(spec.attentions, "bfloat16", "cpu")
     refused = pytest.raises(ValueError, match=f"prefill_kernel serves heads .* up to 128; this model's have {head_dim}")
     with nullcontext() if is_served else refused:
-        check_shape(spec, "cuda")
+        refuse_attention(spec.attentions, "bfloat16", "cuda")
 
 
-@pytest.mark.parametrize("rule", [{"window": 8}, {"softcap": 30.0}])
-def test_rules_of_scores_that_no_kernel_knows_are_refused(rule: dict[str, Any], tmp_path: Path) -> None:
-    spec = spec_from_directory(write_model(tmp_path))
-    last = replace(spec.layers[-1], attention=replace(spec.layers[-1].attention, **rule))
-    spec = replace(spec, layers=(*spec.layers[:-1], last))
-    check_shape(spec, "cpu")
-    with pytest.raises(ValueError, match="windows or the softcap of this model's layers"):
-        check_shape(spec, "cuda")
+RULED = ["mistral with a window", "gemma2", "gemma3_text", "smollm3 with windows"]
+
+
+@pytest.mark.parametrize("device_class", [CpuDevice, compiled_device], ids=["torch", "compiled"])
+@pytest.mark.parametrize("name", RULED)
+def test_windows_caps_and_gates_are_the_same_on_all_devices(
+    name: str, device_class: Callable[..., Device], tmp_path: Path
+) -> None:
+    directory = write_family(tmp_path, NATIVE[name])
+    weights = SafetensorsWeights(directory, CPU, torch.float32, lambda share, detail: None)
+    spec = spec_from_directory(directory)
+    assert {attention.window for attention in spec.attentions} - {0}
+    # Windows end within the prompt of 30 tokens, in blocks of 8.
+    shorter = [replace(each.attention, window=min(each.attention.window, 11)) for each in spec.layers]
+    layers = [replace(each, attention=attention) for each, attention in zip(spec.layers, shorter, strict=True)]
+    short = replace(spec, layers=tuple(layers))
+    on_cpu, cpu_pool = logits_and_pool(Network(short, weights, max_len=256), device_class)
+    as_on_cuda = Network(short, weights, max_len=256, method=linear_method(DENSE, "cuda"))
+    on_cuda, cuda_pool = logits_and_pool(as_on_cuda, CudaDevice)
+    for ours, theirs in zip(on_cpu, on_cuda, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(cpu_pool, cuda_pool, atol=2e-4, rtol=1e-4)
 
 
 def test_the_last_layer_ends_with_the_tokens_whose_logits_are_wanted(

@@ -199,7 +199,7 @@ def test_scales_of_keys_and_values_are_the_checkpoints(layout: str, expected: KV
     shape = kv_layout(network.spec, BLOCK_SIZE, "float8_e4m3fn")
     device = network.attach(torch.zeros(shape.pool_shape(shape.groups[0], 5)).to(FP8))
     assert isinstance(device, CpuDevice)
-    assert [layer.scales for layer in device.layers] == [expected] * NUM_LAYERS
+    assert [layer.scales for layer in device.attention.layers] == [expected] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])

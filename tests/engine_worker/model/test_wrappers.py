@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.preflight import check_files
 from shared.model_files import read_model_files, text_part
 from tests.builders import make_request
@@ -18,10 +19,16 @@ VISION = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16,
 }  # fmt: skip
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+}  # fmt: skip
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3 of mistral": ("mistral3", {"model_type": "mistral", "sliding_window": None}),
     "llava of qwen2": ("llava", {"model_type": "qwen2"}),
+    "gemma3 of gemma3_text": ("gemma3", {"model_type": "gemma3_text", "sliding_window": 9}),
 }
+VISIONS = {"gemma3": SIGLIP}
 # As published checkpoints have it; transformers 5 writes some of them so, and some as its classes are.
 NAMES: dict[str, dict[str, str]] = {
     "inside": {"model.language_model.": "model.language_model.", "lm_head.": "lm_head."},
@@ -42,7 +49,10 @@ def renamed(name: str, names: dict[str, str]) -> str:
 def test_the_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_path: Path) -> None:
     model_type, changes = TEXTS[which]
     config = AutoConfig.for_model(
-        model_type, text_config={**TINY, **changes}, vision_config=VISION, tie_word_embeddings=False
+        model_type,
+        text_config={**TINY, **changes},
+        vision_config=VISIONS.get(model_type, VISION),
+        tie_word_embeddings=False,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -60,6 +70,20 @@ def test_the_language_model_of_a_wrapper_is_served(which: str, names: str, tmp_p
         logits = model(input_ids=torch.tensor([prompt + outputs["p"][:-1]])).logits[0, -20:]
     shortfalls = logits.amax(-1) - logits.gather(1, torch.tensor(outputs["p"])[:, None])[:, 0]
     assert max(shortfalls.tolist()) < FP32_MARGIN
+
+
+def test_what_published_files_leave_to_their_class_is_known() -> None:
+    """Files of Gemma 3 4B say neither how many tokens nor how many heads there are."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34,
+             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    found = text_part({"model_type": "gemma3", "text_config": inner})
+    assert (found["vocab_size"], found["max_position_embeddings"]) == (262_208, 131_072)
+    spec = spec_from_json(found, {})
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.tie_word_embeddings) == (8, 4, 256, True)
+    assert [attention.window for attention in spec.attentions[:7]] == [1024] * 5 + [0, 1024]
+    ropes = [attention.rope for attention in spec.attentions[4:6]]
+    assert [rope.theta for rope in ropes] == [10_000.0, 1_000_000.0]
+    assert ropes[0].scaling is None and ropes[1].scaling is not None and ropes[1].scaling.factor == 8.0
 
 
 def test_what_holds_for_the_whole_is_not_lost() -> None:

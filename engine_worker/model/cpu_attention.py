@@ -1,0 +1,67 @@
+"""Attention on a CPU by torch's operators, where no C++ kernel serves: one plan of kernels/attention/cpu.py a window.
+
+cpu_step.py stores keys and values through it and attends. It knows no network, no sequence and no sampling.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import AttentionSpec, ModelShape
+from kernels.attention.cpu import CacheLayout, GatherBuffer, PagedAttentionPlan, store_kv_cpu
+from kernels.attention.score_rules import ScoreRules
+from kernels.fp8_kv import UNIT_SCALES, KVScales
+
+
+class CpuAttention:
+    """The layers' views of the KV pool, and the memory that every step gathers into."""
+
+    def __init__(self, shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, kv_scales: Sequence[KVScales]) -> None:
+        scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
+        self.kv_pool, self.dtype = kv_pool, dtype
+        self.layout = CacheLayout.of(kv_pool[:, 0, 0], kv_pool[:, 0, 1])
+        self.layers = [self.layout.layer(kv_pool[:, layer, 0], scales[layer]) for layer in range(shape.num_layers)]
+        self.windows = sorted({spec.window for spec in shape.attentions})
+        self.buffer = GatherBuffer()
+
+    @staticmethod
+    def supports(spec: AttentionSpec, dtype: str) -> str:
+        return ""  # its operators take any shape and every rule
+
+    def begin(self, model_input: ModelInput) -> "CpuAttentionPlan":
+        return CpuAttentionPlan(self, model_input)
+
+
+class CpuAttentionPlan:
+    def __init__(self, attention: CpuAttention, model_input: ModelInput) -> None:
+        """Blocks that the step begins are zeroed."""
+        self._layers = attention.layers
+        self._plans = {window: _plan(attention, model_input, window) for window in attention.windows}
+        first = next(iter(self._plans.values()))
+        for block_id in first.started_blocks():
+            attention.kv_pool[block_id].zero_()
+        self._store_rows = first.store_rows(model_input.slot_mapping)
+
+    def store(self, key_value: Tensor, layer: int) -> None:
+        """key_value [T, 2 * Hkv, D]: each token's keys, then its values."""
+        store_kv_cpu(key_value, self._layers[layer], self._store_rows)
+
+    def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
+        if rows is not None and len(rows) == 0:
+            return query[rows]
+        attended = self._plans[rules.window].attend(query, self._layers[layer], scale, rules)
+        return attended if rows is None else attended[rows]
+
+
+def _plan(attention: CpuAttention, model_input: ModelInput, window: int) -> PagedAttentionPlan:
+    return PagedAttentionPlan(
+        attention.layout,
+        model_input.block_tables,
+        model_input.query_start_loc,
+        model_input.seq_lens,
+        attention.dtype,
+        attention.buffer,
+        window,
+    )

@@ -1,0 +1,92 @@
+"""Attention on CUDA: the kernels of kernels/attention, planned once a step for every window of the layers.
+
+cuda_step.py attends through it, captured or not. It knows no network, no sequence and no sampling.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import AttentionSpec, ModelShape
+from kernels.attention.paged_attention import AttentionPlan, paged_attention
+from kernels.attention.prefill import MOST_HEAD_DIM
+from kernels.attention.score_rules import ScoreRules
+from kernels.fp8_kv import UNIT_SCALES, KVScales
+
+# Picking tokens out takes four kernels of 4.5 us, among others (profile of `bench engine-cases`); attention of 1,024
+# tokens takes 30 us.
+MAX_WASTED_QUERY_ROWS = 512
+
+
+class CudaAttention:
+    """The layers' views of the KV pool. `is_deterministic`: one kernel whose rows do not depend on their batch."""
+
+    def __init__(
+        self, shape: ModelShape, kv_pool: Tensor, is_deterministic: bool = False, kv_scales: Sequence[KVScales] = ()
+    ) -> None:
+        """`kv_scales`: of a pool in e4m3, by layer."""
+        self.num_heads, self.head_dim, self.is_deterministic = shape.num_heads, shape.head_dim, is_deterministic
+        self.layers = [(kv_pool[:, layer, 0], kv_pool[:, layer, 1]) for layer in range(shape.num_layers)]
+        self.kv_scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
+        self.windows = sorted({spec.window for spec in shape.attentions})
+
+    @staticmethod
+    def supports(spec: AttentionSpec, dtype: str) -> str:
+        if spec.head_dim > MOST_HEAD_DIM or spec.head_dim % 2:
+            return (
+                f"prefill_kernel serves heads of an even size up to {MOST_HEAD_DIM}; this model's have "
+                f"{spec.head_dim} elements"
+            )
+        return ""
+
+    def begin(self, model_input: ModelInput) -> "CudaAttentionPlan":
+        return CudaAttentionPlan(self, model_input)
+
+
+class CudaAttentionPlan:
+    def __init__(self, attention: CudaAttention, model_input: ModelInput) -> None:
+        self._attention, self._input = attention, model_input
+        self._plan = AttentionPlan(
+            model_input.block_tables,
+            model_input.query_start_loc,
+            model_input.seq_lens,
+            model_input.max_query_len,
+            model_input.max_seq_len,
+            attention.num_heads,
+            attention.layers[0][0],
+            one_kernel=attention.is_deterministic,
+            windows=attention.windows,
+        )
+
+    def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
+        """query [T, Hq * D], rows perhaps strided; `rows`: each the last token of a sequence."""
+        attention = self._attention
+        heads: Tensor = query.view(len(query), attention.num_heads, attention.head_dim)
+        if rows is not None and len(rows) == 0:
+            return heads[rows].flatten(1)
+        if rows is not None and len(heads) - len(rows) > MAX_WASTED_QUERY_ROWS:
+            return self._attend_last(heads[rows], layer, scale, rules, rows).flatten(1)
+        caches, scales = attention.layers[layer], attention.kv_scales[layer]
+        attended = self._plan.attend(heads, *caches, scale, scales, rules).flatten(1)
+        return attended if rows is None else attended[rows]
+
+    def _attend_last(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor) -> Tensor:
+        """query [N, Hq, D] of the tokens `rows`: as if their sequences decoded."""
+        inputs, attention = self._input, self._attention
+        sequences = torch.searchsorted(inputs.query_start_loc, rows.int(), right=True) - 1
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=query.device)
+        return paged_attention(
+            query,
+            *attention.layers[layer],
+            inputs.block_tables[sequences],
+            starts,
+            inputs.seq_lens[sequences],
+            1,
+            inputs.max_seq_len,
+            scale,
+            one_kernel=attention.is_deterministic,
+            kv_scales=attention.kv_scales[layer],
+            rules=rules,
+        )
