@@ -1,4 +1,7 @@
-"""The C++ kernels of a step against torch's operators, and that a row's bits do not depend on its neighbours."""
+"""The C++ kernels of a step against torch's operators, and that a row's bits do not depend on its neighbours.
+
+AVX-512's run on any machine that has SIMDe.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +15,30 @@ from torch import Tensor
 from kernels.attention.paged_attention import paged_attention_reference
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.library import CpuLibrary, InstructionSet, cpu_library
 from kernels.cpu.step import DTYPES, StepKernels, served_instruction_sets
+from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
 # Of results of up to 4: float32 adds in another order; bfloat16 rounds the result once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
+@pytest.fixture(scope="module", params=["this processor", "AVX-512 by SIMDe"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
     try:
-        return cpu_library()
+        found = cpu_library()
     except NoLibrary as error:
         pytest.skip(f"no C++ kernels here: {error}")
+    if request.param == "this processor":
+        return found
+    if InstructionSet.AVX512_VNNI in found.instruction_sets:
+        pytest.skip("this processor has AVX-512 itself")
+    return EmulatedLibrary(emulated("step_avx512.cpp", tmp_path_factory.mktemp("simde")))
 
 
 def kernels_of(library: CpuLibrary, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[StepKernels]:
-    """One for each instruction set of this processor."""
+    """One for each instruction set of the processor."""
     sets = served_instruction_sets(library, head_dim)
     return [StepKernels(library, head_dim, dtype, kv_dtype, instruction_set) for instruction_set in sets]
 
