@@ -126,7 +126,7 @@ class Recovery:
 
     async def _replay(self, stream: ResponseStream, epoch: int, stored: Any, journal: Any) -> None:
         try:
-            answer = await self._archive.decoded(stream.request, stored, journal)
+            answer = await self._archive.decoded(stream.request, stored, journal, stream.num_known)
             if stream.epoch != epoch:
                 return  # that journal is no more
             is_behind = stream.is_behind  # by what was heard meanwhile

@@ -3,7 +3,7 @@
 A takeover's last step here, and the way in of who reads a kept answer. It knows no client and no format.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -36,10 +36,10 @@ class RequestArchive:
         ]
 
     async def decoded(
-        self, request: GenerationRequest, stored: Any, journal: Any
+        self, request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
     ) -> tuple[list[StoredChoice], TerminalEvent | None]:
         """As stored_answer(), long ones beside the event loop. Raises FormatError."""
-        work = partial(stored_answer, request, stored, journal)
+        work = partial(stored_answer, request, stored, journal, known)
         return await self.decode(request.tenant, _length_of(journal), work)
 
     async def decode(self, key: Hashable, num_bytes: int, decode: Callable[[], _Decoded]) -> _Decoded:

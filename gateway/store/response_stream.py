@@ -148,7 +148,12 @@ class ResponseStream(AsyncIterator[StreamEvent]):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(choice.tokens) for choice in self._choices)
+        return sum(self.num_known)
+
+    @property
+    def num_known(self) -> list[int]:
+        """Tokens of each choice."""
+        return [len(choice.tokens) for choice in self._choices]
 
     @property
     def has_ended(self) -> bool:

@@ -44,13 +44,14 @@ def is_missing(stored: Any) -> bool:
 
 
 def stored_answer(
-    request: GenerationRequest, stored: Any, journal: Any
+    request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
 ) -> tuple[list[StoredChoice], TerminalEvent | None]:
-    """`stored`: state and terminal event, or the server's error; `journal`: its bytes, None, or the error."""
+    """`stored`: state and terminal event, or the server's error; `journal`: its bytes, None, or the error; `known`: as
+    journal_choices() has it."""
     for reply in (stored, journal):
         if isinstance(reply, Exception):
             raise FormatError(str(reply)) from reply
-    choices = journal_choices(journal or b"", request.sampling.n)
+    choices = journal_choices(journal or b"", request.sampling.n, known)
     if stored[0] != b"done":
         return choices, None
     terminal = decode_terminal_event(stored[1] or b"")

@@ -21,6 +21,7 @@ from shared.messages import (
     GenerationRequest,
     JournalExtras,
     JournalFrame,
+    PromptLogprobs,
     SamplingParams,
     StoredChoice,
     TokenEvent,
@@ -119,6 +120,35 @@ def test_log_probabilities_survive_the_wire_and_keep_their_index():
     frames = [JournalFrame(0, [1]), JournalFrame(1, [3, 5], JournalExtras(SCORED)), JournalFrame(3, [6])]
     (choice,) = journal_choices(b"".join(map(encode, frames)), 1)
     assert choice == StoredChoice([1, 3, 5, 6], logprobs={1: SCORED[0], 2: SCORED[1]})
+
+
+def test_log_probabilities_of_known_tokens_are_not_told_again():
+    prompt = PromptLogprobs(1, SCORED[:1])
+    frames = [
+        JournalFrame(0, [], JournalExtras(prompt_logprobs=prompt)),
+        JournalFrame(0, [1, 3], JournalExtras(SCORED)),
+        JournalFrame(0, [2], JournalExtras(SCORED[:1]), 1),
+        JournalFrame(2, [4, 5], JournalExtras(SCORED)),
+    ]
+    data = b"".join(map(encode, frames))
+    first, second = {0: SCORED[0], 1: SCORED[1]}, {2: SCORED[0], 3: SCORED[1]}
+    for known, told in {
+        (): (first | second, 1),
+        (1,): (first | second, 1),
+        (2, 0): (second, 1),
+        (3, 1): (second, 0),
+    }.items():
+        choices = journal_choices(data, 2, known)
+        assert [choice.token_ids for choice in choices] == [[1, 3, 4, 5], [2]]
+        assert (choices[0].logprobs, len(choices[1].logprobs)) == told
+        assert choices[0].prompt_logprobs == {1: SCORED[0]}
+    assert [choice.logprobs for choice in journal_choices(data, 2, (4, 1))] == [{}, {}]
+
+
+@pytest.mark.parametrize("end", [b"\xdd\xff\xff\xff\xff", b"\x92\x00\xdd\x00\x10\x00\x01\x01", b"\xdf\xff\xff\xff\xff"])
+def test_what_promises_more_than_a_frame_may_have_is_no_cut_frame(end):
+    with pytest.raises(FormatError, match="exceeds max_"):
+        decode_journal(JOURNAL + end)
 
 
 def test_log_probabilities_of_other_tokens_are_refused():

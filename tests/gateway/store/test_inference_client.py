@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgpack
 import pytest
 
 from gateway.store.inference_client import InferenceClient, QueueFull, StoreUnavailable
@@ -150,6 +151,17 @@ class TestStream:
         end = await worker.finish("a", 1)
         assert await rest(stream) == ([5], end)
         assert client.counts.num_bad_messages == 3
+
+    async def test_what_its_reader_has_is_not_decoded_again(self, client, worker, connections, keys):
+        stream = await start(client, worker)
+        await worker.emit("a", 0, 5, 6)
+        assert await rest_until(stream, 2) == [5, 6]
+        unreadable = msgpack.packb([0, [5, 6], {"logprobs": "of tokens that were read"}])
+        await connections.commands.set(keys.journal("a"), unreadable)
+        await worker.emit("a", 2, 7, heard=False)
+        end = await worker.finish("a", 3)
+        assert await rest(stream) == ([7], end)
+        assert client.counts.num_journal_reads > 0
 
     @pytest.mark.parametrize("what", ["journal", "journal type", "request type", "end", "end of another"])
     async def test_an_unreadable_answer_ends_alone_with_an_error(self, client, worker, connections, keys, what):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ async def test_long_journals_are_decoded_beside_the_event_loop(monkeypatch: pyte
     threads: dict[str, int] = {}
     may_end = threading.Event()
 
-    def decode(request: GenerationRequest, stored: Any, journal: bytes) -> str:
+    def decode(request: GenerationRequest, stored: Any, journal: bytes, known: Sequence[int]) -> str:
         threads[f"{request.tenant}{len(journal) > INLINE_BYTES}"] = threading.get_ident()
         if request.tenant == "slow":
             may_end.wait()
