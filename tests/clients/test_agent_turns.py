@@ -22,7 +22,7 @@ class Answer(BaseModel):
     is_sunny: bool
 
 
-@pytest.mark.timeout(300)  # three answers of a model on one thread, beside whatever else runs
+@pytest.mark.timeout(600)  # three answers of a model on one thread, beside whatever else runs
 def test_each_turn_calls_or_answers(served: Served) -> None:
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages: list[Any] = [{"role": "user", "content": "Is it sunny in Rome? Look it up."}]

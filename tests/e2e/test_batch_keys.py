@@ -13,7 +13,7 @@ from tests.e2e.batch_load import WORKER, begun, check_results
 from tests.e2e.fleet import Fleet, running_fleet
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 NUM_LINES = 300
 KEY = "k" * 20
 

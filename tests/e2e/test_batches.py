@@ -12,7 +12,7 @@ from tests.e2e.batch_load import NUM_LINES, begun, chats, check_results, client_
 from tests.e2e.fleet import Api, Fleet, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

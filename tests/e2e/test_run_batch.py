@@ -12,7 +12,7 @@ from tests.e2e.batch_load import batch_lines, chats, check_results, start_worker
 from tests.e2e.fleet import Api, Fleet, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 NUM_LINES = 600
 
 

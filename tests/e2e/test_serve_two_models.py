@@ -12,7 +12,7 @@ from tests.engine_worker.execution.reference import write_model
 from tests.tiny_model import VOCAB_SIZE, write_tiny_model
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="finds workers by their command lines, as on Linux"),
 ]
 

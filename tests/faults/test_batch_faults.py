@@ -10,7 +10,7 @@ from tests.e2e.batch_load import WORKER_FLAGS, begun, check_results, client_at
 from tests.faults.site import Site, running_site
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 NUM_LINES = 300
 SILENCE_SECONDS = 1.0  # of the store
 

@@ -17,7 +17,7 @@ from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import Site, running_site
 from tests.faults.stream_client import StreamClient
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 SEED = 11
 STALL_SECONDS = 2
 # The longest name; it is in every event, so that a stream of six choices is 6 MB: more than the kernel takes for a

@@ -16,7 +16,7 @@ from tests.faults.mixed_requests import MixedRequest, RequestMix
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import Answer, StreamClient, empty_answer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 SEED = 21
 PATIENCE_SECONDS = 60.0
 SILENCE_SECONDS = 1.0  # after which a client gives a connection up

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.mix import is_whole, run_mix
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 async def test_a_minute_of_random_faults_changes_no_answer(demo_model_dir: Path, tmp_path: Path) -> None:

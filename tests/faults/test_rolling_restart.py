@@ -12,7 +12,7 @@ from tests.faults.mixed_requests import RequestMix
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import StreamClient
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 SEED = 5
 NUM_CLIENTS = 8
 

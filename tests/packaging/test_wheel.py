@@ -31,7 +31,7 @@ SHAPE = {
 }  # fmt: skip
 SMALL = ["--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-bytes", "64M", "--num-threads", "1"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def tracked(*folders: str) -> list[str]:

@@ -13,7 +13,7 @@ from tests.tiny_model import IM_END
 NUM_SCHEMAS = 200
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_answer_is_of_its_schema(tmp_path: Path) -> None:
     directory = write_model_of_words(tmp_path / "tiny", max_position_embeddings=4096, num_hidden_layers=1)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -44,7 +44,7 @@ def test_tokens_that_are_one_value_in_bfloat16_are_two() -> None:
     assert logits.argmax() == 1 and logits[0, 0] < logits[0, 1]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("dtype", "isa"),
     [("float32", "DEFAULT"), ("bfloat16", "DEFAULT"), ("bfloat16", "AVX512_CORE_BF16")],

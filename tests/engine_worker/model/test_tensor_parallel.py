@@ -131,7 +131,7 @@ def read_and_greedy(
     return weights.read_bytes, tokens
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_model_dir: Path) -> None:
     """Nine heads divide by three. The checkpoint is read once, but for what all ranks have: the embedding and norms."""
     prompt = [1, 504, 3575, 282, 4649, 314]  # "<|im_start|>The capital of France is"

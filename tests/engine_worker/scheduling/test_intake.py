@@ -14,7 +14,7 @@ from engine_worker.scheduling.intake import Intake
 from shared.messages import GenerationRequest
 from tests.builders import FakeModelRunner, make_engine, make_request
 
-pytestmark = pytest.mark.timeout(300)  # long histories
+pytestmark = pytest.mark.timeout(600)  # long histories
 
 Claim = Callable[[Engine, deque[GenerationRequest]], list[GenerationRequest]]
 BUDGET, SEATS, BLOCKS = 128, 16, 1600

@@ -83,7 +83,7 @@ class KVMachine(RuleBasedStateMachine):
             self.world.check()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_short_history_breaks_the_counts_or_a_content() -> None:
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
@@ -94,7 +94,7 @@ def test_no_short_history_breaks_the_counts_or_a_content() -> None:
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_hundred_thousand_operations_break_nothing(cached: bool) -> None:
     worlds = [run_random_operations(seed, NUM_OPERATIONS // 2, cached=cached) for seed in range(NUM_SEEDS)]

@@ -30,7 +30,7 @@ from tests.builders import (
     run_to_end,
 )
 
-pytestmark = pytest.mark.timeout(300)  # long histories
+pytestmark = pytest.mark.timeout(600)  # long histories
 
 NUM_SEEDS = 100
 NUM_REQUESTS = 40

@@ -208,7 +208,7 @@ def test_text_without_a_call_is_content_to_the_letter(name: str, text: str) -> N
         "bare, arguments first", "bare and deep", "bare, a text", "bare, open arrays", "white space",
     ],
 )  # fmt: skip
-@pytest.mark.timeout(300)  # eleven times up to a second of work: not for `make quick`
+@pytest.mark.timeout(600)  # eleven times up to a second of work: not for `make quick`
 def test_no_text_of_a_model_takes_long(text: str) -> None:
     """2 s for what takes 0.2 s on an idle core, and minutes if each piece is read or copied again for the next."""
     parser, parts = calls_of_offered("hermes", ["f"]), list[Any]()

@@ -92,7 +92,7 @@ def parse_or_refuse(parse: Callable[[bytes], CompletionRequest], body: bytes) ->
         assert len(error.message) < 500
 
 
-@pytest.mark.timeout(300)  # bodies of 2 MiB: not for `make quick`
+@pytest.mark.timeout(600)  # bodies of 2 MiB: not for `make quick`
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_shape_of_a_body_takes_long(shape: str) -> None:
     for parse in (parse_chat, parse_completion):
