@@ -44,13 +44,20 @@ SHORT_TILES, SMALL_TILES, LARGE_TILES = (
 )
 
 
-# Tiles of more lanes do not fit: with 256 the small ones want 262,144 bytes of shared memory of the 232,448 that a
-# program has on sm_90, the short ones spill, and of the large ones ptxas makes nothing.
-MOST_HEAD_DIM = 128
+# Of heads of more than 128 elements: results of 128 rows take half of all registers, keys and values of three tiles
+# more shared memory (262,144 bytes) than a program has on sm_90 (232,448), and 256 rows no compiler fits.
+# Over a cache in e4m3 tiles of 64 keys spill 340 bytes, of 32 keys 100.
+WIDE_TILES, WIDE_FP8_TILES = PrefillConfig(128, 64, 8, 2), PrefillConfig(128, 32, 8, 2)
+MOST_HEAD_DIM = 256
 
 
 def prefill_config(
-    dtype: torch.dtype, num_rows: int, max_rows: int, num_multiprocessors: int, is_fp8: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    num_rows: int,
+    max_rows: int,
+    num_multiprocessors: int,
+    is_fp8: bool = False,
 ) -> PrefillConfig:
     """`num_rows`, `max_rows`: new tokens times query heads a kv head, of all sequences and heads, and of the longest.
 
@@ -60,7 +67,9 @@ def prefill_config(
     Not over a cache in e4m3: what is converted needs registers that 16 warps have not, and spills 800 bytes."""
     if dtype == torch.float32:
         # For tests and debugging: 32 rows, or 64 keys, already spill at D 128 with the three products of tf32x3.
-        return PrefillConfig(16, 32, 4, 2)
+        return PrefillConfig(16, 32 if head_dim <= 128 else 16, 4, 2)
+    if head_dim > 128:
+        return WIDE_FP8_TILES if is_fp8 else WIDE_TILES
     if max_rows <= SHORT_TILES.block_m:
         return SHORT_TILES
     fills = not is_fp8 and 2 * num_rows >= 3 * num_multiprocessors * LARGE_TILES.block_m
@@ -296,7 +305,8 @@ def attend_prefill(
     """Compute the output rows of the sequences with two new tokens or more. `value_scale`: of values in e4m3."""
     num_rows, max_rows = query.shape[0] * query.shape[1], max_query_len * (query.shape[1] // key_cache.shape[1])
     is_fp8 = value_scale is not None
-    config = prefill_config(query.dtype, num_rows, max_rows, num_multiprocessors(query.device), is_fp8)
+    processors = num_multiprocessors(query.device)
+    config = prefill_config(query.dtype, query.shape[2], num_rows, max_rows, processors, is_fp8)
     caches, lengths = (key_cache, value_cache, block_tables), (query_start_loc, seq_lens)
     launch_prefill(query, *caches, *lengths, output, scale, config, SplitPrefill(least_query_len=2), value_scale, rules)
 

@@ -53,6 +53,7 @@ WINDOWED = ScoreRules(128, sinks=torch.empty(64, dtype=torch.bfloat16, device="m
 CAPPED = ScoreRules(4096, 50.0)
 # name: hidden, query heads, kv heads, head dim, intermediate, layers
 SHAPES = {"smollm2-135m": (576, 9, 3, 64, 1536, 30), "llama-8b": (4096, 32, 8, 128, 14336, 32)}
+SHAPES["gemma3-4b"] = (2560, 8, 4, 256, 10240, 34)
 
 
 @contextlib.contextmanager
@@ -275,6 +276,8 @@ def main(part: int, num_parts: int) -> None:
         "attention llama-8b bf16 window and sinks": attention("llama-8b", torch.bfloat16, 16, rules=WINDOWED),
         "attention llama-8b fp8 kv window and softcap": attention("llama-8b", torch.bfloat16, 16, E4M3, CAPPED),
         "attention in splits llama-8b bf16 window and sinks": attention_in_splits("llama-8b", rules=WINDOWED),
+        "attention gemma3-4b bf16 wide heads": attention("gemma3-4b", torch.bfloat16, 16),
+        "attention gemma3-4b fp8 kv wide heads": attention("gemma3-4b", torch.bfloat16, 16, E4M3, ScoreRules(1024)),
         "sampling llama-8b bf16": sampling(128_256, torch.bfloat16),
         "sampling smollm2-135m fp32": sampling(49_152, torch.float32),
         "tokens llama-8b bf16": token_kernels("llama-8b", torch.bfloat16),

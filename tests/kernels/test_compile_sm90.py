@@ -101,7 +101,8 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         # What they spill lies outside their loops over keys without masks, and they are faster than tiles that spill
         # nothing. 16 warps have 128 registers a thread: 491 against 446 TFLOP/s. Two groups of four warps beside the
         # one that loads have 240, which scores and results of 128 columns fill: 638 against 526.
-        large = report["num_warps"] == 16 or "splits" in report["case"]
+        # Of heads of 256 over a cache in e4m3 results and what is converted take them all, too.
+        large = report["num_warps"] == 16 or "splits" in report["case"] or "fp8 kv wide" in report["case"]
         # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160. Where a window has a loop of its own 192.
         most = 192 if "window" in report["case"] else 160
         allowed = {"prefill_kernel": most if large else 0, "prefill_hopper_kernel": most}.get(report["kernel"], 0)
@@ -109,7 +110,7 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
 
 
-@pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64)])
+@pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64), ("gemma3-4b", 128)])
 def test_decode_pipelines_its_loads_and_two_programs_fit_an_sm(
     reports: list[Report], shape: str, head_dim: int
 ) -> None:
@@ -156,7 +157,7 @@ def test_prefill_on_hopper_leaves_loading_to_tma(reports: list[Report], shape: s
         assert report["num_warps"] == 12, report
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m"])
+@pytest.mark.parametrize("shape", ["llama-8b", "smollm2-135m", "gemma3-4b"])
 def test_prefill_uses_the_warp_group_products(reports: list[Report], shape: str) -> None:
     for report in of(reports, "prefill_kernel", shape):
         assert report["wgmma"] > 0 and report["mma"] == 0, report

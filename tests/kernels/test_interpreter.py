@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 INTERPRETED = Path(__file__).parent / "interpreted"
 END_SECONDS = 1200  # 25 CPU seconds each, or fewer
 # Those of many seconds have processes of their own. The others together take less than a process takes to import torch.
-LONG = ("test_paged_attention", "test_paged_attention_shares", "test_sampling")
+LONG = ("test_paged_attention", "test_paged_attention_shares", "test_sampling", "test_score_rules")
 FILES = {name: [INTERPRETED / f"{name}.py"] for name in LONG}
 FILES["the others"] = sorted(file for file in INTERPRETED.glob("test_*.py") if file.stem not in LONG)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.attention.prefill import LARGE_TILES, SMALL_TILES, PrefillConfig, prefill_config
+from kernels.attention.prefill import LARGE_TILES, SMALL_TILES, WIDE_TILES, PrefillConfig, prefill_config
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,9 @@ from kernels.attention.prefill import LARGE_TILES, SMALL_TILES, PrefillConfig, p
     ],
 )
 def test_large_tiles_where_they_fill_the_gpu(lengths: list[int], tiles: PrefillConfig) -> None:
-    assert prefill_config(torch.bfloat16, sum(lengths) * 32, max(lengths) * 4, 132) == tiles
+    assert prefill_config(torch.bfloat16, 128, sum(lengths) * 32, max(lengths) * 4, 132) == tiles
+
+
+@pytest.mark.parametrize("num_tokens", [2, 16, 8192])
+def test_wide_heads_have_tiles_that_fit(num_tokens: int) -> None:
+    assert prefill_config(torch.bfloat16, 256, num_tokens * 8, num_tokens * 2, 132) == WIDE_TILES

@@ -98,7 +98,9 @@ def test_both_devices_give_the_same_logits_and_the_same_cache(
     torch.testing.assert_close(cpu_pool, cuda_pool, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, False)])
+@pytest.mark.parametrize(
+    ("head_dim", "is_served"), [(64, True), (80, True), (96, True), (128, True), (256, True), (512, False)]
+)
 def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
     head_dim: int, is_served: bool, tmp_path: Path
 ) -> None:
@@ -106,7 +108,7 @@ def test_heads_that_a_kernel_cannot_take_are_refused_by_its_name(
     spec = spec_from_directory(tmp_path)
     spec = replace(spec, layers=(replace(spec.layers[0], attention=shape),))
     refuse_attention(spec.attentions, "bfloat16", "cpu")
-    refused = pytest.raises(ValueError, match=f"prefill_kernel serves heads .* up to 128; this model's have {head_dim}")
+    refused = pytest.raises(ValueError, match=f"prefill_kernel serves heads .* up to 256; this model's have {head_dim}")
     with nullcontext() if is_served else refused:
         refuse_attention(spec.attentions, "bfloat16", "cuda")
 

@@ -42,7 +42,7 @@ def test_a_mixed_batch_equals_the_dequantised_reference(block_size: int, dtype: 
     assert_exact(batch, paged_attention_triton(**vars(batch)))
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (80, 1), (96, 7)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (80, 1), (96, 7), (256, 2)])
 def test_other_heads(head_dim: int, group: int) -> None:
     batch = build([(70, 1), (3, 20), (130, 1)], 16, torch.float16, head_dim, group)
     assert_exact(batch, paged_attention_triton(**vars(batch)))

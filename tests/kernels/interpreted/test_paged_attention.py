@@ -58,10 +58,16 @@ def test_any_ragged_batch_equals_the_reference(
     assert_exact(batch, attend(batch))
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 80, 96])
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 160, 256])
 def test_head_dims_that_are_no_tile_width_are_padded(head_dim: int) -> None:
     batch = build(HeadShape(4, 2, head_dim), 16, [(70, 1), (3, 20)])
     assert_exact(batch, attend(batch))
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+def test_wide_heads_in_half_precision(one_kernel: bool) -> None:
+    batch = build(HeadShape(4, 1, 256), 16, [(300, 1), (70, 40)], torch.float16)
+    assert_exact(batch, paged_attention_triton(**vars(batch), one_kernel=one_kernel))
 
 
 def test_decode_rows_split_over_their_keys_equal_the_reference() -> None:
