@@ -25,12 +25,11 @@ from kernels.attention.score_rules import ScoreRules
 from kernels.fp8_kv import KVScales
 
 SCALES = KVScales(key=0.75, value=1.5)
-# Narrower than a block, of a tile, unaligned, wider than most sequences; all of them with blocks released behind.
-WINDOWS = (5, 128, 1000, 4096)
-SHAPES = {"64 x 8 x 64": HeadShape(64, 8, 64), "32 x 8 x 128": HeadShape(32, 8, 128), "9 x 3 x 64": HeadShape(9, 3, 64)}
+# Query heads, kv heads, elements of a head: of gpt-oss, Llama-3.1-8B, SmolLM2 and Gemma 3.
+G8, G4, G3, WIDE = HeadShape(64, 8, 64), HeadShape(32, 8, 128), HeadShape(9, 3, 64), HeadShape(8, 4, 256)
 CASES = {
     "mixed": MIXED,
-    "decode": [(977 * i, 1) for i in range(30)],
+    "decode": [(977 * i, 1) for i in range(12)],
     "decode 1": [(20_000, 1)],
     "prefill": [(0, 700), (3000, 130), (64, 64), (5000, 2)],
 }
@@ -80,18 +79,25 @@ def check_chunks_with_rules(heads: HeadShape, rules: ScoreRules, dtype: torch.dt
 
 
 def score_rules_checks() -> dict[str, Check]:
-    checks: dict[str, Check] = {}
-    sinks = torch.linspace(-9, 9, 64)
-    for name, heads in SHAPES.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            told = f"{name} {str(dtype).removeprefix('torch.')}"
-            for window in WINDOWS:
-                checks[f"rules window {window}, {told}"] = check_rules(heads, ScoreRules(window), 16, dtype)
-            every = ScoreRules(200, 30.0, sinks)
-            checks[f"rules softcap, {told}"] = check_rules(heads, ScoreRules(0, 30.0), 16, dtype)
-            checks[f"rules sinks, {told}"] = check_rules(heads, ScoreRules(sinks=sinks), 16, dtype)
-            for block_size in (8, 64, 128):
-                checks[f"rules all, {told} block {block_size}"] = check_rules(heads, every, block_size, dtype)
-            checks[f"rules all, fp8 kv {told}"] = check_rules(heads, every, 16, dtype, SCALES)
-            checks[f"rules chunks, {told}"] = check_chunks_with_rules(heads, every, dtype)
+    """Each value of a window or a softcap is compiled for, so there are few of them."""
+    sinks, bf16 = torch.linspace(-9, 9, 64), torch.bfloat16
+    every = ScoreRules(200, 30.0, sinks)
+    checks = {
+        "rules none, wide heads": check_rules(WIDE, ScoreRules(), 16, bf16),
+        "rules none, wide heads fp8 kv": check_rules(WIDE, ScoreRules(), 16, bf16, SCALES),
+        # Narrower than a block; of a tile, with sinks; wider than a split.
+        "rules window 5, group 4 block 64": check_rules(G4, ScoreRules(5), 64, bf16),
+        "rules window 128 and sinks, group 8": check_rules(G8, ScoreRules(128, sinks=sinks), 16, bf16),
+        "rules window 4096, group 4": check_rules(G4, ScoreRules(4096), 16, bf16),
+        "rules softcap, group 4": check_rules(G4, ScoreRules(softcap=50.0), 16, bf16),
+        "rules sinks, group 3": check_rules(G3, ScoreRules(sinks=sinks), 16, bf16),
+        "rules all, group 4 float16": check_rules(G4, every, 16, torch.float16),
+        "rules all, group 4 fp8 kv": check_rules(G4, every, 16, bf16, SCALES),
+        "rules all, wide heads fp8 kv": check_rules(WIDE, every, 16, bf16, SCALES),
+    }
+    for name, heads in {"group 8": G8, "group 4": G4, "group 3": G3, "wide heads": WIDE}.items():
+        checks[f"rules all, {name}"] = check_rules(heads, every, 16, bf16)
+        checks[f"rules chunks, {name}"] = check_chunks_with_rules(heads, every, bf16)
+    for block_size in (8, 128):
+        checks[f"rules all, group 4 block {block_size}"] = check_rules(G4, every, block_size, bf16)
     return checks

@@ -103,8 +103,8 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         # one that loads have 240, which scores and results of 128 columns fill: 638 against 526.
         # Of heads of 256 over a cache in e4m3 results and what is converted take them all, too.
         large = report["num_warps"] == 16 or "splits" in report["case"] or "fp8 kv wide" in report["case"]
-        # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160. Where a window has a loop of its own 192.
-        most = 192 if "window" in report["case"] else 160
+        # Over a cache in e4m3 no tiles have 16 warps, and splits spill 160. Where a window has a loop of its own 208.
+        most = 208 if "window" in report["case"] else 160
         allowed = {"prefill_kernel": most if large else 0, "prefill_hopper_kernel": most}.get(report["kernel"], 0)
         assert report["spill_bytes"] <= allowed, report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
