@@ -1,4 +1,4 @@
-"""The C++ kernels of a step beside its matrix products: attention, norms, rotation with the KV store, the gate.
+"""The C++ kernels of a step beside its matrix products: attention, norms, rotation with the KV store.
 
     StepKernels(library, head_dim, dtype, kv_dtype)   for tensors of these types, on this processor's instruction set
     kernels.begin(pool, inputs...)                    -> StepArguments, which the calls of all layers share
@@ -23,7 +23,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # A part of a prompt that a thread attends for: more rows read a widened tile of keys more often, fewer share better.
 _ROWS_OF_AN_ITEM = 64
 _WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements of a vector, which divide a head's
-_SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
+SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 
 
 class _Step(Structure):
@@ -49,7 +49,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (
         c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int,
     ),
-    "silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int, c_int),
 }  # fmt: skip
 
 
@@ -87,7 +86,7 @@ class StepKernels:
             raise ValueError(f"{dtype} beside a KV cache in {kv_dtype}; the C++ kernels take float32 and bfloat16")
         self.dtype = dtype
         self._types = DTYPES[dtype], DTYPES[kv_dtype]
-        suffix = _SUFFIXES[instruction_set or served[-1]]
+        suffix = SUFFIXES[instruction_set or served[-1]]
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library.functions, f"pagestream_{name}_{suffix}")
             function.argtypes, function.restype = list(arguments), None
@@ -97,7 +96,6 @@ class StepKernels:
     _rotate_and_store: Any
     _add_rms_norm: Any
     _rms_norm: Any
-    _silu_and_mul: Any
 
     def begin(
         self,
@@ -188,14 +186,6 @@ class StepKernels:
             out.data_ptr(), out.stride(0), num_threads(), self._types[0],
         )  # fmt: skip
         return out
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[N, 2 * I] -> silu of the first half times the second, [N, I]."""
-        assert gate_up.is_contiguous() and gate_up.dtype == self.dtype
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty(rows, size, dtype=self.dtype)
-        self._silu_and_mul(gate_up.data_ptr(), rows, size, output.data_ptr(), num_threads(), self._types[0])
-        return output
 
 
 def _items(starts: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:

@@ -103,9 +103,14 @@ void rotate_and_store(const Step& step, void* qkv, const float* cos_sin, void* p
     }
 }
 
-// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]
+inline Vec sigmoid_input(Vec x, bool is_gelu) {
+    const Vec cube = times(times(times(x, x), x), splat(0.044715f));
+    return is_gelu ? times(x + cube, splat(1.5957691216057308f)) : x;  // 2 * sqrt(2 / pi)
+}
+
+// gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]; or gelu by tanh, which is x * sigmoid(2 * u).
 template <typename T>
-void silu_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output, int num_threads) {
+void gate_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output, int is_gelu, int num_threads) {
     num_threads = threads_for(rows * size, num_threads);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
     for (int64_t row = 0; row < rows; row++) {
@@ -113,12 +118,14 @@ void silu_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output,
         T* to = (T*)output + row * size;
         int64_t i = 0;
         for (; i + WIDTH <= size; i += WIDTH) {
-            const Vec x = load(gate + i);
-            store(to + i, times(x / (splat(1.0f) + exponential(splat(0.0f) - x)), load(up + i)));
+            const Vec x = load(gate + i), input = sigmoid_input(x, is_gelu);
+            store(to + i, times(x / (splat(1.0f) + exponential(splat(0.0f) - input)), load(up + i)));
         }
         for (; i < size; i++) {
+            float input[WIDTH];
             const float x = widened(gate[i]);
-            narrow(to + i, x / (1.0f + exponential(-x)) * widened(up[i]));
+            store(input, sigmoid_input(splat(x), is_gelu));
+            narrow(to + i, x / (1.0f + exponential(-input[0])) * widened(up[i]));
         }
     }
 }

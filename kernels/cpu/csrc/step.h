@@ -1,6 +1,7 @@
 // The functions that a step calls, for the instruction set that this is compiled for: NAME(f) is f and its suffix.
 //
 // `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16.
+#include "dense.h"
 #include "processor.h"
 #include "rows.h"
 
@@ -32,7 +33,22 @@ PAGESTREAM_EXPORT void NAME(pagestream_rms_norm)(
     BY_TYPE(dtype, rms_norm, x, weight, eps, tokens, stride, parts, size, normed, normed_stride, num_threads);
 }
 
-PAGESTREAM_EXPORT void NAME(pagestream_silu_and_mul)(
-    const void* gate_up, int64_t rows, int64_t size, void* output, int num_threads, int dtype) {
-    BY_TYPE(dtype, silu_and_mul, gate_up, rows, size, output, num_threads);
+PAGESTREAM_EXPORT void NAME(pagestream_gate_and_mul)(
+    const void* gate_up, int64_t rows, int64_t size, void* output, int is_gelu, int num_threads, int dtype) {
+    BY_TYPE(dtype, gate_and_mul, gate_up, rows, size, output, is_gelu, num_threads);
+}
+
+// Outputs of a panel; a packed weight has as many as its panels.
+PAGESTREAM_EXPORT int64_t NAME(pagestream_dense_panel)() { return PANEL; }
+
+PAGESTREAM_EXPORT void NAME(pagestream_pack_dense)(
+    const void* weight, int64_t outputs, int64_t inputs, void* packed, int num_threads, int dtype, int packed_dtype) {
+    BY_TYPES(dtype, packed_dtype, pack_dense, weight, outputs, inputs, packed, num_threads);
+}
+
+// `dtype` is that of the packed weight, `output_dtype` that of the output; inputs and bias are float32.
+PAGESTREAM_EXPORT void NAME(pagestream_multiply_dense)(
+    const float* x, int64_t rows, const void* packed, const float* bias, int64_t outputs, int64_t inputs,
+    void* output, int num_threads, int dtype, int output_dtype) {
+    BY_TYPES(dtype, output_dtype, multiply_dense, x, rows, packed, bias, outputs, inputs, output, num_threads);
 }

@@ -203,19 +203,6 @@ def test_norms_are_those_of_torch_row_by_row(library: CpuLibrary, size: int, dty
         assert torch.equal(alone, normed[7:8])
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("size", [8, 20, 1536])
-def test_the_gate_is_that_of_torch_row_by_row(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
-    gate_up = torch.randn(40, 2 * size, generator=torch.Generator().manual_seed(size)).mul_(4).to(dtype)
-    gate_up[0, 0], gate_up[1, 0] = -1e4, 1e4
-    gate, up = gate_up.float().chunk(2, dim=1)
-    for kernels in kernels_of(library, 64, dtype, dtype):
-        gated = kernels.silu_and_mul(gate_up)
-        tolerance = TOLERANCES[dtype]
-        torch.testing.assert_close(gated.float(), torch.nn.functional.silu(gate) * up, atol=tolerance, rtol=tolerance)
-        assert torch.equal(kernels.silu_and_mul(gate_up[7:8]), gated[7:8])
-
-
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, sequences(), st.booleans())
 def test_queries_and_keys_turn_and_are_stored(

@@ -1,0 +1,98 @@
+"""On a CPU a row's bits are its own: logits of a network alone, among others, decoded, and in chunks of a prompt."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from engine_worker.model.architectures import spec_from_json
+from engine_worker.model.compiled_step import CompiledDevice, step_kernels
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.network import Network
+from engine_worker.model.quantisation.dense_cpu import rows_are_independent
+from engine_worker.model.weights import RandomWeights
+from kernels.cpu.build import NoLibrary
+
+BLOCK_SIZE, LONGEST, NUM_SEQUENCES = 8, 160, 64
+BATCHES = (1, 2, 3, 5, 6, 7, 9, 16, 33, 64)
+CHUNKS = (0, 1, 7, 40, 104, 150)
+
+
+class Engine:
+    """A network of two layers and the KV of many sequences."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        shape = {
+            "model_type": "qwen3", "vocab_size": 300, "hidden_size": 72, "intermediate_size": 100, "head_dim": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True,
+            "max_position_embeddings": LONGEST, "dtype": "bfloat16",
+        }  # fmt: skip
+        spec = spec_from_json(shape, {"eos_token_id": 2})
+        torch.manual_seed(0)
+        self.model = Network(spec, RandomWeights(torch.device("cpu"), dtype), LONGEST)
+        blocks = LONGEST // BLOCK_SIZE
+        self.tables = (1 + torch.randperm(NUM_SEQUENCES * blocks)).view(NUM_SEQUENCES, blocks)
+        pool = torch.zeros(1 + NUM_SEQUENCES * blocks, 2, 2, 2, BLOCK_SIZE, 24, dtype=dtype)
+        self.device = self.model.attach(pool)
+        self.tokens = torch.randint(300, (NUM_SEQUENCES, LONGEST))
+
+    def logits(self, *pieces: tuple[int, int, int]) -> torch.Tensor:
+        """Of the last token of each piece (sequence, first token, end)."""
+        owners = torch.cat([torch.full((end - first,), sequence) for sequence, first, end in pieces])
+        positions = torch.cat([torch.arange(first, end) for _, first, end in pieces])
+        lengths = torch.tensor([end - first for _, first, end in pieces])
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        blocks = self.tables[owners, positions // BLOCK_SIZE]
+        step = ModelInput(
+            token_ids=self.tokens[owners, positions],
+            positions=positions,
+            slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            query_start_loc=starts.int(),
+            seq_lens=torch.tensor([end for _, _, end in pieces], dtype=torch.int32),
+            block_tables=self.tables[[sequence for sequence, _, _ in pieces]].int(),
+            logits_indices=starts[1:] - 1,
+            max_query_len=int(lengths.max()),
+            max_seq_len=max(end for _, _, end in pieces),
+        )
+        return self.model.forward(step, self.device)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    engine = Engine(request.param)
+    try:
+        step_kernels(engine.model.spec, request.param, request.param)
+    except NoLibrary as error:
+        pytest.skip(f"rows depend on their batch without the C++ kernels: {error}")
+    assert isinstance(engine.device, CompiledDevice)
+    return engine
+
+
+def test_a_sequence_decodes_alike_in_any_batch(engine: Engine) -> None:
+    lengths = [1 + 37 * sequence % (LONGEST - 1) for sequence in range(NUM_SEQUENCES)]
+    engine.logits(*((sequence, 0, length) for sequence, length in enumerate(lengths)))
+    step = sorted(((sequence, n, n + 1) for sequence, n in enumerate(lengths)), key=lambda piece: piece[2])
+    together = engine.logits(*step)
+    for size in BATCHES:
+        assert torch.equal(engine.logits(*step[:size]), together[:size]), size
+    for number in (5, 40, 63):
+        assert torch.equal(engine.logits(step[number]), together[number : number + 1])
+
+
+def test_a_prompt_has_the_same_bits_in_any_chunks_and_decoded(engine: Engine) -> None:
+    whole = engine.logits((0, 0, CHUNKS[-1]))
+    for first, end in pairwise(CHUNKS):
+        in_chunks = engine.logits((1, 0, 50), (0, first, end))[1:]
+    assert torch.equal(in_chunks, whole)
+    assert torch.equal(engine.logits((0, CHUNKS[-1] - 1, CHUNKS[-1])), whole)
+
+
+def test_rows_that_depend_on_their_number_are_found() -> None:
+    def by_number(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x * (1.0 if len(x) > 2 else 1.0 + 2.0**-20)
+
+    def alone(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x * 2.0
+
+    assert rows_are_independent(alone, 24, torch.float32)
+    assert not rows_are_independent(by_number, 24, torch.float32)
