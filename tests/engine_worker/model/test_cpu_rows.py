@@ -37,7 +37,7 @@ class Engine:
         self.tokens = torch.randint(300, (NUM_SEQUENCES, LONGEST))
 
     def logits(self, *pieces: tuple[int, int, int]) -> torch.Tensor:
-        """Of the last token of each piece (sequence, first token, end)."""
+        """Return those of the last token of each piece (sequence, first token, end)."""
         owners = torch.cat([torch.full((end - first,), sequence) for sequence, first, end in pieces])
         positions = torch.cat([torch.arange(first, end) for _, first, end in pieces])
         lengths = torch.tensor([end - first for _, first, end in pieces])

@@ -38,7 +38,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def kernels_of(library: CpuLibrary, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[StepKernels]:
-    """One for each instruction set of the processor."""
+    """Return one for each instruction set of this processor."""
     sets = served_instruction_sets(library, head_dim)
     return [StepKernels(library, head_dim, dtype, kv_dtype, instruction_set) for instruction_set in sets]
 
