@@ -7,22 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.build import NoLibrary
 from kernels.cpu.dense import DenseProduct, gate_and_mul
-from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.library import CpuLibrary
 from kernels.cpu.step import DTYPES
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
 # Sums of 100 products in another order; or one rounding of a result of up to 16.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-4}
-
-
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
-    try:
-        return cpu_library()
-    except NoLibrary as error:
-        pytest.skip(f"no C++ kernels here: {error}")
 
 
 @dataclass(frozen=True)

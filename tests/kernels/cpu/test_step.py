@@ -14,27 +14,12 @@ from torch import Tensor
 
 from kernels.attention.paged_attention import paged_attention_reference
 from kernels.attention.score_rules import NO_RULES, ScoreRules
-from kernels.cpu.build import NoLibrary
-from kernels.cpu.library import CpuLibrary, InstructionSet, cpu_library
+from kernels.cpu.library import CpuLibrary
 from kernels.cpu.step import DTYPES, StepKernels, served_instruction_sets
-from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
 # Of results of up to 4: float32 adds in another order; bfloat16 rounds the result once.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-
-
-@pytest.fixture(scope="module", params=["this processor", "AVX-512 by SIMDe"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
-    try:
-        found = cpu_library()
-    except NoLibrary as error:
-        pytest.skip(f"no C++ kernels here: {error}")
-    if request.param == "this processor":
-        return found
-    if InstructionSet.AVX512_VNNI in found.instruction_sets:
-        pytest.skip("this processor has AVX-512 itself")
-    return EmulatedLibrary(emulated("step_avx512.cpp", tmp_path_factory.mktemp("simde")))
 
 
 def kernels_of(library: CpuLibrary, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[StepKernels]:
