@@ -19,6 +19,10 @@ from pagestream.served_models import ServedModel, files_folder
 # Every worker that any `serve` runs is called so: what one of them left in the embedded store is known to be orphaned.
 WORKER_ID_PREFIX = "serve"
 
+# Threads of a product that wait for each other sleep, unless the user's environment says otherwise: spinning, two that
+# share a core with others spent over ten times as long waiting for each other (OpenMP reads it when it is loaded).
+_THREADS = {"OMP_WAIT_POLICY": "passive"}
+
 
 def worker_base_id(fleet_id: str, number: int, life: int) -> str:
     """The id of one life of one worker; its incarnations append `.0`, `.1`, ..."""
@@ -88,7 +92,7 @@ class ChildCommands:
         sizes = [model.tensor_parallel_size for model in self._models for _ in range(model.num_workers)]
         gpus = visible_gpus(os.environ)
         links = nvlinks(gpus) if max(sizes) > 1 else ()
-        return environ_of_worker(groups_of_gpus(sizes, gpus, links)[number], os.environ, gpus)
+        return _THREADS | environ_of_worker(groups_of_gpus(sizes, gpus, links)[number], os.environ, gpus)
 
     def _command(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ

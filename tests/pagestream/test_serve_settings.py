@@ -101,6 +101,17 @@ def test_no_command_line_shows_the_stores_password() -> None:
     assert not [word for word in words if "hidden" in word]
 
 
+@pytest.mark.parametrize(("told", "expected"), [(None, "passive"), ("active", "active")])
+def test_a_workers_threads_wait_asleep_unless_told_otherwise(
+    told: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", told)
+    worker = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "u").worker(ONE[0], 0, "id")
+    assert worker.environ is not None and worker.environ["OMP_WAIT_POLICY"] == expected
+
+
 def test_several_workers_share_the_cores_unless_told_otherwise() -> None:
     many = [model(num_workers=63), model("other")]
     shared = ChildCommands(ServeSettings(), PassedFlags((), ()), None, many, "u").worker(many[0], 3, "id")
