@@ -1,6 +1,7 @@
 """python -m engine_worker.convert_gguf SOURCE.gguf TARGET_DIR: from GGUF to a Hugging Face style model directory.
 
-TARGET_DIR gets config.json, generation_config.json, model.safetensors and the tokenizer; it appears whole or not
+TARGET_DIR gets config.json, generation_config.json, model.safetensors, the tokenizer, and stored_blocks.safetensors
+where the file has blocks that a CPU multiplies as they are; it appears whole or not
 at all (written beside it, then renamed). Needs no torch, so it runs before anything else is set up. What cannot be
 converted faithfully is refused with a ValueError. Knows the layout of the directory; engine_worker/gguf knows its
 contents.
@@ -18,6 +19,7 @@ from typing import Any
 
 from engine_worker.gguf.config import generation_config, model_config
 from engine_worker.gguf.metadata import ConversionError, GgufFile, architecture_of
+from engine_worker.gguf.stored_blocks import write_stored_blocks
 from engine_worker.gguf.tokenizer import tokenizer, tokenizer_config
 from engine_worker.gguf.weights import tensors_of, write_safetensors
 from engine_worker.model.architectures import gguf_family_of, spec_from_json
@@ -52,6 +54,7 @@ def convert(source: Path, target: Path, report: Report) -> None:
         _write_json(work / "config.json", config)
         _write_json(work / "generation_config.json", generation_config(file, config))
         write_safetensors(tensors, config["torch_dtype"], work / "model.safetensors", report_weights)
+        write_stored_blocks(tensors, work)
         work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

@@ -14,7 +14,7 @@ from pagestream.directories import cache_directory
 from pagestream.file_lock import file_lock
 from pagestream.phases import PhaseReport
 
-CONVERTER_VERSION = 2  # raise it when the converter writes something else from the same file
+CONVERTER_VERSION = 3  # raise it when the converter writes something else from the same file
 _FINGERPRINT_BYTES = 2**20
 _PROGRESS_LINE = re.compile(r"convert +(\d+)% +[\d.]+ s +(.*)")
 

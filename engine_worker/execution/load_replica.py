@@ -34,7 +34,7 @@ from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.model.attention_backend import refuse_attention
-from engine_worker.model.devices import check_kv_dtype, check_weight_format, chosen_device
+from engine_worker.model.devices import check_kv_dtype, check_quantization, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
@@ -69,6 +69,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
     device = _device(settings, rank)
+    check_quantization(settings.quantization, device.type)
     settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")

@@ -59,6 +59,12 @@ def chosen_device(wanted: str, *, has_cuda: bool) -> str:
     return "cuda" if has_cuda else "cpu"
 
 
+def check_quantization(quantization: str, device_type: str) -> None:
+    """Raises ValueError where weights are asked for that the device does not multiply."""
+    if quantization in {"int8", "as-stored"} and device_type != "cpu":
+        raise ValueError(f"--quantization {quantization}: for a CPU; on {device_type}: auto, none, fp8")
+
+
 def check_weight_format(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where `device` cannot multiply weights of the format `name` beside `dtype`. Starts CUDA."""
     if not name or device.type != "cuda":

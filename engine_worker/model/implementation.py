@@ -13,7 +13,7 @@ from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_b
 from engine_worker.model.quantisation_config import refuse_quantised
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
-from engine_worker.model.weight_format import chosen_format
+from engine_worker.model.weight_format import STORED_BLOCKS, chosen_format
 from shared.model_files import read_model_files
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class NativeBlueprint:
         from engine_worker.model.quantisation import linear_method  # noqa: PLC0415
         from engine_worker.model.weights import ShardedWeights  # noqa: PLC0415
 
+        if self.shape.quantisation.blocks:
+            raise ValueError("--quantization as-stored: blocks are not divided among ranks; int8, auto and none are")
         spec = sharded(self.shape, ranks.rank, ranks.size)
         stored = linear_method(spec.quantisation, weights.device.type, is_deterministic)
         method = ParallelMethod(stored, ranks, spec.vocab_size, is_deterministic)
@@ -80,10 +82,11 @@ class NativeBlueprint:
 def blueprint_from_directory(directory: Path, wanted: str = "auto", quantization: str = "auto") -> "Blueprint":
     """Raises ValueError with what config.json has that is not served.
 
-    `wanted`: auto, native or transformers; `quantization`: auto, none or fp8.
+    `wanted`: auto, native or transformers; `quantization`: auto, none, fp8, int8 or as-stored.
     """
     files = read_model_files(directory)
-    return blueprint(files.config, files.generation, wanted, quantization)
+    blocks = directory / STORED_BLOCKS
+    return blueprint(files.config, files.generation, wanted, quantization, blocks if blocks.is_file() else None)
 
 
 def is_native(config: Mapping[str, Any], wanted: str) -> bool:
@@ -91,11 +94,15 @@ def is_native(config: Mapping[str, Any], wanted: str) -> bool:
 
 
 def blueprint(
-    config: Mapping[str, Any], generation: Mapping[str, Any], wanted: str = "auto", quantization: str = "auto"
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    wanted: str = "auto",
+    quantization: str = "auto",
+    blocks: Path | None = None,
 ) -> "Blueprint":
     if is_native(config, wanted):
         spec = spec_from_json(config, generation)
-        return NativeBlueprint(replace(spec, quantisation=chosen_format(spec.quantisation, quantization)))
+        return NativeBlueprint(replace(spec, quantisation=chosen_format(spec.quantisation, quantization, blocks)))
     from engine_worker.model.transformers_backend.network import TransformersBlueprint  # noqa: PLC0415 - takes seconds
 
     refuse_quantised(config, quantization)

@@ -137,7 +137,8 @@ class Network:
         last_norm = NormShape(spec.hidden_size, spec.norm_eps, ranks, spec.norm_offset)
         self._norm = last_norm.weight(weights.get(names.norm, (spec.hidden_size,)))
         self._embedding_scale = _embedding_scale(spec, self.dtype)
-        self._head = method.head(self._head_weight(weights))
+        name = names.embedding if spec.tie_word_embeddings else names.head
+        self._head = method.head(self._head_weight(weights), name)
         self._kv_scales = read_kv_scales(weights, spec)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:

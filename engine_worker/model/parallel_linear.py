@@ -56,8 +56,8 @@ class ParallelMethod:
         partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # it is added once
         return ReducedOver(self._method.load(partial, source), self._all_reduce)
 
-    def head(self, weight: Tensor) -> Head:
+    def head(self, weight: Tensor, name: str) -> Head:
         """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""
         missing = padded_head_rows(self._vocab_size, self._ranks.size) - len(weight)
         padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        return VocabParallelHead(self._method.head(padded), self._ranks, self._vocab_size)
+        return VocabParallelHead(self._method.head(padded, name), self._ranks, self._vocab_size)

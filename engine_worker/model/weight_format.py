@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 
 # The tensors beside a product's `weight`, as they are called here; checkpoint.py knows what else they are called.
 WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"
@@ -53,6 +54,8 @@ class WeightFormat:
     ignored: tuple[str, ...] = ()  # patterns, as above
     is_online: bool = False  # the checkpoint has 16 or 32 bits; weights are quantised while they load
     is_dequantised: bool = False  # while they load, whatever the device multiplies
+    in_groups: bool = False  # 4 and 8 bits, with scales for groups of 32 inputs: on a CPU
+    blocks: Path | None = None  # of these: the file that has them; None where they are quantised while loading
 
     def scheme_of(self, module: str) -> Fp8Scheme | None:
         """`module`: the name of a product in the checkpoint, without `.weight`. None: it has 16 or 32 bits."""
@@ -79,10 +82,27 @@ DENSE = WeightFormat()
 ONLINE = WeightFormat(
     name="fp8, quantised while loading", groups=(FormatGroup(scheme=Fp8Scheme(per=ScalePer.ROW)),), is_online=True
 )
+INT8 = WeightFormat(name="int8 in groups of 32, quantised while loading", in_groups=True)
+AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
+STORED_BLOCKS = "stored_blocks.safetensors"  # beside the dequantised weights of a GGUF file
 
 
-def chosen_format(stored: WeightFormat, quantization: str) -> WeightFormat:
-    """The format that a model is served in. `stored`: its checkpoint's; `quantization`: auto, none or fp8."""
+def chosen_format(stored: WeightFormat, quantization: str, blocks: Path | None = None) -> WeightFormat:
+    """The format that a model is served in. `stored`: its checkpoint's; `quantization`: as `--quantization`.
+
+    `blocks`: the file of stored blocks, if there is one. Raises ValueError where the checkpoint has not what is asked.
+    """
+    if quantization == "as-stored" and blocks is None:
+        raise ValueError(
+            f"--quantization as-stored: the model has no {STORED_BLOCKS}, which conversion makes of a GGUF file in "
+            "Q4_0, Q4_1 or Q8_0; --quantization int8 quantises other weights while loading"
+        )
+    if quantization == "as-stored":
+        return replace(AS_STORED, blocks=blocks)
+    if quantization == "int8" and stored.groups:
+        raise ValueError(f"--quantization int8: the checkpoint has {stored.name}; auto and none are accepted")
+    if quantization == "int8":
+        return INT8
     if quantization == "none" and stored.groups:
         return replace(stored, is_dequantised=True)
     return ONLINE if quantization == "fp8" and not stored.groups else stored

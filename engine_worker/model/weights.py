@@ -44,6 +44,9 @@ class WeightSource(Protocol):
     def keep_as(self, handed_out: int, kept: int) -> None:
         """Tell that of the bytes handed out `handed_out` were made into `kept` bytes."""
 
+    def leave(self, name: str) -> None:
+        """Tell that a tensor is not read, for another file has it."""
+
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """`ignored`: patterns of names that may be left over."""
 
@@ -82,6 +85,9 @@ class SafetensorsWeights:
 
     def keep_as(self, handed_out: int, kept: int) -> None:
         self.loaded_bytes += kept - handed_out
+
+    def leave(self, name: str) -> None:
+        self._unused.discard(name)
 
     def _read(self, stored: StoredTensor, part: Part | None) -> Tensor:
         """Only the bytes that are asked for leave the disk: the files are mapped."""
@@ -129,6 +135,9 @@ class ShardedWeights:
     def keep_as(self, handed_out: int, kept: int) -> None:
         self._source.keep_as(handed_out, kept)
 
+    def leave(self, name: str) -> None:
+        self._source.leave(name)
+
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         elsewhere = [f"^{re.escape(name)}$" for name, part in self._parts.items() if part == NOTHING]
         self._source.check_all_used((*ignored, *elsewhere))
@@ -147,6 +156,9 @@ class RandomWeights:
 
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         """There is nothing that could be left over."""
+
+    def leave(self, name: str) -> None:
+        """There is no tensor before it is asked for."""
 
     def keep_as(self, handed_out: int, kept: int) -> None:
         self.loaded_bytes += kept - handed_out

@@ -40,6 +40,13 @@ class GroupFormat(IntEnum):
     INT4_MINIMUM = 2  # scale * quant + minimum
 
 
+class Gate(IntEnum):
+    """Activations of a gate; the values are csrc/linear_weight.h's."""
+
+    SILU = 1
+    GELU_TANH = 2
+
+
 @dataclass(frozen=True)
 class GroupedWeight:
     """[N, K] in groups; K is a multiple of 32, or the last group ends with zeros that no input belongs to."""
@@ -101,12 +108,12 @@ class _LinearWeight(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("format", ctypes.c_int32),
-        ("is_gated", ctypes.c_int32),
+        ("gate", ctypes.c_int32),
     )
 
 
 class PackedLinear:
-    """x [T, inputs] -> [T, outputs]; gated: silu(x @ gate) * (x @ up), [T, outputs / 2].
+    """x [T, inputs] -> [T, outputs]; gated: activation(x @ gate) * (x @ up), [T, outputs / 2].
 
     A row's numbers depend on the row alone. One that holds NaN or an infinity has outputs of NaN.
     """
@@ -123,13 +130,13 @@ class PackedLinear:
         """`product`: one of linear_products(), the fastest unless told. Raises NoLibrary where there is none."""
         self._product = product or fastest_product()
         self.outputs, self._width = len(weight), len(weight) // 2 if is_gated else len(weight)
-        self.inputs = inputs
+        self.inputs, self._is_gated = inputs, is_gated
         self._tensors = _packed(weight, is_gated)  # kept: the structure has their addresses
         self._bias = None if bias is None else bias.float().contiguous()
         quants, scales, minima = self._tensors
         self._weight = _LinearWeight(
             address(quants), address(scales), address(minima), address(self._bias),
-            len(weight), inputs, weight.format, is_gated,
+            len(weight), inputs, weight.format, 0,
         )  # fmt: skip
         self._address = ctypes.addressof(self._weight)
 
@@ -137,13 +144,14 @@ class PackedLinear:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`x` of bfloat16 or float32, its rows dense; `out` of either, too, of x's unless given."""
+    def __call__(self, x: Tensor, out: Tensor | None = None, gate: Gate = Gate.SILU) -> Tensor:
+        """`x` and `out` of bfloat16 or float32; `out` of x's unless given. `gate`: of a gated product."""
         if x.stride(1) != 1:
             x = x.contiguous()
         if out is None:
             out = torch.empty((len(x), self._width), dtype=x.dtype)
         assert x.shape[1] == self.inputs and out.shape == (len(x), self._width) and out.stride(1) == 1
+        self._weight.gate = gate if self._is_gated else 0
         status = self._product(
             self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], len(x), out.data_ptr(), out.stride(0),
             _TYPES[out.dtype], num_threads(),
@@ -205,9 +213,10 @@ def is_right(product: Product) -> bool:
             torch.rand((36, 3), generator=generator).half(),
             -torch.rand((36, 3), generator=generator).half() if format_ is GroupFormat.INT4_MINIMUM else None,
         )
-        for is_gated in (False, True):
+        for is_gated, gate in ((False, Gate.SILU), (True, Gate.SILU), (True, Gate.GELU_TANH)):
             found, wanted = (
-                PackedLinear(weight, 70, is_gated=is_gated, product=one)(x) for one in (product, plain_product())
+                PackedLinear(weight, 70, is_gated=is_gated, product=one)(x, gate=gate)
+                for one in (product, plain_product())
             )
             if not torch.equal(found, wanted):
                 return False

@@ -14,6 +14,10 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         from engine_worker.model.quantisation import fp8  # noqa: PLC0415 - a model without fp8 needs none of it
 
         return fp8.method(stored, device_type, is_deterministic)
+    if stored.in_groups:
+        from engine_worker.model.quantisation import grouped  # noqa: PLC0415 - as above
+
+        return grouped.method(stored, device_type)
     from engine_worker.model.quantisation import dense  # noqa: PLC0415
 
     return dense.method(device_type)

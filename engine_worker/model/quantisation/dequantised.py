@@ -64,6 +64,9 @@ class DequantisedWeights:
     def keep_as(self, handed_out: int, kept: int) -> None:
         self._source.keep_as(handed_out, kept)
 
+    def leave(self, name: str) -> None:
+        self._source.leave(name)
+
     def check_all_used(self, ignored: Sequence[str] = ()) -> None:
         self._source.check_all_used(ignored)
 

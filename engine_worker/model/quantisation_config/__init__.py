@@ -37,5 +37,5 @@ def refuse_quantised(config: Mapping[str, Any], quantization: str) -> None:
     if config.get("quantization_config"):
         weight_format(config)  # the sentence of a format that no model has comes first
         raise ValueError(f"config.json: quantization_config is not supported with this model: {why}")
-    if quantization == "fp8":
-        raise ValueError(f"--quantization fp8: {why}")
+    if quantization in {"fp8", "int8", "as-stored"}:
+        raise ValueError(f"--quantization {quantization}: {why}")

@@ -2,7 +2,7 @@
 // linear_avx512.cpp have one each).
 //
 // Weights and rows have scales for groups of 32 inputs. The sum over a group is one of integers, hence exact in any
-// order; groups are added in float32 in the order of the inputs, one fused multiply-add each. So an output depends on
+// order (at most 32 * 128 * 32,512, and for 8 bits as much again as their zero, within int32); groups are added in float32 in the order of the inputs, one fused multiply-add each. So an output depends on
 // its row and its weights alone: not on other rows, on threads or on the instruction set.
 //
 //     output = sum over groups of  (sum of quants of weight and row) * (scale of weight * scale of row)
@@ -23,12 +23,16 @@
 namespace {
 
 constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  // a line: 4 inputs of 16 outputs, bytes
+// A row has 16 bits, for 8 are a third of a percent off, and the likeliest token is often another then. They are two
+// products of 8 bits: dpbusd and maddubs have no wider operand beside which weights stay bytes.
+constexpr int BASE = 255;
+constexpr float MOST = 127 * BASE + 127;
 constexpr int MOST_ROWS = 8;      // that are multiplied at a time
 constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
 constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
 
 struct Rows {  // quantised
-    int8_t* quants;      // [rows][groups * GROUP]
+    int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE times the first byte and the second
     float* scales;       // [rows][groups]
     int32_t* sums;       // of a group's quants
     float* scaled_sums;  // scales * sums
@@ -60,7 +64,13 @@ inline int32_t total(__m256i of) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 
-// Quants from -127 to 127 and the scale that makes them the group again. A group that holds NaN or an infinity has the
+inline __m256i bytes_of(const __m256i (&integers)[4]) {
+    const __m256i low = _mm256_packs_epi32(integers[0], integers[1]), high = _mm256_packs_epi32(integers[2], integers[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work on each half of a register
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+}
+
+// Quants from -MOST to MOST, as two bytes from -127 to 127, and the scale that makes them the group again. A group that holds NaN or an infinity has the
 // scale NaN, so its row's outputs are NaN and no other row's; one too small for a scale is zeros.
 template <class Element>
 void quantise_group(const Element* from, int64_t count, int8_t* quants, float* scale, int32_t* sum) {
@@ -76,25 +86,27 @@ void quantise_group(const Element* from, int64_t count, int8_t* quants, float* s
     float most;
     memcpy(&most, &most_bits, sizeof most);
     const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
-    const float factor = is_finite && !is_zero ? 127.0f / most : 0.0f;
-    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / 127.0f;
-    __m256i whole[4], sums = _mm256_setzero_si256();
+    const float factor = is_finite && !is_zero ? MOST / most : 0.0f;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / MOST;
+    __m256i upper[4], lower[4], sums = _mm256_setzero_si256();
     for (int part = 0; part < 4; part++) {
-        whole[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
-                                : _mm256_setzero_si256();
-        sums = _mm256_add_epi32(sums, whole[part]);
+        const __m256i whole = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
+                                        : _mm256_setzero_si256();
+        // BASE is odd, so no quotient lies between two integers, and 1 / BASE may be rounded.
+        upper[part] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_set1_ps(1.0f / BASE)));
+        lower[part] = _mm256_sub_epi32(whole, _mm256_mullo_epi32(upper[part], _mm256_set1_epi32(BASE)));
+        sums = _mm256_add_epi32(sums, whole);
     }
     *sum = total(sums);
-    const __m256i low = _mm256_packs_epi32(whole[0], whole[1]), high = _mm256_packs_epi32(whole[2], whole[3]);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs work on each half of a register
-    _mm256_storeu_si256((__m256i*)quants, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+    _mm256_storeu_si256((__m256i*)quants, bytes_of(upper));
+    _mm256_storeu_si256((__m256i*)(quants + GROUP), bytes_of(lower));
 }
 
 template <class Element>
 void quantise_row(const Element* from, int64_t inputs, const Rows& rows, int64_t row) {
     for (int64_t group = 0; group < rows.groups; group++) {
         const int64_t at = row * rows.groups + group;
-        quantise_group(from + group * GROUP, inputs - group * GROUP, rows.quants + at * GROUP, rows.scales + at,
+        quantise_group(from + group * GROUP, inputs - group * GROUP, rows.quants + at * 2 * GROUP, rows.scales + at,
                        rows.sums + at);
         rows.scaled_sums[at] = rows.scales[at] * (float)rows.sums[at];
     }
@@ -117,9 +129,15 @@ inline __m256 exp8(__m256 x) {
     return _mm256_mul_ps(sum, _mm256_castsi256_ps(power));
 }
 
-inline __m256 silu8(__m256 x) {
-    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
-    return _mm256_div_ps(x, _mm256_add_ps(one, exp8(_mm256_xor_ps(x, sign))));
+// x / (1 + e^-z), where z is x (SiLU) or 2 sqrt(2 / pi) (x + 0.044715 x^3) (GELU by tanh).
+inline __m256 activated(__m256 x, int gate) {
+    __m256 z = x;
+    if (gate == GELU_TANH) {
+        const __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
+        z = _mm256_mul_ps(_mm256_fmadd_ps(cube, _mm256_set1_ps(0.044715f), x), _mm256_set1_ps(1.5957691f));
+    }
+    const __m256 minus_z = _mm256_xor_ps(z, _mm256_set1_ps(-0.0f));
+    return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(minus_z)));
 }
 
 inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
@@ -154,9 +172,9 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
         for (int64_t group = 0; group < rows.groups; group++) {
             const int64_t of_block = block * rows.groups + group;
             const uint8_t* quants = weight.quants + of_block * BYTES + first * Set::LANES * 4;
-            typename Set::Integers exact[ROWS][PARTS];
-            Set::template dot<FORMAT, ROWS, PARTS>(quants, rows.quants + (row * rows.groups + group) * GROUP,
-                                                   rows.groups * GROUP, exact);
+            typename Set::Integers exact[2 * ROWS][PARTS];  // of upper and lower bytes, which are like rows each
+            Set::template dot<FORMAT, 2 * ROWS, PARTS>(quants, rows.quants + (row * rows.groups + group) * 2 * GROUP,
+                                                       rows.groups * 2 * GROUP, exact);
             for (int part = 0; part < PARTS; part++) {
                 const int64_t lane = of_block * OUTPUTS + (first + part) * Set::LANES;
                 const typename Set::Floats scale = Set::load(weight.scales + lane);
@@ -164,7 +182,7 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
                     const int64_t at = (row + r) * rows.groups + group;
                     const typename Set::Floats factor = Set::multiply(scale, Set::all(rows.scales[at]));
                     sum[r][part] = Set::multiply_add(
-                        Set::template without_zero<FORMAT>(exact[r][part], rows.sums[at]), factor, sum[r][part]);
+                        Set::template without_zero<FORMAT>(Set::joined(exact[2 * r][part], exact[2 * r + 1][part]), rows.sums[at]), factor, sum[r][part]);
                     if (FORMAT == INT4_MINIMUM)
                         sum[r][part] = Set::multiply_add(Set::load(weight.minima + lane), Set::all(rows.scaled_sums[at]),
                                                          sum[r][part]);
@@ -180,7 +198,7 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
 template <class Set, int FORMAT>
 int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
     if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
-    if (left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
+    if (Set::MOST_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
     if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;
     return multiply_tile<Set, FORMAT, 1>(weight, block, rows, row, sums), 1;
 }
@@ -203,17 +221,19 @@ void add_bias(float* sums, int rows, const float* bias, int64_t count) {
 template <class Set>
 void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t end, uint8_t* out,
                    int64_t out_stride, int out_type) {
-    const int64_t width = weight.is_gated ? weight.outputs / 2 : weight.outputs, at = block * OUTPUTS;
+    const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, at = block * OUTPUTS;
     const int64_t count = width - at < OUTPUTS ? width - at : OUTPUTS, size = out_type == FLOAT32 ? 4 : 2;
     float sums[MOST_ROWS * OUTPUTS], up[MOST_ROWS * OUTPUTS];
     for (int done; row < end; row += done) {
-        done = multiply<Set>(weight, weight.is_gated ? 2 * block : block, rows, row, end - row, sums);
+        done = multiply<Set>(weight, weight.gate ? 2 * block : block, rows, row, end - row, sums);
         if (weight.bias) add_bias(sums, done, weight.bias + at, count);
-        if (weight.is_gated) {
+        if (weight.gate) {
             multiply<Set>(weight, 2 * block + 1, rows, row, end - row, up);
             if (weight.bias) add_bias(up, done, weight.bias + width + at, count);
-            for (int i = 0; i < done * OUTPUTS; i += 8)
-                _mm256_storeu_ps(sums + i, _mm256_mul_ps(silu8(_mm256_loadu_ps(sums + i)), _mm256_loadu_ps(up + i)));
+            for (int i = 0; i < done * OUTPUTS; i += 8) {
+                const __m256 gate = activated(_mm256_loadu_ps(sums + i), weight.gate);
+                _mm256_storeu_ps(sums + i, _mm256_mul_ps(gate, _mm256_loadu_ps(up + i)));
+            }
         }
         for (int r = 0; r < done; r++) store(sums + r * OUTPUTS, count, out + ((row + r) * out_stride + at) * size, out_type);
     }
@@ -236,12 +256,12 @@ template <class Set>
 int linear(const LinearWeight& weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows, void* out,
            int64_t out_stride, int out_type, int num_threads) {
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, all_groups = num_rows * groups;
-    uint8_t* memory = scratch(all_groups * (GROUP + 12));
+    uint8_t* memory = scratch(all_groups * (2 * GROUP + 12));
     if (num_rows == 0) return 0;
     if (!memory) return 1;
-    float* scales = (float*)(memory + all_groups * GROUP);
+    float* scales = (float*)(memory + all_groups * 2 * GROUP);
     const Rows rows = {(int8_t*)memory, scales, (int32_t*)(scales + all_groups), scales + 2 * all_groups, groups};
-    const int64_t width = weight.is_gated ? weight.outputs / 2 : weight.outputs;
+    const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
     const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, chunk = blocks / (num_threads * 8) + 1;
     auto quantise = [&](int64_t row) {
         if (x_type == FLOAT32)

@@ -6,8 +6,8 @@ namespace {
 struct Avx2 {
     using Floats = __m256;
     using Integers = __m256i;
-    static constexpr int LANES = 8, MOST_ROWS = 4;
-    static constexpr int parts(int rows) { return rows <= 2 ? 2 : 1; }  // as many sums as 16 registers have room for
+    static constexpr int LANES = 8, MOST_ROWS = 2;
+    static constexpr int parts(int rows) { return rows == 1 ? 2 : 1; }  // as many sums as 16 registers have room for
 
     static Floats zero() { return _mm256_setzero_ps(); }
     static Floats all(float value) { return _mm256_set1_ps(value); }
@@ -23,6 +23,10 @@ struct Avx2 {
         return _mm256_set1_epi32(quants);
     }
 
+    static Integers joined(Integers upper, Integers lower) {
+        return _mm256_add_epi32(_mm256_sub_epi32(_mm256_slli_epi32(upper, 8), upper), lower);
+    }
+
     template <int FORMAT, int ROWS, int PARTS>
     static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++)
@@ -35,7 +39,7 @@ struct Avx2 {
                 for (int part = 0; part < PARTS; part++) {
                     const Integers weight = line(quants + quad * LINE + part * 32), magnitude = _mm256_abs_epi8(weight);
                     for (int r = 0; r < ROWS; r++) {
-                        const Integers signed_row = _mm256_sign_epi8(four(row + r * stride + quad * 4), weight);
+                        const Integers signed_row = _mm256_sign_epi8(four(row + r / 2 * stride + r % 2 * GROUP + quad * 4), weight);
                         const Integers pairs = _mm256_maddubs_epi16(magnitude, signed_row);
                         sum[r][part] = _mm256_add_epi32(sum[r][part], _mm256_madd_epi16(pairs, ones));
                     }
@@ -49,7 +53,7 @@ struct Avx2 {
                 const Integers low = _mm256_and_si256(both, half_bytes);
                 const Integers high = _mm256_and_si256(_mm256_srli_epi16(both, 4), half_bytes);
                 for (int r = 0; r < ROWS; r++) {
-                    const int8_t* at = row + r * stride + quad * 4;
+                    const int8_t* at = row + r / 2 * stride + r % 2 * GROUP + quad * 4;
                     const Integers pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, four(at)),
                                                             _mm256_maddubs_epi16(high, four(at + GROUP / 2)));
                     sum[r][part] = _mm256_add_epi16(sum[r][part], pairs);

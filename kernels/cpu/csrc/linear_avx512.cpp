@@ -23,16 +23,22 @@ struct Avx512 {
         return _mm512_set1_epi32(quants);
     }
 
+    static Integers joined(Integers upper, Integers lower) {
+        return _mm512_add_epi32(_mm512_sub_epi32(_mm512_slli_epi32(upper, 8), upper), lower);
+    }
+
     // dpbusd multiplies unsigned by signed bytes and adds four products in 32 bits: nothing saturates.
     template <int FORMAT, int ROWS, int PARTS>
     static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++) sum[r][0] = _mm512_setzero_si512();
         if (FORMAT == INT8) {
-            const Integers sign = _mm512_set1_epi8((char)0x80);  // -128..127 become 0..255; without_zero() undoes it
+            // -128..127 become 0..255. A byte's sum has 128 times the byte's own too much, and once the two are joined
+            // that is 128 times the quants': without_zero() takes it away.
+            const Integers sign = _mm512_set1_epi8((char)0x80);
             for (int quad = 0; quad < QUADS; quad++) {
                 const Integers weight = _mm512_xor_si512(line(quants + quad * LINE), sign);
                 for (int r = 0; r < ROWS; r++)
-                    sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], weight, four(row + r * stride + quad * 4));
+                    sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], weight, four(row + r / 2 * stride + r % 2 * GROUP + quad * 4));
             }
             return;
         }
@@ -41,7 +47,7 @@ struct Avx512 {
             const Integers both = line(quants + quad * LINE), low = _mm512_and_si512(both, half_bytes);
             const Integers high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half_bytes);
             for (int r = 0; r < ROWS; r++) {
-                const int8_t* at = row + r * stride + quad * 4;
+                const int8_t* at = row + r / 2 * stride + r % 2 * GROUP + quad * 4;
                 sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, four(at));
                 sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], high, four(at + GROUP / 2));
             }

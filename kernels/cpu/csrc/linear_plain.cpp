@@ -53,8 +53,8 @@ Row quantised(const LinearWeight& weight, const void* x, int64_t at, int type, i
             most = fmaxf(most, fabsf(value));
         }
         const bool is_zero = most < 1e-30f;
-        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : most / 127.0f;
-        const float factor = is_finite && !is_zero ? 127.0f / most : 0.0f;
+        row.scales[group] = !is_finite ? NAN : is_zero ? 0.0f : most / 32512.0f;
+        const float factor = is_finite && !is_zero ? 32512.0f / most : 0.0f;
         for (int64_t i = 0; i < count && is_finite; i++) {
             row.quants[group * 32 + i] = (int)nearbyintf(element(x, at + group * 32 + i, type) * factor);
             row.sums[group] += row.quants[group * 32 + i];
@@ -87,6 +87,12 @@ float exponential(float x) {
     return ldexpf(fmaf(sum, r * r, r) + 1.0f, (int)n);
 }
 
+float activated(float x, int gate) {
+    if (isnan(x)) return x;
+    const float z = gate == SILU ? x : fmaf(x * x * x, 0.044715f, x) * 1.5957691f;
+    return x / (1.0f + exponential(-z));
+}
+
 void store(float value, void* out, int64_t at, int type) {
     if (type == FLOAT32) {
         ((float*)out)[at] = value;
@@ -101,18 +107,18 @@ void store(float value, void* out, int64_t at, int type) {
 
 PAGESTREAM_EXPORT int pagestream_linear_plain(const LinearWeight* weight, const void* x, int64_t x_stride, int x_type,
                                               int64_t num_rows, void* out, int64_t out_stride, int out_type, int) {
-    const int64_t groups = (weight->inputs + 31) / 32, width = weight->is_gated ? weight->outputs / 2 : weight->outputs;
+    const int64_t groups = (weight->inputs + 31) / 32, width = weight->gate ? weight->outputs / 2 : weight->outputs;
     for (int64_t row = 0; row < num_rows; row++) {
         const Row of_row = quantised(*weight, x, row * x_stride, x_type, groups);
         for (int64_t output = 0; output < width; output++) {
             const int64_t block = output / 16;
             const int lane = output % 16;
-            float value = product(*weight, weight->is_gated ? 2 * block : block, lane, of_row, groups);
+            float value = product(*weight, weight->gate ? 2 * block : block, lane, of_row, groups);
             if (weight->bias) value += weight->bias[output];
-            if (weight->is_gated) {
+            if (weight->gate) {
                 float up = product(*weight, 2 * block + 1, lane, of_row, groups);
                 if (weight->bias) up += weight->bias[width + output];
-                value = (isnan(value) ? value : value / (1.0f + exponential(-value))) * up;
+                value = activated(value, weight->gate) * up;
             }
             store(value, out, row * out_stride + output, out_type);
         }

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 enum Format { INT8 = 0, INT4_ZERO_8 = 1, INT4_MINIMUM = 2 };  // 4 bits: scale * (quant - 8), scale * quant + minimum
+enum Gate { NO_GATE = 0, SILU = 1, GELU_TANH = 2 };            // activation(gate) * up, of a weight of both
 enum Type { FLOAT32 = 0, BFLOAT16 = 1 };                      // of inputs and outputs
 
 struct LinearWeight {
@@ -19,5 +20,5 @@ struct LinearWeight {
     int64_t outputs;         // rows of the weight; of a gated one those of gate and of up, whose blocks take turns
     int64_t inputs;
     int32_t format;
-    int32_t is_gated;
+    int32_t gate;
 };

@@ -4,6 +4,7 @@ AVX-512's runs on any machine: its source is compiled against SIMDe, which says 
 """
 
 import ctypes
+import math
 import shlex
 import subprocess
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels.cpu import build, linear
 from kernels.cpu.library import InstructionSet
-from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
+from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
 
 try:
     linear.linear_products()
@@ -79,6 +80,7 @@ class Case:
     x_dtype: torch.dtype
     out_dtype: torch.dtype
     is_gated: bool
+    gate: Gate
     has_bias: bool
     seed: int
 
@@ -102,6 +104,7 @@ CASES = st.builds(
     x_dtype=DTYPES,
     out_dtype=DTYPES,
     is_gated=st.booleans(),
+    gate=st.sampled_from(Gate),
     has_bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
@@ -112,7 +115,7 @@ def check_against_plain_loops(product: Product, case: Case) -> None:
     wide = torch.randn((case.rows, case.inputs + 3), generator=case.generator()) * magnitude
     x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a larger tensor
     found, wanted = (
-        case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype))
+        case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype), case.gate)
         for one in (product, linear.plain_product())
     )
     assert torch.equal(found, wanted)
@@ -185,16 +188,20 @@ def test_zeros_and_numbers_next_to_zero_are_zero(product: Product) -> None:
     assert not packed(torch.full((3, 64), 1e-38)).any()
 
 
-def test_silu_is_torchs_to_a_few_units_of_the_last_place() -> None:
+@pytest.mark.parametrize("gate", Gate)
+def test_activations_are_torchs_to_a_few_units_of_the_last_place(gate: Gate) -> None:
     """One input is 1, so gate and up are what the weights are: from -100 to 100, over the whole range of e^x."""
-    gate = torch.linspace(-100, 100, 4001).half()
-    scales = torch.cat((gate, torch.full_like(gate, 1.0)))[:, None]
+    x = torch.linspace(-100, 100, 4001).half()
+    scales = torch.cat((x, torch.ones_like(x)))[:, None]
     weight = GroupedWeight(GroupFormat.INT8, torch.zeros(len(scales), 1, GROUP, dtype=torch.int8), scales)
     weight.quants[..., 0] = 1
-    found = PackedLinear(weight, 1, is_gated=True)(torch.ones(1, 1))[0]
-    wanted = torch.nn.functional.silu(gate.double())
-    # gate is a unit of its last place off, which e^x makes |x| times as much; e^x is cut off at e^-87 and e^88.
-    torch.testing.assert_close(found.double(), wanted, rtol=100 * 2**-23, atol=1e-35)
+    found = PackedLinear(weight, 1, is_gated=True)(torch.ones(1, 1), gate=gate)[0]
+    exact = x.double()
+    inner = exact if gate is Gate.SILU else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
+    # z is four units of its last place off, which e^z makes |z| times as much; e^z is cut off at e^-87 and e^88, where
+    # the result is less than 1e-35.
+    wanted = exact / (1 + torch.exp(-inner))
+    torch.testing.assert_close(found.double(), wanted, rtol=400 * 2**-23, atol=1e-35)
 
 
 @given(rows=st.integers(0, 5), columns=st.integers(1, 100), seed=st.integers(0, 2**16))

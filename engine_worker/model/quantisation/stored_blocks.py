@@ -1,0 +1,55 @@
+"""Reads stored_blocks.safetensors: weights of a GGUF file as it has them, block after block (gguf/stored_blocks.py).
+
+ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; 32 int8, or 16 bytes whose lower halves are
+the first 16 numbers and whose upper halves are the others (ggml-common.h, block_q4_0, block_q4_1, block_q8_0).
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat
+
+_FORMATS = {"Q4_0": GroupFormat.INT4_ZERO_8, "Q4_1": GroupFormat.INT4_MINIMUM, "Q8_0": GroupFormat.INT8}
+_SCALE_BYTES = 2
+
+
+class StoredBlocks:
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="pt")
+        self._types: dict[str, str] = self._file.metadata() or {}
+
+    def get(self, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
+        """None where the file has no such tensor. Raises ValueError where it has another shape."""
+        format_ = _FORMATS.get(self._types.get(name, ""))
+        if format_ is None:
+            return None
+        rows = self._file.get_tensor(name)
+        blocks = _blocks(rows, shape[1] // GROUP, format_) if shape[1] % GROUP == 0 else None
+        if blocks is None or len(rows) != shape[0]:
+            raise ValueError(f"{name} has {tuple(rows.shape)} bytes of blocks; config.json makes it {shape}")
+        return _grouped(blocks, format_)
+
+
+def _blocks(rows: Tensor, groups: int, format_: GroupFormat) -> Tensor | None:
+    """[N, groups, bytes of a block]"""
+    scales = 2 if format_ is GroupFormat.INT4_MINIMUM else 1
+    size = scales * _SCALE_BYTES + (GROUP if format_ is GroupFormat.INT8 else GROUP // 2)
+    return rows.unflatten(1, (groups, size)) if rows.shape[1] == groups * size else None
+
+
+def _grouped(blocks: Tensor, format_: GroupFormat) -> GroupedWeight:
+    scales = _halves(blocks[..., :_SCALE_BYTES])
+    if format_ is GroupFormat.INT8:
+        return GroupedWeight(format_, blocks[..., _SCALE_BYTES:].view(torch.int8), scales)
+    has_minima = format_ is GroupFormat.INT4_MINIMUM
+    both = blocks[..., (2 if has_minima else 1) * _SCALE_BYTES :]
+    quants = torch.cat((both & 15, both >> 4), -1)
+    minima = _halves(blocks[..., _SCALE_BYTES : 2 * _SCALE_BYTES]) if has_minima else None
+    return GroupedWeight(format_, quants, scales, minima)
+
+
+def _halves(of_blocks: Tensor) -> Tensor:
+    return of_blocks.contiguous().view(torch.float16).squeeze(-1)

@@ -1,0 +1,144 @@
+"""Weights in groups of 32 on a CPU: a GGUF file's blocks as they lie there, or 8 bits that are made while loading."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from engine_worker.gguf.stored_blocks import TYPES
+from engine_worker.model.checkpoint import SINGLE
+from engine_worker.model.devices import check_quantization
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.network import Network
+from engine_worker.model.quantisation import dense, grouped
+from engine_worker.model.quantisation.stored_blocks import StoredBlocks
+from engine_worker.model.weight_format import AS_STORED, STORED_BLOCKS
+from engine_worker.model.weights import SafetensorsWeights
+from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.linear import linear_products
+from tests.builders import make_sequence
+from tests.engine_worker.execution.reference import write_model
+from tests.engine_worker.execution.reference_inputs import reference_model_input
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 8
+
+
+def has_library() -> bool:
+    try:
+        return bool(linear_products())
+    except NoLibrary:
+        return False
+
+
+needs_library = pytest.mark.skipif(not has_library(), reason="no C++ kernels here: `python -m kernels.cpu` says why")
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_blocks_are_read_as_gguf_dequantises_them(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    blocks = gguf.quantize(values, type_)
+    save_file({"a": blocks}, tmp_path / STORED_BLOCKS, metadata={"a": type_.name})
+    stored = StoredBlocks(tmp_path / STORED_BLOCKS)
+    found = stored.get("a", (5, 96))
+    assert found is not None
+    assert np.array_equal(found.values().numpy(), gguf.dequantize(blocks, type_))
+    assert stored.get("b", (5, 96)) is None
+    for shape in ((5, 64), (5, 97), (4, 96)):
+        with pytest.raises(ValueError, match=r"a has \(5, \d+\) bytes of blocks; config.json makes it"):
+            stored.get("a", shape)
+
+
+def stored_beside(directory: Path, types: dict[str, gguf.GGMLQuantizationType]) -> None:
+    """As a converted GGUF file: blocks, and the numbers that they stand for in model.safetensors."""
+    path = directory / SINGLE
+    tensors = load_file(path)
+    kept = {name: gguf.quantize(tensors[name], type_) for name, type_ in types.items()}
+    tensors |= {name: gguf.dequantize(kept[name], type_) for name, type_ in types.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(kept, directory / STORED_BLOCKS, metadata={name: type_.name for name, type_ in types.items()})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A model whose widths are multiples of 32, with blocks of all products and of the embedding, which is the head."""
+    made = write_model(tmp_path, hidden_size=96, intermediate_size=64, head_dim=16, tie_word_embeddings=True)
+    spec = blueprint_from_directory(made).shape
+    types = {}
+    for index in range(spec.num_layers):
+        for name in ("q", "k", "v", "o"):
+            types[f"model.layers.{index}.self_attn.{name}_proj.weight"] = TYPES[1]
+        for name in ("gate", "up", "down"):
+            types[f"model.layers.{index}.mlp.{name}_proj.weight"] = TYPES[index % 2 * 2]
+    stored_beside(made, types | {"model.embed_tokens.weight": TYPES[2]})
+    return made
+
+
+def logits_of(directory: Path, quantization: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    source = SafetensorsWeights(directory, CPU, dtype, lambda progress, detail: None)
+    model = blueprint_from_directory(directory, quantization=quantization).build(source, 64, is_deterministic=False)
+    assert isinstance(model, Network)
+    spec, sequence = model.spec, make_sequence(30, "one prompt")
+    sequence.block_table = [3, 1, 2, 4]
+    pool = torch.zeros(8, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, dtype=dtype)
+    batch = ScheduledBatch([ScheduledSequence(sequence, 0, 30, samples=True)])
+    return model.forward(reference_model_input(batch, BLOCK_SIZE), model.attach(pool))
+
+
+@needs_library
+def test_a_model_as_stored_has_the_logits_of_its_numbers(directory: Path) -> None:
+    """Rows have 16 bits: what is lost is a thousandth of a deviation."""
+    exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
+    assert stored.dtype == torch.float32
+    assert float((exact - stored).std()) < 1e-3 * float(exact.std())
+    assert torch.equal(exact.argmax(-1), stored.argmax(-1))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_in_8_bits_has_almost_the_logits(directory: Path, dtype: torch.dtype) -> None:
+    exact, quantised = logits_of(directory, "none"), logits_of(directory, "int8", dtype)
+    # 8 bits of each weight, 1 / 254 of a group's largest, through three layers of random ones: 5 %, in bfloat16 6 %.
+    assert float((exact - quantised).std()) < 0.1 * float(exact.std())
+
+
+@needs_library
+def test_what_is_not_stored_in_one_format_has_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="worker")
+    stored_beside(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
+    exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
+    torch.testing.assert_close(exact, stored)
+    assert "model.embed_tokens.weight: multiplied in 16 bits: it is not stored in 4 or 8" in caplog.messages
+    assert (
+        sum("its parts are not stored in one format" in message for message in caplog.messages) == 4 * 3
+    )  # products, layers
+
+
+def test_without_the_library_16_bits_are_multiplied_and_the_log_says_so(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> dict[Any, Any]:
+        raise NoLibrary("there is no C++ compiler")
+
+    monkeypatch.setattr(grouped, "linear_products", none)
+    assert torch.equal(logits_of(directory, "as-stored"), logits_of(directory, "none"))
+    assert set(caplog.messages) == {
+        "weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: there is no C++ compiler"
+    }
+    assert isinstance(grouped.method(AS_STORED, "cpu"), dense.DenseMethod)
+
+
+def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
+    (directory / STORED_BLOCKS).unlink()
+    with pytest.raises(ValueError, match=r"as-stored: the model has no stored_blocks.safetensors.* int8 quantises"):
+        blueprint_from_directory(directory, quantization="as-stored")
+    for quantization in ("int8", "as-stored"):
+        with pytest.raises(ValueError, match=f"--quantization {quantization}: for a CPU; on cuda: auto, none, fp8"):
+            check_quantization(quantization, "cuda")
+        check_quantization(quantization, "cpu")
