@@ -22,13 +22,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine_worker.model.tensor_parallel import SINGLE, ProcessGroup, join_by
 
-SECONDS = 100  # of a job, at most: a rank that waits for another one would wait for minutes
+SECONDS = 250  # of a job, at most; the first waits for the ranks to start, which took 100 s on a busy machine
 
 
 class Ranks(AbstractContextManager["Ranks"]):
     def __init__(self, size: int, device_type: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
+        self._num_jobs = 0
         pipes = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
@@ -39,13 +40,16 @@ class Ranks(AbstractContextManager["Ranks"]):
             process.start()
 
     def run(self, size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self._num_jobs += 1
         for connection in self._connections[:size]:
-            connection.send((size, job, arguments))
+            connection.send((self._num_jobs, size, job, arguments))
         return [self._answer(connection) for connection in self._connections[:size]]
 
     def _answer(self, connection: Connection) -> Any:
-        assert connection.poll(SECONDS), "a rank does not answer"
-        result, error = connection.recv()
+        number = 0
+        while number < self._num_jobs:  # those of jobs that a test gave up are nobody's
+            assert connection.poll(SECONDS), "a rank does not answer"
+            number, result, error = connection.recv()
         assert error is None, error
         return result
 
@@ -65,12 +69,12 @@ def _serve(rank: int, size: int, device_type: str, directory: str, connection: C
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     groups = _groups(rank, size, device, Path(directory))
     while True:
-        members, job, arguments = connection.recv()
+        number, members, job, arguments = connection.recv()
         try:
             with torch.inference_mode():
-                connection.send((job(groups.get(members, SINGLE), *arguments), None))
+                connection.send((number, job(groups.get(members, SINGLE), *arguments), None))
         except Exception:
-            connection.send((None, f"rank {rank} of {members}: {traceback.format_exc()}"))
+            connection.send((number, None, f"rank {rank} of {members}: {traceback.format_exc()}"))
 
 
 def _groups(rank: int, size: int, device: torch.device, directory: Path) -> dict[int, ProcessGroup]:
