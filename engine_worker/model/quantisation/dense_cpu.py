@@ -24,8 +24,8 @@ from kernels.cpu.library import CpuLibrary, cpu_library
 logger = logging.getLogger("worker")
 
 # Of products that are compared: libraries choose kernels by the number of rows, and these are where they change.
-_ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
-_LARGE_WEIGHT = 1 << 24  # elements: a head, whose rows are few
+_ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 150, 256)
+_MOST_TRIED = 1 << 30  # products of numbers in a trial: 30 ms; of a large weight it is of fewer rows, 8 at least
 
 
 class Product(Protocol):
@@ -114,20 +114,24 @@ class CpuHead:
         return computed if logits is None else logits.copy_(computed)
 
 
-def rows_are_independent(product: Product, inputs: int, dtype: torch.dtype, most: int = _ROWS[-1]) -> bool:
-    """Whether the first rows of a product have the same bits whatever rows follow, by trial."""
-    x = torch.randn(most + 8, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    together = product(x, dtype)
-    return all(torch.equal(product(x[:rows], dtype), together[:rows]) for rows in _ROWS if rows <= most)
+def rows_are_independent(product: Product, x: Tensor, result: torch.dtype) -> bool:
+    """Whether the first rows of a product of x [T, inputs] have the same bits whatever rows follow, by trial."""
+    together = product(x, result)
+    return all(torch.equal(product(x[:rows], result), together[:rows]) for rows in _ROWS if rows < len(x))
 
 
 @cache
 def _least_rows(outputs: int, inputs: int) -> int:
     """The least number of rows from which on oneDNN's products of a shape are independent; 0: they are not."""
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-    most = _ROWS[-1] if weight.numel() < _LARGE_WEIGHT else _ROWS[4]
-    found = (n for n in (1, 2) if rows_are_independent(OneDnnProduct(weight, None, n), inputs, weight.dtype, most))
-    return next(found, 0)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
+    num_rows = max(9, min(_ROWS[-1] + 1, _MOST_TRIED // weight.numel()))
+    x = torch.randn(num_rows, inputs, generator=generator).bfloat16()
+    for least in (1, 2):
+        product = OneDnnProduct(weight, None, least)
+        if all(rows_are_independent(product, x, result) for result in (torch.bfloat16, torch.float32)):
+            return least
+    return 0
 
 
 @cache
