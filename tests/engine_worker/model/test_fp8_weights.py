@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from engine_worker.model.linear import Input, Scaling
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantisation import dense, linear_method
+from engine_worker.model.quantisation.dense_cpu import CpuLinear
 from engine_worker.model.quantisation.fp8 import Fp8Method
 from engine_worker.model.sharding import valid_tensor_parallel_sizes
 from engine_worker.model.spec import Activation, ModelSpec, kv_layout
@@ -61,18 +61,18 @@ class ReferenceLinear:
         is_blocks = weight_scale.dim() == 2
         assert tuple(weight_scale.shape) == ((-(-rows // BLOCK), -(-columns // BLOCK)) if is_blocks else (rows,))
         scale = weight_scale if is_blocks else weight_scale[:, None]
-        self.weight, self.bias = weight.float() * spread(scale, (rows, columns), is_blocks), bias
+        self.weight = weight.float() * spread(scale, (rows, columns), is_blocks)
+        self._linear = CpuLinear(self.weight, bias)
         self.input_scale, self.is_gated = input_scale, is_gated
         self.made.append(self)
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor)
-        return F.linear(x, self.weight, self.bias)
+        return self._linear(x)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert self.is_gated and (activation, scaling) == (Activation.SILU, Scaling.NONE)
-        gate, up = self(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        assert self.is_gated
+        return self._linear.gated(x, activation, scaling)
 
 
 def source_of(directory: Path) -> SafetensorsWeights:
