@@ -27,7 +27,7 @@ def silent(phase: str, progress: float, detail: str) -> None: ...
 def test_the_demo_has_its_place_before_it_exists(cache: Path) -> None:
     source = find_model("demo")
     assert source.name == "SmolLM2-135M-Instruct"
-    assert source.directory == demo_model_directory() == cache / "models" / "SmolLM2-135M-Instruct-0.1.2-2"
+    assert source.directory == demo_model_directory() == cache / "models" / "SmolLM2-135M-Instruct-0.1.2-3"
 
 
 async def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
