@@ -101,15 +101,24 @@ def test_no_command_line_shows_the_stores_password() -> None:
     assert not [word for word in words if "hidden" in word]
 
 
-@pytest.mark.parametrize(("told", "expected"), [(None, "passive"), ("active", "active")])
-def test_a_workers_threads_wait_asleep_unless_told_otherwise(
-    told: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, "5000"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"KMP_BLOCKTIME": "0"}, None),
+    ],
+)
+def test_a_workers_threads_spin_shortly_unless_told_otherwise(
+    told: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if told is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", told)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     worker = ChildCommands(ServeSettings(), PassedFlags((), ()), None, ONE, "u").worker(ONE[0], 0, "id")
-    assert worker.environ is not None and worker.environ["OMP_WAIT_POLICY"] == expected
+    assert worker.environ is not None and worker.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_several_workers_share_the_cores_unless_told_otherwise() -> None:
