@@ -35,9 +35,10 @@ class Ready(http.server.BaseHTTPRequestHandler):
 
 
 def gateway(options: argparse.Namespace) -> None:
-    print("fake gateway", flush=True)
     http.server.HTTPServer.allow_reuse_port = options.reuse_port
-    http.server.HTTPServer((options.host, int(options.port)), Ready).serve_forever()
+    server = http.server.HTTPServer((options.host, int(options.port)), Ready)
+    print("fake gateway", flush=True)  # it listens
+    server.serve_forever()
 
 
 def worker(options: argparse.Namespace) -> None:
