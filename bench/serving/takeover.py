@@ -20,8 +20,11 @@ import psutil
 
 from bench.provenance import provenance
 from bench.serving.own_server import ServerEnded, own_server
+from pagestream.restart_policy import MAX_DEATHS, WINDOW_SECONDS
 
 NAME = "takeover"
+# A round has one kill, at about the same place. `serve` gives up where a worker dies so often within so long.
+SECONDS_A_ROUND = WINDOW_SECONDS / (MAX_DEATHS - 1) + 5
 OPENINGS = (
     "The capital of France is", "Once upon a time, in a village by the sea,", "Water boils at",
     "The three primary colours are", "In the year 1969,", "def fibonacci(n):",
@@ -46,8 +49,10 @@ def main(argv: list[str]) -> int:
     report = provenance(["takeover", *argv]) | {"rounds": []}
     with own_server(options.model, NAME, ["--dtype", options.dtype, "--max-model-len", "2048"]) as server:
         for number in range(options.rounds):
+            next_at = time.monotonic() + SECONDS_A_ROUND
             report["rounds"].append(asyncio.run(_round(server.url, server.pid, number, options.output_tokens)))
             print(json.dumps(report["rounds"][-1]), flush=True)
+            time.sleep(max(0.0, next_at - time.monotonic()))
     changed = sum(row["changed"] for row in report["rounds"])
     print(f"{options.dtype}: {changed} of {len(OPENINGS) * options.rounds} texts changed after the kill")
     if options.output is not None:
