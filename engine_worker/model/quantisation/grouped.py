@@ -78,6 +78,10 @@ def _quantised(spec: LinearSpec, source: WeightSource) -> GroupedWeight:
     return quantised(rows)
 
 
+def _served(x: Tensor) -> Tensor:
+    return x if x.dtype in _DTYPES else x.float()
+
+
 class GroupedLinear:
     scaling: Scaling = Scaling.NONE  # a row is quantised where it is multiplied: 0.4 us a row of 576
 
@@ -86,12 +90,11 @@ class GroupedLinear:
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTISED
-        return self._packed(x) if x.dtype in _DTYPES else self._packed(x.float()).to(x.dtype)
+        return self._packed(_served(x)).to(x.dtype)
 
     def gated(self, x: Input, activation: Activation, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTISED
-        gate = _GATES[activation]
-        return self._packed(x, gate=gate) if x.dtype in _DTYPES else self._packed(x.float(), gate=gate).to(x.dtype)
+        return self._packed(_served(x), gate=_GATES[activation]).to(x.dtype)
 
 
 class GroupedHead:
@@ -101,5 +104,4 @@ class GroupedHead:
         self._packed = packed
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        rows = x if x.dtype in _DTYPES else x.float()
-        return self._packed(rows, torch.empty(len(x), self._packed.outputs) if logits is None else logits)
+        return self._packed(_served(x), torch.empty(len(x), self._packed.outputs) if logits is None else logits)
