@@ -51,6 +51,18 @@ def attend(batch: AttentionBatch, one_kernel: bool = False) -> torch.Tensor:
     return paged_attention_triton(**vars(batch), one_kernel=one_kernel)
 
 
+def part(whole: AttentionBatch, first: int, end: int) -> AttentionBatch:
+    """The tokens `first`..`end` of a batch of one sequence, over the same cache."""
+    return dataclasses.replace(
+        whole,
+        query=whole.query[first:end],
+        query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
+        seq_lens=torch.tensor([end], dtype=torch.int32),
+        max_query_len=end - first,
+        max_seq_len=end,
+    )
+
+
 def assert_exact(batch: AttentionBatch, output: torch.Tensor) -> None:
     error = measure_error(output, exact_attention(batch), TOLERANCE[output.dtype])
     assert error.passed, error
@@ -94,15 +106,7 @@ def test_a_token_has_the_bits_of_its_prompt_with_all_rules(
     expected = attend(whole, one_kernel=True)
     assert_exact(whole, expected)
     for first, end in ((33, 34), (150, 200), (199, 200)):
-        piece = dataclasses.replace(
-            whole,
-            query=whole.query[first:end],
-            query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            max_query_len=end - first,
-            max_seq_len=end,
-        )
-        assert torch.equal(attend(piece, one_kernel=True), expected[first:end])
+        assert torch.equal(attend(part(whole, first, end), one_kernel=True), expected[first:end])
 
 
 def test_a_prompt_in_chunks_has_the_same_bits_behind_its_window() -> None:
@@ -110,15 +114,7 @@ def test_a_prompt_in_chunks_has_the_same_bits_behind_its_window() -> None:
     expected = attend(whole)
     assert_exact(whole, expected)
     for first, end in ((33, 110), (110, 150)):
-        piece = dataclasses.replace(
-            whole,
-            query=whole.query[first:end],
-            query_start_loc=torch.tensor([0, end - first], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            max_query_len=end - first,
-            max_seq_len=end,
-        )
-        assert torch.equal(attend(piece), expected[first:end])
+        assert torch.equal(attend(part(whole, first, end)), expected[first:end])
 
 
 @pytest.mark.parametrize(
