@@ -1,0 +1,60 @@
+"""Every family on a GPU, in fp32: windows, softcaps, norms and wide heads generate what transformers does on a CPU.
+
+With CUDA graphs and without, in chunks, and in a pool so small that sequences are preempted.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.spec import kv_layout
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import Reference, make_engine, run_engine_to_end
+from tests.engine_worker.model.families import FP32_MARGIN, prompts, write_family
+from tests.engine_worker.model.family_cases import NATIVE, THROUGH_TRANSFORMERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+CASES = {**NATIVE, **THROUGH_TRANSFORMERS}
+# name: (blocks of 16 tokens, tokens of a step)
+SCHEDULES = {"all at once": (64, 512), "chunks": (64, 24), "preempted": (14, 512)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path, CASES[name])
+    layout = kv_layout(blueprint_from_directory(directory, "auto").shape, 16, "float32")
+    outputs = {}
+    for mode in CUDAGRAPH_MODES:
+        for schedule, (num_blocks, max_num_batched_tokens) in SCHEDULES.items():
+            settings = ExecutionSettings(
+                model=directory,
+                device="cuda",
+                dtype="float32",
+                kv_cache_memory_bytes=num_blocks * layout.block_bytes,
+                swap_space_bytes=0,
+                max_model_len=208,
+                max_num_seqs=8,
+                max_num_batched_tokens=max_num_batched_tokens,
+                cudagraph_mode=mode,
+            )
+            runner = load_model_runner(settings, lambda phase, progress, detail: None)
+            engine = make_engine(runner, max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens)
+            requests = [
+                make_request(prompt, f"p{index}", max_tokens=40, ignore_eos=True)
+                for index, prompt in enumerate(prompts(runner.model_spec.vocab_size))
+            ]
+            outputs[mode, schedule] = run_engine_to_end(engine, requests).tokens
+            assert (sum(engine.stats().counters.preemptions.values()) > 0) == (schedule == "preempted")
+    reference = Reference(directory)
+    for way, found in outputs.items():
+        for request in requests:
+            worst = max(reference.shortfalls(request.prompt_token_ids, found[request.request_id]))
+            assert worst < FP32_MARGIN, (way, request.request_id)
