@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.intake import Intake
 from engine_worker.scheduling.prefix_cache import cache_root
@@ -262,7 +263,7 @@ class Engine:
             output_token_ids=choice.token_ids,
             choice=number,
             num_scored_tokens=max(choice.prompt_logprobs, default=-1) + 1,
-            cache_root=cache_root(request.tenant, request.cache_salt),
+            kv=SequenceKV(cache_root=cache_root(request.tenant, request.cache_salt)),
         )
 
     def _emit(self, updates: list[SequenceUpdate]) -> list[StreamEvent]:

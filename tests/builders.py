@@ -165,7 +165,7 @@ class FakeModelRunner:
 
     def _store(self, scheduled: ScheduledSequence) -> None:
         sequence = scheduled.sequence
-        assert scheduled.end == sequence.num_computed_tokens
+        assert scheduled.end == sequence.kv.num_computed_tokens
         if scheduled.num_new_tokens == 0:
             assert scheduled.samples, "a fork that computes nothing"
             return
@@ -174,7 +174,7 @@ class FakeModelRunner:
             assert scheduled.num_new_tokens == 1, "a token in flight in the middle of a chunk"
             token_ids = [self._inflight_token_ids[sequence]]
         for position, token_id in enumerate(token_ids, scheduled.start):
-            block_id = sequence.block_table[position // self.block_size]
+            block_id = sequence.kv.block_table[position // self.block_size]
             assert block_id != PADDING_BLOCK_ID
             self._cache[block_id][position % self.block_size] = token_id
         self.num_computed_tokens += scheduled.num_new_tokens
@@ -195,7 +195,7 @@ class FakeModelRunner:
         )
 
     def _prefix(self, scheduled: ScheduledSequence) -> list[int]:
-        slots = [slot for block_id in scheduled.sequence.block_table for slot in self._cache[block_id]]
+        slots = [slot for block_id in scheduled.sequence.kv.block_table for slot in self._cache[block_id]]
         return [-1 if token_id is None else token_id for token_id in slots[: scheduled.end]]
 
 

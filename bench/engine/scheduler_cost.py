@@ -112,7 +112,7 @@ def _admit_and_free(manager: KVCacheManager, number: int) -> None:
     assert manager.try_admit(sequence)
     manager.publish(sequence, PROMPT_TOKENS)
     manager.take_transfers()
-    sequence.num_computed_tokens = PROMPT_TOKENS
+    sequence.kv.num_computed_tokens = PROMPT_TOKENS
     manager.free(sequence)
 
 

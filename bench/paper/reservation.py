@@ -73,7 +73,7 @@ class ReservedKVSlots:
 
     def missing(self, sequence: Sequence) -> int:
         """All blocks of `sequence` before it is admitted, and none afterwards."""
-        return 0 if sequence.block_table else -(-self._reserve(sequence) // self.block_size)
+        return 0 if sequence.kv.block_table else -(-self._reserve(sequence) // self.block_size)
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         return False
@@ -85,7 +85,7 @@ class ReservedKVSlots:
     def allocate(self, sequence: Sequence) -> None:
         if (num_blocks := self.missing(sequence)) > 0:
             first = 1 + self._buddies.allocate(num_blocks)  # block 0 is the padding
-            sequence.block_table = list(range(first, first + num_blocks))
+            sequence.kv.block_table = list(range(first, first + num_blocks))
 
     def try_admit(self, sequence: Sequence, headroom_blocks: int = 0) -> bool:
         """A reservation never grows, so it needs no headroom."""
@@ -112,24 +112,24 @@ class ReservedKVSlots:
         return Transfers()
 
     def free(self, sequence: Sequence) -> None:
-        self._buddies.free(sequence.block_table[0] - 1)
-        sequence.block_table = []
+        self._buddies.free(sequence.kv.block_table[0] - 1)
+        sequence.kv.block_table = []
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
-        num_slots = sum(len(sequence.block_table) for sequence in running) * self.block_size
+        num_slots = sum(len(sequence.kv.block_table) for sequence in running) * self.block_size
         return KVCacheStats(
             block_size=self.block_size,
             num_blocks=self.num_usable_blocks,
             num_free_blocks=self.num_available_blocks,
             num_cached_blocks=0,
             num_active_blocks=self._buddies.num_allocated_blocks,
-            num_wasted_slots=num_slots - sum(sequence.num_computed_tokens for sequence in running),
+            num_wasted_slots=num_slots - sum(sequence.kv.num_computed_tokens for sequence in running),
             sharing_ratio=0.0,
         )
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         self._buddies.check_integrity()
-        blocks = [block_id for sequence in sequences for block_id in sequence.block_table]
+        blocks = [block_id for sequence in sequences for block_id in sequence.kv.block_table]
         assert len(blocks) == len(set(blocks)) <= self._buddies.num_allocated_blocks, "a block is reserved twice"
 
 

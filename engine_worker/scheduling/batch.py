@@ -7,6 +7,7 @@ out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing he
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - in a step's answer
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
@@ -160,5 +161,8 @@ def made_up_batch(
     num_tokens = start + num_new_tokens
     block_table = list(range(1, -(-num_tokens // block_size) + 1))
     params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_p=top_p)
-    made_up = [Sequence("warmup", [0] * num_tokens, params, block_table=block_table) for _ in range(num_sequences)]
+    made_up = [
+        Sequence("warmup", [0] * num_tokens, params, kv=SequenceKV(block_table=block_table))
+        for _ in range(num_sequences)
+    ]
     return ScheduledBatch([ScheduledSequence(one, start, num_new_tokens, samples=True) for one in made_up])

@@ -26,15 +26,17 @@ class BlockTables:
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
-        return -(-sequence.num_tokens // self._block_size) - len(sequence.block_table) + len(self._to_replace(sequence))
+        return (
+            -(-sequence.num_tokens // self._block_size) - len(sequence.kv.block_table) + len(self._to_replace(sequence))
+        )
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
-        table = sequence.block_table
+        table = sequence.kv.block_table
         if num_tokens > len(table) * self._block_size:
             return True
         is_shared = self._pool.is_shared
-        for block_id in table[sequence.num_computed_tokens // self._block_size :]:  # noqa: SIM110 - any() takes twice as long
+        for block_id in table[sequence.kv.num_computed_tokens // self._block_size :]:  # noqa: SIM110 - any() takes twice as long
             if is_shared(block_id):
                 return True
         return False
@@ -48,35 +50,35 @@ class BlockTables:
         if len(sequences) == 1:
             return self.missing(sequences[0]) <= num_available
         num_missing = sum(map(self.missing, sequences))
-        writers = Counter(s.block_table[index] for s in sequences for index in self._to_replace(s))
+        writers = Counter(s.kv.block_table[index] for s in sequences for index in self._to_replace(s))
         num_kept = sum(number == self._pool.ref_count(block_id) for block_id, number in writers.items())
         return num_missing - num_kept <= num_available
 
     def allocate(self, sequence: Sequence) -> None:
         """Complete the block table and make its end writable; the caller has asked can_allocate."""
         self._replace_shared(sequence)
-        sequence.block_table += self._pool.allocate(self.missing(sequence))
+        sequence.kv.block_table += self._pool.allocate(self.missing(sequence))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """`child` begins with `num_tokens` of the computed tokens of `parent`, and shares their blocks.
 
         O(1) a block. The last one may be partly filled, and may hold tokens of the parent behind those that are shared.
         """
-        assert not child.block_table, f"{child.request_id} has blocks"
-        assert num_tokens <= parent.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
+        assert not child.kv.block_table, f"{child.request_id} has blocks"
+        assert num_tokens <= parent.kv.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
         assert child.num_tokens >= num_tokens, f"{child.request_id} lacks computed tokens"
         used = -(-num_tokens // self._block_size)
-        child.block_table = parent.block_table[:used]
-        child.num_computed_tokens = num_tokens
-        child.cache_root = parent.cache_root
-        child.block_hashes = parent.block_hashes[: num_tokens // self._block_size]
-        child.num_published_blocks = min(parent.num_published_blocks, len(child.block_hashes))
-        self._pool.share(child.block_table)
+        child.kv.block_table = parent.kv.block_table[:used]
+        child.kv.num_computed_tokens = num_tokens
+        child.kv.cache_root = parent.kv.cache_root
+        child.kv.block_hashes = parent.kv.block_hashes[: num_tokens // self._block_size]
+        child.kv.num_published_blocks = min(parent.kv.num_published_blocks, len(child.kv.block_hashes))
+        self._pool.share(child.kv.block_table)
 
     def begin_with_copy(self, sequence: Sequence, index: int, source: int) -> None:
         """Block `index` of `sequence` begins with what `source` holds, which its caller shares until now."""
         self._pool.free([source])
-        self.copies.append(BlockCopy(source, sequence.block_table[index]))
+        self.copies.append(BlockCopy(source, sequence.kv.block_table[index]))
 
     def take_copies(self) -> list[BlockCopy]:
         copies, self.copies = self.copies, []
@@ -86,25 +88,25 @@ class BlockTables:
         """Slots of active blocks without a computed token; a shared block counts once, as its fullest owner has it."""
         filled: dict[int, int] = {}
         for sequence in running:
-            for index in range(sequence.num_computed_tokens // self._block_size, len(sequence.block_table)):
-                block_id = sequence.block_table[index]
-                num_filled = max(0, sequence.num_computed_tokens - index * self._block_size)
+            for index in range(sequence.kv.num_computed_tokens // self._block_size, len(sequence.kv.block_table)):
+                block_id = sequence.kv.block_table[index]
+                num_filled = max(0, sequence.kv.num_computed_tokens - index * self._block_size)
                 filled[block_id] = max(num_filled, filled.get(block_id, 0))
         return len(filled) * self._block_size - sum(filled.values())
 
     def _replace_shared(self, sequence: Sequence) -> None:
         """Replace the shared blocks that the next step of `sequence` writes to; what is computed in them is copied."""
         for index in self._to_replace(sequence):
-            source = sequence.block_table[index]
+            source = sequence.kv.block_table[index]
             (target,) = self._pool.allocate(1)
-            if index * self._block_size < sequence.num_computed_tokens:
+            if index * self._block_size < sequence.kv.num_computed_tokens:
                 self._pool.hold(source)
                 self.copies.append(BlockCopy(source, target))
             self._pool.free([source])
-            sequence.block_table[index] = target
+            sequence.kv.block_table[index] = target
 
     def _to_replace(self, sequence: Sequence) -> list[int]:
         """Indices of shared blocks in the part of the table that is not computed yet."""
-        table = sequence.block_table
-        first = sequence.num_computed_tokens // self._block_size
+        table = sequence.kv.block_table
+        first = sequence.kv.num_computed_tokens // self._block_size
         return [index for index in range(first, len(table)) if self._pool.is_shared(table[index])]

@@ -60,15 +60,15 @@ class HostTier:
         num_before = len(self._planned.swap_out)
         stored: dict[int, int] = {}  # device block id -> host block id
         for sequence in sequences:
-            assert not sequence.host_block_table, f"{sequence.request_id} is swapped out already"
+            assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped out already"
             # The table may be longer: it has the block of the next token already.
-            for block_id, block_hash in zip(sequence.block_table, self._hashes(sequence), strict=False):
+            for block_id, block_hash in zip(sequence.kv.block_table, self._hashes(sequence), strict=False):
                 host_block_id = stored.get(block_id) or (self._pool.find(block_hash) if block_hash else None)
                 if host_block_id is None:
                     stored[block_id] = host_block_id = self._store(block_id, block_hash)
                 else:
                     self._pool.share([host_block_id])
-                sequence.host_block_table.append(host_block_id)
+                sequence.kv.host_block_table.append(host_block_id)
         return len(self._planned.swap_out) - num_before
 
     def on_device(self, sequence: Sequence) -> list[int | None]:
@@ -110,19 +110,19 @@ class HostTier:
         return transfers
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        self._pool.check_integrity(sequence.host_block_table for sequence in sequences)
+        self._pool.check_integrity(sequence.kv.host_block_table for sequence in sequences)
 
     def _hashes(self, sequence: Sequence) -> list[bytes | None]:
         """One for each block that holds computed tokens; None if it is not full, or was never published."""
-        num_full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self._block_size
-        num_blocks = -(-sequence.num_computed_tokens // self._block_size)
-        known = sequence.block_hashes[:num_full]
+        num_full = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens) // self._block_size
+        num_blocks = -(-sequence.kv.num_computed_tokens // self._block_size)
+        known = sequence.kv.block_hashes[:num_full]
         return [*known, *[None] * (num_blocks - len(known))]
 
     def _contents(self, sequences: Iterable[Sequence]) -> Iterator[tuple[int, int | None]]:
         """Each device block with computed tokens, and the host block with the same content if there is one."""
         for sequence in sequences:
-            for block_id, block_hash in zip(sequence.block_table, self._hashes(sequence), strict=False):
+            for block_id, block_hash in zip(sequence.kv.block_table, self._hashes(sequence), strict=False):
                 yield block_id, None if block_hash is None else self._pool.find(block_hash)
 
     def _store(self, block_id: int, block_hash: bytes | None) -> int:

@@ -28,7 +28,7 @@ class KVAccounting:
 
     def dropped(self, sequences: Collection[Sequence], reason: str) -> None:
         """These are computed again."""
-        num_blocks = sum(len(sequence.block_table) for sequence in sequences)
+        num_blocks = sum(len(sequence.kv.block_table) for sequence in sequences)
         self.events.totals.recompute_preemptions += 1
         self._record(KVEventKind.RECOMPUTE, sequences, reason, num_blocks, _num_computed(sequences))
 
@@ -41,10 +41,10 @@ class KVAccounting:
         """`sequence` has found its num_computed_tokens, those of `num_fetched` blocks on the host."""
         totals, num_host_tokens = self.events.totals, num_fetched * self._block_size
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            sequence.num_cached_tokens = min(sequence.kv.num_computed_tokens, sequence.num_prompt_tokens)
             totals.cached_prompt_tokens += sequence.num_cached_tokens
         totals.queried_tokens += sequence.num_tokens
-        totals.device_hit_tokens += sequence.num_computed_tokens - num_host_tokens
+        totals.device_hit_tokens += sequence.kv.num_computed_tokens - num_host_tokens
         totals.host_hit_tokens += num_host_tokens
         totals.fetched_blocks += num_fetched
         if num_fetched:
@@ -77,4 +77,4 @@ class KVAccounting:
 
 
 def _num_computed(sequences: Collection[Sequence]) -> int:
-    return sum(sequence.num_computed_tokens for sequence in sequences)
+    return sum(sequence.kv.num_computed_tokens for sequence in sequences)

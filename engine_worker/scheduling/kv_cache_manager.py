@@ -89,7 +89,7 @@ class KVCacheManager:
 
         Its num_computed_tokens says then how much it need not compute. One that is swapped comes back by try_swap_in.
         """
-        assert not sequence.host_block_table, f"{sequence.request_id} is swapped"
+        assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped"
         if self._pool.num_available_blocks <= headroom_blocks:
             return False  # at least one new block is needed: a queue that waits is not looked up in every step
         match = self._longest_hit(sequence)
@@ -106,7 +106,7 @@ class KVCacheManager:
 
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether `sequence` can't run in the batch being planned, because that batch fetches some of its KV."""
-        return self._host is not None and self._host.is_arriving(sequence.block_table)
+        return self._host is not None and self._host.is_arriving(sequence.kv.block_table)
 
     def preempt(self, sequences: Collection[Sequence]) -> PreemptionMode:
         """Take all blocks of `sequences`, together; the mode says whether they keep their KV in host memory."""
@@ -119,13 +119,13 @@ class KVCacheManager:
         for sequence in sequences:
             sequence.num_preemptions += 1
             sequence.num_tokens_when_preempted = sequence.num_tokens
-            block_table = sequence.block_table
+            block_table = sequence.kv.block_table
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
                 if self._prefixes:
                     self._prefixes.want(block_table)
-                sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.num_computed_tokens)
-                sequence.num_computed_tokens = 0
+                sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.kv.num_computed_tokens)
+                sequence.kv.num_computed_tokens = 0
         return mode
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
@@ -134,26 +134,28 @@ class KVCacheManager:
         here: dict[int, int] = {}  # host block id -> device block with the same content
         missing: set[int] = set()
         for sequence in sequences:
-            for host_block_id, block_id in zip(sequence.host_block_table, self._host.on_device(sequence), strict=True):
+            for host_block_id, block_id in zip(
+                sequence.kv.host_block_table, self._host.on_device(sequence), strict=True
+            ):
                 if block_id is None:
                     missing.add(host_block_id)
                 else:
                     here[host_block_id] = block_id
-        growth = {s: self.tables.missing(s) - len(s.host_block_table) for s in sequences}
+        growth = {s: self.tables.missing(s) - len(s.kv.host_block_table) for s in sequences}
         num_taken = len(missing) + sum(growth.values()) + sum(map(self._pool.is_cached, set(here.values())))
         if num_taken + headroom_blocks > self._pool.num_available_blocks:
             return False
         for sequence in sequences:  # before any allocation, which could evict them
-            self._pool.share(here[block_id] for block_id in sequence.host_block_table if block_id in here)
+            self._pool.share(here[block_id] for block_id in sequence.kv.host_block_table if block_id in here)
         fetched: dict[int, int] = {}
         for sequence in sequences:
             self._restore_table(sequence, here, fetched)
-            sequence.block_table += self._pool.allocate(growth[sequence])
+            sequence.kv.block_table += self._pool.allocate(growth[sequence])
         self._host.fetch(list(fetched), list(fetched.values()))
         for sequence in sequences:
-            self._host.free(sequence.host_block_table)
-            sequence.host_block_table = []
-            self.publish(sequence, sequence.num_computed_tokens)
+            self._host.free(sequence.kv.host_block_table)
+            sequence.kv.host_block_table = []
+            self.publish(sequence, sequence.kv.num_computed_tokens)
         self._accounting.swapped_in(sequences, len(fetched))
         return True
 
@@ -181,10 +183,10 @@ class KVCacheManager:
         are evicted before their prefixes.
         """
         self._free_on_device(sequence)
-        if sequence.host_block_table:
+        if sequence.kv.host_block_table:
             assert self._host is not None
-            self._host.free(sequence.host_block_table)
-            sequence.host_block_table = []
+            self._host.free(sequence.kv.host_block_table)
+            sequence.kv.host_block_table = []
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """`running`: every sequence that has blocks."""
@@ -204,13 +206,15 @@ class KVCacheManager:
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raise AssertionError unless the pools agree with the tables of `sequences`, which are all there are."""
-        self._pool.check_integrity(sequence.block_table for sequence in sequences)
+        self._pool.check_integrity(sequence.kv.block_table for sequence in sequences)
         if self._host:
             self._host.check_integrity(sequences)
         for sequence in sequences:
-            assert not (sequence.block_table and sequence.host_block_table), f"{sequence.request_id} is in two places"
-            num_slots = (len(sequence.block_table) + len(sequence.host_block_table)) * self.block_size
-            assert sequence.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
+            assert not (sequence.kv.block_table and sequence.kv.host_block_table), (
+                f"{sequence.request_id} is in two places"
+            )
+            num_slots = (len(sequence.kv.block_table) + len(sequence.kv.host_block_table)) * self.block_size
+            assert sequence.kv.num_computed_tokens <= num_slots, f"{sequence.request_id} computed outside its blocks"
 
     def _longest_hit(self, sequence: Sequence) -> PrefixMatch:
         return self._prefixes.longest_hit(sequence, self._accounting.step) if self._prefixes else PrefixMatch([])
@@ -219,12 +223,12 @@ class KVCacheManager:
         if self._prefixes:
             self._prefixes.adopt(sequence, match, num_new, self._accounting.step)
         else:
-            sequence.block_table = self._pool.allocate(num_new)
-            sequence.num_computed_tokens = sequence.num_published_blocks = 0
+            sequence.kv.block_table = self._pool.allocate(num_new)
+            sequence.kv.num_computed_tokens = sequence.kv.num_published_blocks = 0
 
     def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
         """A device block for each host block: a shared one of `here`, or a new one, which `fetched` notes."""
-        for host_block_id in sequence.host_block_table:
+        for host_block_id in sequence.kv.host_block_table:
             block_id = here.get(host_block_id)
             if block_id is None:
                 block_id = fetched.get(host_block_id)
@@ -233,14 +237,14 @@ class KVCacheManager:
                     fetched[host_block_id] = block_id
                 else:
                     self._pool.share([block_id])
-            sequence.block_table.append(block_id)
+            sequence.kv.block_table.append(block_id)
 
     def _free_on_device(self, sequence: Sequence) -> None:
-        if self._prefixes and sequence.block_table:
+        if self._prefixes and sequence.kv.block_table:
             self._prefixes.publish_end(sequence, self._accounting.step - 1)
-        self._pool.free(reversed(sequence.block_table))
-        sequence.block_table = []
-        sequence.num_published_blocks = 0
+        self._pool.free(reversed(sequence.kv.block_table))
+        sequence.kv.block_table = []
+        sequence.kv.num_published_blocks = 0
 
     def _on_evict(self, block_id: int, block_hash: bytes) -> None:
         assert self._prefixes is not None, "only its prefix cache publishes what can be evicted"

@@ -42,17 +42,17 @@ def _pool_view(pool: BlockPool) -> dict[str, Any]:
 
 
 def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
-    num_blocks = len(sequence.block_table) + len(sequence.host_block_table)
+    num_blocks = len(sequence.kv.block_table) + len(sequence.kv.host_block_table)
     is_waiting = sequence.status is SequenceStatus.WAITING
     return {
         "request_id": sequence.request_id,
         "choice": sequence.choice,
         "status": str(sequence.status),
         "num_tokens": sequence.num_tokens,
-        "num_computed_tokens": sequence.num_computed_tokens,
+        "num_computed_tokens": sequence.kv.num_computed_tokens,
         "num_cached_tokens": sequence.num_cached_tokens,
-        "num_empty_slots": 0 if is_waiting else num_blocks * block_size - sequence.num_computed_tokens,
+        "num_empty_slots": 0 if is_waiting else num_blocks * block_size - sequence.kv.num_computed_tokens,
         "num_preemptions": sequence.num_preemptions,
-        "block_table": sequence.block_table,
-        "host_block_table": sequence.host_block_table,
+        "block_table": sequence.kv.block_table,
+        "host_block_table": sequence.kv.host_block_table,
     }

@@ -42,21 +42,21 @@ def pack_token_ids(token_ids: list[int]) -> bytes:
 
 
 def extend_block_hashes(sequence: Sequence, num_blocks: int, block_size: int) -> None:
-    """Complete `sequence.block_hashes` to `num_blocks`, whose tokens are all known."""
-    first = len(sequence.block_hashes)
+    """Complete `sequence.kv.block_hashes` to `num_blocks`, whose tokens are all known."""
+    first = len(sequence.kv.block_hashes)
     if num_blocks <= first:
         return
     packed = pack_token_ids(sequence.token_ids(first * block_size, num_blocks * block_size))
-    digest = sequence.block_hashes[-1] if first else sequence.cache_root
+    digest = sequence.kv.block_hashes[-1] if first else sequence.kv.cache_root
     size = block_size * _TOKEN_BYTES
     for start in range(0, len(packed), size):
         digest = sha256(digest + packed[start : start + size]).digest()
-        sequence.block_hashes.append(digest)
+        sequence.kv.block_hashes.append(digest)
 
 
 def parent_hash(sequence: Sequence, index: int) -> bytes:
     """The hash that block `index` of `sequence` is chained to; the blocks before it have their hashes."""
-    return sequence.block_hashes[index - 1] if index else sequence.cache_root
+    return sequence.kv.block_hashes[index - 1] if index else sequence.kv.cache_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PrefixCache:
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
         block_ids = []
-        for block_hash in sequence.block_hashes[:num_blocks]:
+        for block_hash in sequence.kv.block_hashes[:num_blocks]:
             if (block_id := self._pool.find(block_hash)) is None:
                 break
             block_ids.append(block_id)
@@ -100,25 +100,25 @@ class PrefixCache:
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """The blocks of `sequence` that `step` completes, as far as their tokens are known."""
         num_full = min(num_computed_tokens, sequence.num_known_tokens) // self._block_size
-        if num_full <= sequence.num_published_blocks:
+        if num_full <= sequence.kv.num_published_blocks:
             return
         extend_block_hashes(sequence, num_full, self._block_size)
-        for index in range(sequence.num_published_blocks, num_full):
+        for index in range(sequence.kv.num_published_blocks, num_full):
             start = index * self._block_size
             packed = pack_token_ids(sequence.token_ids(start, start + self._block_size))
-            self._publish(sequence, index, sequence.block_hashes[index], packed, step)
-        sequence.num_published_blocks = num_full
+            self._publish(sequence, index, sequence.kv.block_hashes[index], packed, step)
+        sequence.kv.num_published_blocks = num_full
 
     def publish_end(self, sequence: Sequence, step: int) -> None:
         """`sequence` gives up its blocks: what it has computed up to `step`, the partly filled last block too."""
-        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+        num_tokens = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens)
         self.publish(sequence, num_tokens, step)
         index = num_tokens // self._block_size
-        if num_tokens % self._block_size and not self._pool.is_shared(sequence.block_table[index]):
+        if num_tokens % self._block_size and not self._pool.is_shared(sequence.kv.block_table[index]):
             packed = pack_token_ids(sequence.token_ids(index * self._block_size, num_tokens))
             block_hash = sha256(parent_hash(sequence, index) + packed).digest()
             if self._publish(sequence, index, block_hash, packed, step):
-                self._partly_filled.add(sequence.block_table[index])
+                self._partly_filled.add(sequence.kv.block_table[index])
 
     def want(self, block_ids: Iterable[int]) -> None:
         """These blocks, as far as they are published, are used by one sequence more, or will be."""
@@ -135,7 +135,7 @@ class PrefixCache:
         return is_full, is_wanted
 
     def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
-        block_id = sequence.block_table[index]
+        block_id = sequence.kv.block_table[index]
         if not self._pool.publish(block_id, block_hash):
             return False
         parent = parent_hash(sequence, index)

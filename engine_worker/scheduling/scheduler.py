@@ -229,7 +229,9 @@ class Scheduler:
         waiting = [sequence for group in self._policy for sequence in group.sequences]
         self._kv_cache.check_integrity([*active, *waiting])
         for sequence in waiting:
-            assert bool(sequence.host_block_table) == (sequence.status is SequenceStatus.SWAPPED), sequence.request_id
+            assert bool(sequence.kv.host_block_table) == (sequence.status is SequenceStatus.SWAPPED), (
+                sequence.request_id
+            )
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in active)
         assert all(0 <= sequence.num_inflight_tokens <= 1 for sequence in active)
         assert all(len(group.active) in (1, len(group.sequences)) for group in self._running.values())

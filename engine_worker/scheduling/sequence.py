@@ -15,6 +15,7 @@ swapped keeps its count; they are otherwise unchanged. One whose prefix is in th
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine_worker.kv.sequence_kv import SequenceKV
 from shared.messages import FinishReason, SamplingParams
 
 
@@ -37,17 +38,11 @@ class Sequence:
     choice: int = 0  # its index in the answer
     beam_score: float = 0.0  # of a beam: the sum of its tokens' log-probabilities
     status: SequenceStatus = SequenceStatus.WAITING
-    block_table: list[int] = field(default_factory=list)  # block ids; entry i holds tokens [i, i + 1) * block_size
-    num_computed_tokens: int = 0  # those of steps that still run included
+    kv: SequenceKV = field(default_factory=SequenceKV)
     num_inflight_tokens: int = 0  # of steps that still run: 0 or 1 between two calls of the scheduler
     num_preemptions: int = 0
     num_tokens_when_preempted: int = 0
     num_dropped_tokens: int = 0  # that had been computed when it was preempted by recompute
-    host_block_table: list[int] = field(default_factory=list)  # while swapped: blocks in host memory
-    # The prefix cache's notes. A block's hash covers all tokens up to its end, and the root: who may share with whom.
-    cache_root: bytes = b""
-    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, computed once
-    num_published_blocks: int = 0  # leading blocks that the cache has been told of
     num_cached_tokens: int = 0  # of the prompt: found in the cache when it was first admitted
     num_scored_tokens: int = 0  # of the prompt: their log-probabilities are out, if the request asks for them
 
@@ -99,7 +94,7 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """A token in flight is among them: its step has sampled it and not computed its KV."""
-        return self.num_tokens - self.num_computed_tokens
+        return self.num_tokens - self.kv.num_computed_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end) of prompt + output."""

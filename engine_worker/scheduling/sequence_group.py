@@ -143,7 +143,7 @@ class SequenceGroup:
 
 def _fork(parent: Sequence, kv_cache: ForkableTables) -> Sequence:
     child = _like(parent, list(parent.output_token_ids), SequenceStatus.RUNNING)
-    kv_cache.fork(parent, child, parent.num_computed_tokens)
+    kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     return child
 
 

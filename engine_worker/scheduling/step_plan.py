@@ -60,7 +60,7 @@ def survey(running: Iterable[SequenceGroup], kv_cache: KVSlots) -> tuple[Survey,
             num_tokens = sequence.num_tokens
             if needs_room(sequence, num_tokens):
                 needing = [sequence] if needing is None else [*needing, sequence]
-            num_lacking = num_tokens - sequence.num_computed_tokens
+            num_lacking = num_tokens - sequence.kv.num_computed_tokens
             if num_lacking > 1:
                 found.behind.append((group, sequence))
             elif num_lacking and may_decode:
@@ -93,11 +93,11 @@ class StepPlan:
 
     def _add(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool) -> None:
         """The next tokens of `sequence`, and the forks of its group that become due with them."""
-        start = sequence.num_computed_tokens
+        start = sequence.kv.num_computed_tokens
         end = start + num_new_tokens
-        if end // self._block_size > sequence.num_published_blocks:  # asked here, as most steps complete no block
+        if end // self._block_size > sequence.kv.num_published_blocks:  # asked here, as most steps complete no block
             self._kv_cache.publish(sequence, end)
-        sequence.num_computed_tokens = end
+        sequence.kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
         self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
         if end >= group.num_prompt_tokens and not group.is_forked:

@@ -40,7 +40,7 @@ class StoredPrefixes:
         if self._host is None:
             return match
         last = sequence.num_reusable_tokens // self._block_size
-        run = self._host.find_run(sequence.block_hashes[len(match.block_ids) : last])
+        run = self._host.find_run(sequence.kv.block_hashes[len(match.block_ids) : last])
         costs = self._costs
         if not run or (costs and costs.load_seconds(len(run)) >= costs.compute_seconds(len(run) * self._block_size)):
             return match
@@ -56,17 +56,17 @@ class StoredPrefixes:
             self._pool.hold(source)
         if self._host:
             self._host.share(match.host_block_ids)  # before the allocation: what it evicts goes to the host
-        sequence.block_table = match.block_ids + self._pool.allocate(num_new)
-        sequence.num_computed_tokens = (num_shared + num_fetched) * self._block_size
-        sequence.num_published_blocks = num_shared
+        sequence.kv.block_table = match.block_ids + self._pool.allocate(num_new)
+        sequence.kv.num_computed_tokens = (num_shared + num_fetched) * self._block_size
+        sequence.kv.num_published_blocks = num_shared
         if source is not None:
             self._tables.begin_with_copy(sequence, num_shared, source)
-            sequence.num_computed_tokens += match.num_copied_tokens
+            sequence.kv.num_computed_tokens += match.num_copied_tokens
         if self._host and num_fetched:
-            self._host.fetch(match.host_block_ids, sequence.block_table[num_shared : num_shared + num_fetched])
+            self._host.fetch(match.host_block_ids, sequence.kv.block_table[num_shared : num_shared + num_fetched])
             self._host.free(match.host_block_ids)
-            self.publish(sequence, sequence.num_computed_tokens, step)
-        self._cache.want(sequence.block_table[: num_shared + num_fetched])
+            self.publish(sequence, sequence.kv.num_computed_tokens, step)
+        self._cache.want(sequence.kv.block_table[: num_shared + num_fetched])
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """`step` computes `sequence` to `num_computed_tokens`: others can share its blocks."""

@@ -319,7 +319,7 @@ def test_the_fake_model_reads_its_cache_through_the_block_table() -> None:
     engine.step()
     (group,) = engine._scheduler._running.values()
     (sequence,) = group.active
-    sequence.block_table.reverse()
+    sequence.kv.block_table.reverse()
     (event,) = engine.step()
     assert isinstance(event, TokenEvent) and event.token_ids != expected_output(request)[1:2]
 

@@ -26,13 +26,13 @@ def test_a_reservation_is_a_run_in_order_and_lasts_to_the_end() -> None:
     for sequence in (first, second):
         assert manager.can_allocate(sequence)
         manager.allocate(sequence)
-    assert first.block_table == [1, 2, 3, 4]
-    assert second.block_table == list(range(17, 26))
+    assert first.kv.block_table == [1, 2, 3, 4]
+    assert second.kv.block_table == list(range(17, 26))
     manager.check_integrity([first, second])
     first.output_token_ids = [7] * 9
     assert isinstance(manager, ReservedKVSlots) and manager.missing(first) == 0, "it never grows"
     manager.free(first)
-    assert first.block_table == []
+    assert first.kv.block_table == []
     manager.check_integrity([second])
 
 
@@ -41,7 +41,7 @@ def test_the_padding_block_is_nobodys() -> None:
     first, second, third = (make_sequence(1) for _ in range(3))
     manager.allocate(first)
     manager.allocate(second)
-    assert (first.block_table, second.block_table) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert (first.kv.block_table, second.kv.block_table) == ([1, 2, 3, 4], [5, 6, 7, 8])
     assert not manager.can_allocate(third)
     assert manager.num_available_blocks == 0
 

@@ -52,7 +52,7 @@ class Inputs:
 
 def sequence(num_tokens: int, *block_table: int) -> Sequence:
     made = make_sequence(num_tokens)
-    made.block_table = list(block_table)
+    made.kv.block_table = list(block_table)
     return made
 
 
@@ -113,17 +113,17 @@ def test_tables_follow_growth_copies_and_returns() -> None:
     one, other = sequence(8, 1, 2), sequence(8, 3, 4)
     assert_as_built(inputs, [decode(one), decode(other)])
     one.output_token_ids.append(9)
-    one.block_table += [5]  # the ninth token crossed an edge
+    one.kv.block_table += [5]  # the ninth token crossed an edge
     assert_as_built(inputs, [decode(other), decode(one)])
-    one.block_table[2] = 6  # what is written next was shared, and copied
+    one.kv.block_table[2] = 6  # what is written next was shared, and copied
     assert_as_built(inputs, [decode(other), decode(one)])
-    other.block_table = [7, 8]  # it was preempted and admitted again
+    other.kv.block_table = [7, 8]  # it was preempted and admitted again
     assert_as_built(inputs, [decode(other), decode(one)])
     one.num_preemptions += 1  # the same, its table filled anew in place
-    one.block_table[:] = [10, 11, 12]
+    one.kv.block_table[:] = [10, 11, 12]
     assert_as_built(inputs, [decode(other), decode(one)])
     one.output_token_ids += [9] * 30
-    one.block_table += range(20, 40)
+    one.kv.block_table += range(20, 40)
     assert_as_built(inputs, [decode(other), decode(one)])
 
 
@@ -170,7 +170,7 @@ def test_forks_without_tokens_are_no_rows_and_want_the_logits_of_the_row_before_
     inputs.keep_samples([other, first, *forks], torch.tensor([11, 12, 13, 14]))
     for one in (other, first, *forks):
         one.num_inflight_tokens = 1
-    forks[1].block_table = [1, 7]  # the shared block was copied
+    forks[1].kv.block_table = [1, 7]  # the shared block was copied
     in_flight = dict(zip([other, first, *forks], [11, 12, 13, 14], strict=True))
     assert_as_built(inputs, [decode(one) for one in (first, *forks)], inflight_token_ids=in_flight)
 

@@ -23,7 +23,7 @@ def test_steps_that_crossed_as_bytes_give_the_same_logits_and_the_same_pool(mode
     here, there = (make_runner(model_dir, num_blocks=16, block_size=BLOCK_SIZE).replica for _ in range(2))
     describer = StepDescriber(BLOCK_SIZE, decodes_first=True)
     long, short = make_sequence(20, "long"), make_sequence(9, "short")
-    long.block_table, short.block_table = [3, 9, 1], [4, 2]
+    long.kv.block_table, short.kv.block_table = [3, 9, 1], [4, 2]
     steps = [
         ScheduledBatch([ScheduledSequence(long, 0, 12, samples=False), ScheduledSequence(short, 0, 9, samples=True)]),
         # The next token of `short` is in flight, and its last block was shared: it is copied first.
@@ -34,7 +34,7 @@ def test_steps_that_crossed_as_bytes_give_the_same_logits_and_the_same_pool(mode
     ]
     for number, batch in enumerate(steps):
         if number:
-            short.num_inflight_tokens, short.block_table[1] = 1, 5
+            short.num_inflight_tokens, short.kv.block_table[1] = 1, 5
         described = describer.describe(batch)
         found = []
         for replica, description in ((here, described), (there, StepDescription.from_bytes(described.to_bytes()))):

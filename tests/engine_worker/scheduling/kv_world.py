@@ -71,7 +71,7 @@ class KVWorld:
 
     def fork(self, parent: Sequence) -> Sequence:
         child = self._sequence(parent.prompt_token_ids, parent.output_token_ids)
-        self.manager.fork(parent, child, parent.num_computed_tokens)
+        self.manager.fork(parent, child, parent.kv.num_computed_tokens)
         self.running.append(child)
         return child
 
@@ -137,7 +137,7 @@ class KVWorld:
         num_slots = self.manager.num_usable_blocks * self._block_size
         if sequence.num_tokens > num_slots or not self.manager.try_admit(sequence):
             return None
-        self.num_cached_tokens += sequence.num_computed_tokens
+        self.num_cached_tokens += sequence.kv.num_computed_tokens
         self.running.append(sequence)
         return sequence
 
@@ -147,7 +147,7 @@ class KVWorld:
 
     def _plan(self, sequence: Sequence, num_tokens: int) -> tuple[Sequence, int, int]:
         """The sequence, and the positions it computes."""
-        start = sequence.num_computed_tokens
+        start = sequence.kv.num_computed_tokens
         end = start + min(num_tokens, sequence.num_uncomputed_tokens)
         self.manager.publish(sequence, end)
         if self._is_caching:
@@ -170,9 +170,9 @@ class KVWorld:
         for sequence, start, end in planned:
             values = contents(sequence.token_ids(0, end))
             for position in range(start, end):
-                block_id = sequence.block_table[position // self._block_size]
+                block_id = sequence.kv.block_table[position // self._block_size]
                 self._memory[block_id][position % self._block_size] = values[position]
-            sequence.num_computed_tokens = end
+            sequence.kv.num_computed_tokens = end
         for sequence, _, _ in planned:  # attention reads all that is before it in this very step
             self._check_contents(sequence)
         for copy in transfers.swap_in:
@@ -180,13 +180,15 @@ class KVWorld:
 
     def _check_contents(self, sequence: Sequence, *, on_host: bool = False) -> None:
         memory, table = (
-            (self._host_memory, sequence.host_block_table) if on_host else (self._memory, sequence.block_table)
+            (self._host_memory, sequence.kv.host_block_table) if on_host else (self._memory, sequence.kv.block_table)
         )
         slots = [value for block_id in table for value in memory[block_id]]
-        expected = contents(sequence.token_ids(0, sequence.num_computed_tokens))
+        expected = contents(sequence.token_ids(0, sequence.kv.num_computed_tokens))
         assert slots[: len(expected)] == expected, f"{sequence.request_id} has what is not its own"
 
     def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
         """At this moment; later a block may lose its place to one with the same content that is evicted first."""
-        assert len(sequence.block_hashes) >= end, f"{sequence.request_id} did not publish all of its {end} full blocks"
-        assert all(self.manager._pool.find(sequence.block_hashes[index]) is not None for index in range(first, end))
+        assert len(sequence.kv.block_hashes) >= end, (
+            f"{sequence.request_id} did not publish all of its {end} full blocks"
+        )
+        assert all(self.manager._pool.find(sequence.kv.block_hashes[index]) is not None for index in range(first, end))

@@ -12,9 +12,9 @@ from tests.builders import make_sequence
 
 def hashed(token_ids: list[int], num_blocks: int, root: bytes = b"") -> list[bytes]:
     sequence = make_sequence(token_ids)
-    sequence.cache_root = root
+    sequence.kv.cache_root = root
     extend_block_hashes(sequence, num_blocks, block_size=4)
-    return sequence.block_hashes
+    return sequence.kv.block_hashes
 
 
 def test_a_hash_covers_every_token_before_it() -> None:
@@ -53,4 +53,4 @@ def test_prompt_and_output_are_hashed_as_one_and_each_token_once(monkeypatch: py
     sequence.output_token_ids += [7, 8]
     extend_block_hashes(sequence, 2, block_size=4)
     assert packed == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert sequence.block_hashes == hashed([1, 2, 3, 4, 5, 6, 7, 8], 2)
+    assert sequence.kv.block_hashes == hashed([1, 2, 3, 4, 5, 6, 7, 8], 2)

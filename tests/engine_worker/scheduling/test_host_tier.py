@@ -33,7 +33,7 @@ def run(kv_cache: KVCacheManager, token_ids: list[int]) -> Sequence:
     assert kv_cache.try_admit(sequence)
     kv_cache.publish(sequence, sequence.num_tokens)
     kv_cache.take_transfers()
-    sequence.num_computed_tokens = sequence.num_tokens
+    sequence.kv.num_computed_tokens = sequence.num_tokens
     return sequence
 
 
@@ -47,7 +47,11 @@ def test_a_swapped_sequence_keeps_its_count_and_gets_all_its_blocks_back(caches:
     kv_cache = make_manager(caches=caches)
     sequence = run(kv_cache, TOKENS[:10])
     assert kv_cache.preempt([sequence]) is SWAP
-    assert (sequence.block_table, sequence.host_block_table, sequence.num_computed_tokens) == ([], [1, 2, 3], 10)
+    assert (sequence.kv.block_table, sequence.kv.host_block_table, sequence.kv.num_computed_tokens) == (
+        [],
+        [1, 2, 3],
+        10,
+    )
     transfers = kv_cache.take_transfers()
     assert transfers.swap_out == [BlockCopy(1, 1), BlockCopy(2, 2), BlockCopy(3, 3)]
     kv_cache.check_integrity([sequence])
@@ -59,8 +63,8 @@ def test_a_swapped_sequence_keeps_its_count_and_gets_all_its_blocks_back(caches:
     assert kv_cache.is_arriving(sequence)
     copies = kv_cache.take_transfers().swap_in
     assert [copy.source_block_id for copy in copies] == [1, 2, 3]
-    assert [copy.target_block_id for copy in copies] == sequence.block_table
-    assert (sequence.host_block_table, sequence.num_computed_tokens) == ([], 10)
+    assert [copy.target_block_id for copy in copies] == sequence.kv.block_table
+    assert (sequence.kv.host_block_table, sequence.kv.num_computed_tokens) == ([], 10)
     assert not kv_cache.is_arriving(sequence)  # from the next step on
     kv_cache.check_integrity([sequence])
 
@@ -71,9 +75,9 @@ def test_what_is_still_on_the_device_is_not_fetched() -> None:
     kv_cache.preempt([sequence])
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in([sequence])
-    assert sequence.block_table[:2] == [1, 2]
+    assert sequence.kv.block_table[:2] == [1, 2]
     (copy,) = kv_cache.take_transfers().swap_in  # the partly filled one has no hash to be found by
-    assert copy == BlockCopy(3, sequence.block_table[2])
+    assert copy == BlockCopy(3, sequence.kv.block_table[2])
     kv_cache.check_integrity([sequence])
 
 
@@ -84,7 +88,7 @@ def test_a_common_prefix_goes_out_once() -> None:
     kv_cache.preempt([second])
     kv_cache.preempt([first])
     assert len(kv_cache.take_transfers().swap_out) == 4  # two shared ones, and the end of each
-    assert first.host_block_table[:2] == second.host_block_table[:2]
+    assert first.kv.host_block_table[:2] == second.kv.host_block_table[:2]
     kv_cache.check_integrity([first, second])
 
 
@@ -92,18 +96,18 @@ def test_a_group_that_shares_a_partly_filled_block_moves_as_a_whole() -> None:
     kv_cache = make_manager()
     parent = run(kv_cache, TOKENS[:6])
     child = make_sequence(TOKENS[:6])
-    kv_cache.fork(parent, child, parent.num_computed_tokens)
+    kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     group = [parent, child]
     assert kv_cache.preempt(group) is SWAP
     assert len(kv_cache.take_transfers().swap_out) == 2
-    assert parent.host_block_table == child.host_block_table
+    assert parent.kv.host_block_table == child.kv.host_block_table
     filler = fill(kv_cache, 32)
     assert not kv_cache.try_swap_in(group)
     kv_cache.free(filler)
     kv_cache.take_transfers()
     assert kv_cache.try_swap_in(group)
     assert len(kv_cache.take_transfers().swap_in) == 2
-    assert parent.block_table == child.block_table
+    assert parent.kv.block_table == child.kv.block_table
     kv_cache.check_integrity(group)
 
 
@@ -112,7 +116,7 @@ def test_the_mode_is_recompute_when_swapped_sequences_fill_the_host() -> None:
     first, second = run(kv_cache, TOKENS[:8]), fill(kv_cache, 8)
     assert kv_cache.preempt([first]) is SWAP
     assert kv_cache.preempt([second]) is RECOMPUTE
-    assert (second.host_block_table, second.num_computed_tokens, second.num_dropped_tokens) == ([], 0, 8)
+    assert (second.kv.host_block_table, second.kv.num_computed_tokens, second.num_dropped_tokens) == ([], 0, 8)
     assert [event["reason"] for event in kv_cache.events.since(0)["events"]] == ["by setting", "the host pool is full"]
 
 
@@ -158,18 +162,18 @@ def test_an_evicted_prefix_falls_to_the_host_and_comes_back_on_a_hit() -> None:
     assert kv_cache.try_admit(filler)
     out = kv_cache.take_transfers().swap_out
     assert sorted(copy.source_block_id for copy in out) == [1, 2]  # the full ones; a partly filled one is not kept
-    filler.num_computed_tokens = 32
+    filler.kv.num_computed_tokens = 32
     kv_cache.free(filler)
     second = make_sequence(TOKENS[:12])
     assert kv_cache.try_admit(second)
-    assert (second.num_computed_tokens, second.num_cached_tokens) == (8, 8)
+    assert (second.kv.num_computed_tokens, second.num_cached_tokens) == (8, 8)
     assert kv_cache.is_arriving(second)
     third = make_sequence(TOKENS[:12])  # shares what arrives, and waits for it too
     assert kv_cache.try_admit(third)
-    assert third.block_table[:2] == second.block_table[:2]
+    assert third.kv.block_table[:2] == second.kv.block_table[:2]
     assert kv_cache.is_arriving(third)
     transfers = kv_cache.take_transfers()
-    assert [copy.target_block_id for copy in transfers.swap_in] == second.block_table[:2]
+    assert [copy.target_block_id for copy in transfers.swap_in] == second.kv.block_table[:2]
     assert transfers.block_copies == []  # nothing is copied from blocks that have not arrived
     kv_cache.check_integrity([second, third])
     totals = kv_cache.events.totals
@@ -206,7 +210,7 @@ def test_what_a_sequence_that_will_be_back_has_computed_is_kept_on_the_host() ->
     assert kv_cache.preempt([sequence]) is RECOMPUTE
     assert num_kept(kv_cache) == 2
     assert kv_cache.try_admit(sequence)
-    assert sequence.num_computed_tokens == 8
+    assert sequence.kv.num_computed_tokens == 8
 
 
 @pytest.mark.parametrize(("num_tokens", "hits"), [(8, 0), (12, 0), (16, 12)])
@@ -224,7 +228,7 @@ def test_a_prefix_is_fetched_only_if_that_is_faster_than_computing_it(num_tokens
     kv_cache.free(run(kv_cache, make_prompt(32, first=700)))
     sequence = make_sequence(TOKENS[:num_tokens])
     assert kv_cache.try_admit(sequence)
-    assert sequence.num_computed_tokens == hits
+    assert sequence.kv.num_computed_tokens == hits
 
 
 def test_a_swap_takes_the_place_of_prefixes_and_not_the_other_way_round() -> None:
@@ -232,14 +236,14 @@ def test_a_swap_takes_the_place_of_prefixes_and_not_the_other_way_round() -> Non
     kv_cache.free(run(kv_cache, TOKENS[:16]))
     other = fill(kv_cache, 32)  # 4 prefix blocks fall to the host
     assert kv_cache.stats([other]).num_host_cached_blocks == 4
-    other.num_computed_tokens = 12
+    other.kv.num_computed_tokens = 12
     kv_cache.preempt([other])
     stats = kv_cache.stats([])
     assert (stats.num_host_blocks, stats.num_host_cached_blocks, stats.num_host_free_blocks) == (4, 1, 0)
     kv_cache.take_transfers()
     assert kv_cache.events.totals.evicted_host_blocks == 3
     later = run(kv_cache, make_prompt(32, first=700))  # evicts 8 blocks; one of the host's 4 is not a sequence's
-    assert (len(other.host_block_table), kv_cache.stats([]).num_host_cached_blocks) == (3, 1)
+    assert (len(other.kv.host_block_table), kv_cache.stats([]).num_host_cached_blocks) == (3, 1)
     kv_cache.check_integrity([other, later])
 
 

@@ -13,7 +13,7 @@ def test_a_sequence_gets_the_blocks_its_tokens_fill(num_tokens: int, num_blocks:
     kv_cache = KVCacheManager(num_blocks=9, block_size=8)
     sequence = make_sequence(num_tokens)
     kv_cache.allocate(sequence)
-    assert sequence.block_table == list(range(1, num_blocks + 1))
+    assert sequence.kv.block_table == list(range(1, num_blocks + 1))
 
 
 def test_one_block_more_only_when_the_output_crosses_an_edge() -> None:
@@ -22,7 +22,7 @@ def test_one_block_more_only_when_the_output_crosses_an_edge() -> None:
     lengths = []
     for token_id in range(7):
         kv_cache.allocate(sequence)
-        lengths.append(len(sequence.block_table))
+        lengths.append(len(sequence.kv.block_table))
         sequence.output_token_ids.append(token_id)
     assert lengths == [1, 1, 2, 2, 2, 2, 3]  # 3, 4 | 5, 6, 7, 8 | 9 tokens
 
@@ -41,11 +41,11 @@ def test_freed_blocks_come_back_in_order() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     first, second = make_sequence(12), make_sequence(12)
     kv_cache.allocate(first)
-    table = list(first.block_table)
+    table = list(first.kv.block_table)
     kv_cache.free(first)
-    assert first.block_table == []
+    assert first.kv.block_table == []
     kv_cache.allocate(second)
-    assert second.block_table == table == [1, 2, 3]
+    assert second.kv.block_table == table == [1, 2, 3]
     kv_cache.check_integrity([second])
 
 
@@ -54,7 +54,7 @@ def test_stats_of_two_sequences() -> None:
     first, second = make_sequence(6), make_sequence(4)
     for sequence in (first, second):
         kv_cache.allocate(sequence)
-    first.num_computed_tokens, second.num_computed_tokens = 5, 4
+    first.kv.num_computed_tokens, second.kv.num_computed_tokens = 5, 4
     stats = kv_cache.stats([first, second])
     assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks, stats.num_active_blocks) == (8, 5, 0, 3)
     assert (stats.block_size, stats.capacity_tokens, stats.num_wasted_slots) == (4, 32, 3)
@@ -64,14 +64,14 @@ def test_stats_of_two_sequences() -> None:
 
 def forked(kv_cache: KVCacheManager, parent: Sequence, *output_token_ids: int) -> Sequence:
     child = make_sequence(parent.prompt_token_ids, output_token_ids=[*parent.output_token_ids, *output_token_ids])
-    kv_cache.fork(parent, child, parent.num_computed_tokens)
+    kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
     return child
 
 
 def computed(kv_cache: KVCacheManager, num_tokens: int) -> Sequence:
     sequence = make_sequence(num_tokens)
     kv_cache.allocate(sequence)
-    sequence.num_computed_tokens = num_tokens
+    sequence.kv.num_computed_tokens = num_tokens
     return sequence
 
 
@@ -80,11 +80,11 @@ def test_a_fork_shares_every_block_and_the_first_to_write_copies_the_last_one() 
     parent = computed(kv_cache, 6)
     first, second = forked(kv_cache, parent, 11), forked(kv_cache, parent, 12)
     kv_cache.free(parent)
-    assert first.block_table == second.block_table == [1, 2]
-    assert (first.num_computed_tokens, kv_cache.tables.missing(first)) == (6, 1)
+    assert first.kv.block_table == second.kv.block_table == [1, 2]
+    assert (first.kv.num_computed_tokens, kv_cache.tables.missing(first)) == (6, 1)
     kv_cache.allocate(first)
     kv_cache.allocate(second)  # alone in its block now: no copy
-    assert (first.block_table, second.block_table) == ([1, 3], [1, 2])
+    assert (first.kv.block_table, second.kv.block_table) == ([1, 3], [1, 2])
     assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([first, second])
@@ -97,7 +97,7 @@ def test_a_fork_at_a_blocks_edge_needs_no_copy() -> None:
     for child in children:
         assert kv_cache.tables.missing(child) == 1
         kv_cache.allocate(child)
-    assert [child.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
+    assert [child.kv.block_table for child in children] == [[1, 2, 3], [1, 2, 4]]
     assert kv_cache.take_transfers().block_copies == []
     kv_cache.check_integrity([parent, *children])
 
@@ -110,7 +110,7 @@ def test_the_source_of_a_copy_is_not_given_out_in_the_same_schedule() -> None:
     kv_cache.free(parent)  # preempted after the copy was planned: block 2 is free, but will be read
     other = make_sequence(8)
     kv_cache.allocate(other)
-    assert other.block_table == [4, 5]
+    assert other.kv.block_table == [4, 5]
     assert not kv_cache.can_allocate(make_sequence(1))
     assert kv_cache.take_transfers().block_copies == [BlockCopy(2, 3)]
     assert kv_cache.can_allocate(make_sequence(4))
@@ -121,10 +121,10 @@ def test_a_shared_block_without_computed_tokens_is_replaced_not_copied() -> None
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     parent = computed(kv_cache, 6)
     child = make_sequence(parent.prompt_token_ids)
-    kv_cache.fork(parent, child, parent.num_computed_tokens)
-    parent.num_computed_tokens = child.num_computed_tokens = 4
+    kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
+    parent.kv.num_computed_tokens = child.kv.num_computed_tokens = 4
     kv_cache.allocate(child)
-    assert (child.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])
+    assert (child.kv.block_table, kv_cache.take_transfers().block_copies) == ([1, 3], [])
 
 
 def test_sharing_ratio_is_the_part_of_table_entries_that_needed_no_block() -> None:
@@ -144,7 +144,7 @@ def test_integrity_fails_when_more_is_computed_than_there_are_slots() -> None:
     kv_cache = KVCacheManager(num_blocks=9, block_size=4)
     sequence = make_sequence(8)
     kv_cache.allocate(sequence)
-    sequence.num_computed_tokens = 9
+    sequence.kv.num_computed_tokens = 9
     with pytest.raises(AssertionError, match="outside its blocks"):
         kv_cache.check_integrity([sequence])
 

@@ -176,7 +176,7 @@ def nth(number: int, right: Callable[..., Any], wrong: Callable[..., Any]) -> Ca
 def has_effect(owner: Any, *arguments: Any) -> bool:
     if isinstance(owner, KVCacheManager) and arguments:  # publish(sequence, num_computed_tokens)
         sequence, num_computed_tokens = arguments
-        return bool(num_computed_tokens // owner.block_size > sequence.num_published_blocks)
+        return bool(num_computed_tokens // owner.block_size > sequence.kv.num_published_blocks)
     if isinstance(owner, HostTier):
         return bool(owner._planned.swap_out and owner._planned.swap_in)
     return bool(arguments[0]) if arguments else bool(owner.tables.copies)
@@ -240,8 +240,8 @@ def test_what_is_left_out_is_caught(monkeypatch: pytest.MonkeyPatch, mutation: s
 
 def test_a_hash_that_forgets_what_is_before_its_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_parent(sequence: Sequence, num_blocks: int, block_size: int) -> None:
-        blocks = range(len(sequence.block_hashes), num_blocks)
-        sequence.block_hashes += [
+        blocks = range(len(sequence.kv.block_hashes), num_blocks)
+        sequence.kv.block_hashes += [
             bytes(sequence.token_ids(index * block_size, (index + 1) * block_size)) for index in blocks
         ]
 

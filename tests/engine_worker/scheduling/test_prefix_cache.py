@@ -32,7 +32,7 @@ def admit(
 ) -> Sequence:
     """Admitted and computed in one step; `num_cached_tokens` says what was found."""
     sequence = make_sequence(token_ids, output_token_ids=output_token_ids)
-    sequence.cache_root = root
+    sequence.kv.cache_root = root
     assert kv_cache.try_admit(sequence)
     kv_cache.publish(sequence, sequence.num_tokens)
     return sequence
@@ -40,7 +40,7 @@ def admit(
 
 def finish_step(kv_cache: KVCacheManager, *sequences: Sequence) -> list[BlockCopy]:
     for sequence in sequences:
-        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.kv.num_computed_tokens = sequence.num_tokens
     return kv_cache.take_transfers().block_copies
 
 
@@ -49,20 +49,20 @@ def test_full_blocks_are_shared_while_their_owner_runs_and_after_it_left() -> No
     first = admit(kv_cache, TOKENS[:10])
     finish_step(kv_cache, first)
     second = admit(kv_cache, [*TOKENS[:8], 1, 2])
-    assert (second.num_cached_tokens, second.num_computed_tokens, second.block_table) == (8, 8, [1, 2, 4])
+    assert (second.num_cached_tokens, second.kv.num_computed_tokens, second.kv.block_table) == (8, 8, [1, 2, 4])
     finish_step(kv_cache, second)
     kv_cache.check_integrity([first, second])
     kv_cache.free(first)
     kv_cache.free(second)
     third = admit(kv_cache, [*TOKENS[:8], 3])
-    assert (third.num_cached_tokens, third.block_table[:2]) == (8, [1, 2])
+    assert (third.num_cached_tokens, third.kv.block_table[:2]) == (8, [1, 2])
 
 
 def test_a_sequence_admitted_in_the_same_step_shares_what_that_step_computes() -> None:
     kv_cache = make_manager()
     first = admit(kv_cache, TOKENS[:10])
     second = admit(kv_cache, TOKENS[:10])
-    assert (second.num_cached_tokens, second.block_table[:2]) == (8, first.block_table[:2])
+    assert (second.num_cached_tokens, second.kv.block_table[:2]) == (8, first.kv.block_table[:2])
     assert finish_step(kv_cache, first, second) == []  # no copy: its source is written after the copies
 
 
@@ -72,12 +72,12 @@ def test_tokens_beyond_the_last_full_block_are_copied(num_equal: int, num_cached
     first = admit(kv_cache, TOKENS)
     finish_step(kv_cache, first)
     second = admit(kv_cache, [*TOKENS[:num_equal], 1])
-    assert second.num_cached_tokens == second.num_computed_tokens == num_cached
+    assert second.num_cached_tokens == second.kv.num_computed_tokens == num_cached
     copies = finish_step(kv_cache, second)
     index, rest = divmod(num_cached, 4)
-    assert copies == ([BlockCopy(first.block_table[index], second.block_table[index])] if rest else [])
-    assert second.block_table[:index] == first.block_table[:index]
-    assert second.block_table[index] != first.block_table[index]
+    assert copies == ([BlockCopy(first.kv.block_table[index], second.kv.block_table[index])] if rest else [])
+    assert second.kv.block_table[:index] == first.kv.block_table[:index]
+    assert second.kv.block_table[index] != first.kv.block_table[index]
     kv_cache.check_integrity([first, second])
 
 
@@ -99,19 +99,19 @@ def test_the_generated_part_and_the_partly_filled_end_serve_the_next_turn() -> N
     kv_cache.free(turn)
     following = admit(kv_cache, TOKENS[:16])
     assert following.num_cached_tokens == 11
-    assert finish_step(kv_cache, following) == [BlockCopy(3, following.block_table[2])]
+    assert finish_step(kv_cache, following) == [BlockCopy(3, following.kv.block_table[2])]
 
 
 def test_a_token_in_flight_is_not_published() -> None:
     kv_cache = make_manager()
     sequence = admit(kv_cache, TOKENS[:7])
     finish_step(kv_cache, sequence)
-    sequence.num_computed_tokens = 8  # the next step computes a token whose id nobody knows yet
+    sequence.kv.num_computed_tokens = 8  # the next step computes a token whose id nobody knows yet
     kv_cache.publish(sequence, 8)
-    assert sequence.num_published_blocks == 1
+    assert sequence.kv.num_published_blocks == 1
     sequence.output_token_ids.append(TOKENS[7])
     kv_cache.publish(sequence, 9)
-    assert sequence.num_published_blocks == 2
+    assert sequence.kv.num_published_blocks == 2
 
 
 def test_other_tenants_and_salts_find_nothing() -> None:
@@ -154,7 +154,7 @@ def test_cached_blocks_count_as_available_but_not_twice() -> None:
     assert kv_cache.num_available_blocks == 4
     too_long = make_sequence(TOKENS[:17])
     assert not kv_cache.try_admit(too_long)
-    assert (too_long.block_table, too_long.num_computed_tokens) == ([], 0)
+    assert (too_long.kv.block_table, too_long.kv.num_computed_tokens) == ([], 0)
     assert not kv_cache.try_admit(make_sequence(TOKENS[:16]), headroom_blocks=1)
     assert kv_cache.try_admit(make_sequence(TOKENS[:16]))
 
@@ -176,11 +176,11 @@ def test_a_child_that_continues_otherwise_does_not_inherit_its_parents_hashes() 
     parent.output_token_ids.append(TOKENS[7])
     child = make_sequence(TOKENS[:7], output_token_ids=[1])
     kv_cache.publish(parent, 8)  # block 1 of the parent holds its own token now
-    kv_cache.fork(parent, child, parent.num_computed_tokens)
-    assert (child.num_published_blocks, child.block_hashes) == (1, parent.block_hashes[:1])
+    kv_cache.fork(parent, child, parent.kv.num_computed_tokens)
+    assert (child.kv.num_published_blocks, child.kv.block_hashes) == (1, parent.kv.block_hashes[:1])
     kv_cache.allocate(child)
     kv_cache.publish(child, 8)
-    assert child.block_hashes[1] != parent.block_hashes[1]
+    assert child.kv.block_hashes[1] != parent.kv.block_hashes[1]
 
 
 def test_without_the_cache_nothing_is_found() -> None:

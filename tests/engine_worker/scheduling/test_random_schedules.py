@@ -144,7 +144,7 @@ class Promises:
             if ends_with_inflight_token(sequence, group.max_num_tokens)
         }
         arrivals = {copy.target_block_id for copy in batch.swap_in}
-        arriving = {s for group in groups for s in group.active if not arrivals.isdisjoint(s.block_table)}
+        arriving = {s for group in groups for s in group.active if not arrivals.isdisjoint(s.kv.block_table)}
         assert not arriving & scheduled.keys(), "a sequence is computed before its KV is there"
         late = {group.request_id for group in groups if not arriving.isdisjoint(group.active)}
         late |= {group.request_id for group in groups if len(group.active) > 1} - self.running  # swapped in

@@ -54,7 +54,7 @@ def test_all_blocks_of_a_prompt_are_taken_at_admission() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8, block_size=4)
     sequence = add(scheduler, "a", 20)
     scheduler.schedule()
-    assert len(sequence.block_table) == 5
+    assert len(sequence.kv.block_table) == 5
 
 
 def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
@@ -155,7 +155,12 @@ def test_the_newest_is_preempted_alone_and_returns_to_the_front() -> None:
     assert first.num_known_tokens == second.num_known_tokens == third.num_known_tokens == 13
     assert preempted(scheduler, batch) == [third.request_id]
     assert plan(batch) == {"a": (12, 1, True), "b": (12, 1, True)}
-    assert (third.status, third.block_table, third.num_computed_tokens, third.num_preemptions) == (WAITING, [], 0, 1)
+    assert (third.status, third.kv.block_table, third.kv.num_computed_tokens, third.num_preemptions) == (
+        WAITING,
+        [],
+        0,
+        1,
+    )
     assert third.output_token_ids == [TOKEN_ID] * 5
     add(scheduler, "d", 1)
     scheduler.apply(batch, answer(batch))
@@ -243,7 +248,7 @@ def test_abort_frees_at_once_wherever_the_sequence_is() -> None:
     for request_id in ("a", "a", "c", "unknown"):
         scheduler.abort(request_id)
     scheduler.check_integrity()
-    assert (running.status, running.block_table, waiting.block_table) == (FINISHED, [], [])
+    assert (running.status, running.kv.block_table, waiting.kv.block_table) == (FINISHED, [], [])
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_cache_stats().num_active_blocks) == (1, 0, 2)
 
 
