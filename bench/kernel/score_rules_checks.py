@@ -61,7 +61,8 @@ def check_rules(
 
 
 def check_chunks_with_rules(heads: HeadShape, rules: ScoreRules, dtype: torch.dtype) -> Check:
-    """A prompt in chunks has the bits of the prompt in one piece, and by one kernel a token those of its prompt."""
+    """A prompt in chunks has the bits of the prompt in one piece, by the kernels for Hopper and by those for every
+    device, and by one kernel a token those of its prompt."""
 
     def check(generator: torch.Generator) -> list[Error]:
         sinks = torch.linspace(-9, 9, heads.num_heads, device=generator.device)
@@ -69,6 +70,8 @@ def check_chunks_with_rules(heads: HeadShape, rules: ScoreRules, dtype: torch.dt
         whole = dataclasses.replace(whole, rules=dataclasses.replace(rules, sinks=sinks))
         pieces = [part_of(whole, 0, *ends, 0) for ends in itertools.pairwise((0, 33, 35, 300, 698, 1200))]
         errors = [same_bits(torch.cat([attend(piece) for piece in pieces]), attend(whole))]
+        with mock.patch.object(serving, "supports_tma", lambda *_: False):
+            errors.append(same_bits(torch.cat([attend(piece) for piece in pieces]), attend(whole)))
         together = attend_invariantly(whole)
         for token in (0, 1, 511, 512, 700, 1199):
             alone = attend_invariantly(part_of(whole, 0, token, token + 1, 0))

@@ -18,19 +18,20 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def _capped(scores, scale_log2, SOFTCAP: tl.constexpr):
-    """softcap * tanh(scaled score / softcap), in log2 units: tanh(x) is 1 - 2 / (1 + e^2x), of -inf and inf too. Near 0
-    it is exact to an eps of 1, which is an eps of the softcap in a score."""
+def _tanh(scores, scale_log2, SOFTCAP: tl.constexpr):
+    """tanh(scaled score / softcap) as 1 - 2 / (1 + e^2x), of -inf and inf too. Near 0 it is exact to an eps of 1, which
+    is an eps of the softcap in a score. The factor stays for the caller's FMA: multiplied here, a compiler would fuse
+    it into the exponent of tiles without a mask alone, and a chunk's bits would not be those of its prompt."""
     doubled = tl.exp2(scores * (scale_log2 * (2.0 / SOFTCAP)))
-    return (1.0 - 2.0 / (1.0 + doubled)) * (SOFTCAP * _LOG2_E)
+    return 1.0 - 2.0 / (1.0 + doubled)
 
 
 @triton.jit
 def weigh(scores, visible, row_max, scale_log2, SOFTCAP: tl.constexpr):
     """`visible`: of keys, for each row; None: all are."""
     if SOFTCAP > 0:
-        scores = _capped(scores, scale_log2, SOFTCAP)
-        scale_log2 = 1.0
+        scores = _tanh(scores, scale_log2, SOFTCAP)
+        scale_log2 = SOFTCAP * _LOG2_E
     if visible is not None:
         # This also wipes the scores of unused slots, so that keys need no mask of their own.
         scores = tl.where(visible, scores, float("-inf"))

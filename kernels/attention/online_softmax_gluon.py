@@ -13,17 +13,17 @@ _LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
-def _capped(scores, scale_log2, SOFTCAP: gl.constexpr):
+def _tanh(scores, scale_log2, SOFTCAP: gl.constexpr):
     doubled = gl.exp2(scores * (scale_log2 * (2.0 / SOFTCAP)))
-    return (1.0 - 2.0 / (1.0 + doubled)) * (SOFTCAP * _LOG2_E)
+    return 1.0 - 2.0 / (1.0 + doubled)
 
 
 @gluon.jit
 def weigh(scores, visible, row_max, scale_log2, SOFTCAP: gl.constexpr, HAS_KEYS: gl.constexpr):
     """`HAS_KEYS`: each row sees a key of the tile, so that no maximum is -inf."""
     if SOFTCAP > 0:
-        scores = _capped(scores, scale_log2, SOFTCAP)
-        scale_log2 = 1.0
+        scores = _tanh(scores, scale_log2, SOFTCAP)
+        scale_log2 = SOFTCAP * _LOG2_E
     if visible is not None:
         # This also wipes the scores of unused slots, so that keys need no mask of their own.
         scores = gl.where(visible, scores, float("-inf"))

@@ -53,7 +53,8 @@ def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path:
             ]
             outputs[mode, schedule] = run_engine_to_end(engine, requests).tokens
             assert (sum(engine.stats().counters.preemptions.values()) > 0) == (schedule == "preempted")
-    reference = Reference(directory)
+    # The library's attention through torch's function leaves softcaps out in some versions (5.17), and says nothing.
+    reference = Reference(directory, attention="eager")
     for way, found in outputs.items():
         for request in requests:
             worst = max(reference.shortfalls(request.prompt_token_ids, found[request.request_id]))
