@@ -21,7 +21,7 @@ from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import ModelOptions, model_options
+from gateway.model_service import ModelOptions, model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient

@@ -18,23 +18,10 @@ from gateway.batches.service import BATCHES, BatchService
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
 from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace, write_out
-from gateway.models.model_service import ModelOptions
+from gateway.model_service import ModelOptions
 from gateway.requests.request_body import MAX_BODY_BYTES
-from gateway.routes import (
-    admin,
-    batches,
-    completions,
-    description,
-    files,
-    kv,
-    messages,
-    models,
-    page,
-    requests,
-    responses,
-    tokenize,
-)
-from gateway.routes.description import OPERATIONS_OF_ALL
+from gateway.routes import admin, batches, completions, files, kv, models, page, requests, responses, tokenize
+from gateway.routes.admin import OPERATIONS_OF_ALL
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -116,7 +103,7 @@ def create_app(
     meet_expectations()
     app[STATE] = GatewayState(settings, clients, metrics, processes)
     app.on_response_prepare.append(set_headers)
-    groups = [completions, messages, responses, requests, models, tokenize, admin, kv, description]
+    groups = [completions, responses, requests, models, tokenize, admin, kv]
     if settings.ui:
         groups.append(page)
     if settings.files_dir is not None:

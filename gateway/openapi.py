@@ -101,6 +101,17 @@ class Operation:
         return _PATH_PARAMETER.sub(r"{\1}", self.path)
 
 
+def answering(
+    path: str, handler: Callable[[Any], Awaitable[Any]], summary: str, *, body: Any, answer: Any,
+    media: tuple[str, ...] = (EVENTS,),
+) -> Operation:  # fmt: skip
+    """A POST that a model answers, by answers/answering.py: a body, or events."""
+    return Operation(
+        "POST", path, handler, summary,
+        body=body, answer=answer, media=media, errors=INFERENCE_ERRORS, parameters=KEEPING_PARAMETERS,
+    )  # fmt: skip
+
+
 def describe(operations: Iterable[Operation]) -> dict[str, Any]:
     """The document of `GET /openapi.json`."""
     operations = list(operations)

@@ -24,7 +24,7 @@ from gateway.fair_pool import FairPool, TooMuchWaits, is_short
 from gateway.http.event_stream import StreamWatch
 from gateway.http.media_type import charset_of, media_type_of
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import ModelOptions, ModelService, ModelTable
+from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.requests.generation_fields import Timeouts
 from gateway.requests.planning import get_ready
 from gateway.requests.request_body import MAX_BODY_BYTES
@@ -93,17 +93,6 @@ class GatewayState:
         """The model that is named, or all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 
-    async def work(
-        self, account: Account, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
-    ) -> _Result:
-        """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
-        return await self._done(self.pool, account, num_bytes, work, may_refuse=may_refuse)
-
-    async def read(self, account: Account, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Do as work(), for what is made of requests: if it is long it is sent to a process (work_process.py), where it
-        does not keep this interpreter."""
-        return await self._done(self.readers, account, num_bytes, work)
-
     def keep_reader_ready(self, *readers: object) -> None:
         """Once the models are loaded, have a process ready for the next long request, which would wait half a second
         for its start. `readers`: what it reads by, to be loaded there."""
@@ -117,23 +106,6 @@ class GatewayState:
         self.readers.close()
         if self._processes is not None:
             self._processes.close()
-
-    async def _done(
-        self,
-        pool: FairPool,
-        account: Account,
-        num_bytes: int | None,
-        work: Callable[[], _Result],
-        *,
-        may_refuse: bool = True,
-    ) -> _Result:
-        try:
-            return await pool.run(account, num_bytes, work, may_refuse=may_refuse)
-        except TooMuchWaits as error:
-            raise RateLimited(
-                "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
-                retry_after_seconds=1,
-            ) from error  # fmt: skip
 
     async def write_probe(self) -> float:
         """Seconds that one write of the store took; it is one for all models. Raises StoreUnavailable."""
@@ -174,16 +146,28 @@ class RequestContext:
         return self.charge.account
 
     async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
-        """As GatewayState.work()."""
-        if is_short(num_bytes):
+        """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
+        if is_short(num_bytes):  # as nearly all is, five times a request: without two coroutines for each
             return work()
-        return await self.state.work(self.account, num_bytes, work, may_refuse=may_refuse)
+        return await self._in_turn(self.state.pool, num_bytes, work, may_refuse=may_refuse)
 
     async def read(self, num_bytes: int | None, work: Callable[[], _Result]) -> _Result:
-        """Do as GatewayState.read()."""
-        if is_short(num_bytes):  # as nearly all is, five times a request: without three coroutines for each
+        """Do as work(), for what is made of requests: if it is long it is sent to a process (work_process.py), where it
+        does not keep this interpreter."""
+        if is_short(num_bytes):
             return work()
-        return await self.state.read(self.account, num_bytes, work)
+        return await self._in_turn(self.state.readers, num_bytes, work)
+
+    async def _in_turn(
+        self, pool: FairPool, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True
+    ) -> _Result:
+        try:
+            return await pool.run(self.account, num_bytes, work, may_refuse=may_refuse)
+        except TooMuchWaits as error:
+            raise RateLimited(
+                "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
+                retry_after_seconds=1,
+            ) from error  # fmt: skip
 
 
 UNKNOWN_ROUTE = "unknown"

@@ -22,7 +22,7 @@ from gateway.answers.kept_answers import AnswerChanged, find_named
 from gateway.answers.retention import NAME_HEADER, Retention, new_keeps, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission
 from gateway.http.long_body import write_long
-from gateway.models.model_service import ModelService
+from gateway.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import has_more_work, prepared, with_deadlines

@@ -22,13 +22,12 @@ import msgspec
 from msgspec import structs
 
 from gateway.metrics import ModelMetrics
-from gateway.models.model_service import ModelOptions
-from gateway.parsing.answer_or_calls import answer_or_calls_parser
+from gateway.model_service import ModelOptions
 from gateway.parsing.bare_calls import calls_of_offered
 from gateway.parsing.message import MessageParser, ToolCallDelta
 from gateway.parsing.parts import Parser
 from gateway.parsing.reasoning import REASONING_PARSERS
-from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, call_family, listed
+from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, NamedCall, answer_or_calls_parser, call_family, listed
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText

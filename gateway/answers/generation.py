@@ -30,7 +30,7 @@ from gateway.answers.openai_response import UsageCount
 from gateway.answers.reading import Reading, Sink
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
 from gateway.metrics import ModelMetrics
-from gateway.models.model_service import ModelService
+from gateway.model_service import ModelService
 from gateway.parsing.message import MessageParser
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.store.inference_client import ResponseStream

@@ -14,11 +14,11 @@ from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
 from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
-from gateway.models.model_service import ModelService
+from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import RequestGone, ResponseStream, StoreUnavailable
-from gateway.store.stored_request import StoredRequest
+from gateway.store.request_archive import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
 from shared.new_requests import Keep
 

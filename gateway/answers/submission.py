@@ -32,7 +32,7 @@ from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
 from gateway.metrics import ModelMetrics
-from gateway.models.model_service import ModelService
+from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.responses_schema import with_what_held
 from gateway.state import RequestContext, context_of, route_name

@@ -6,11 +6,14 @@ mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CAL
 listed        [{"name": ..., "arguments": {...}}, ...]: what the grammar of a required call writes
 named         the arguments alone: what the grammar of a named call writes
 
+Where the answer may have a form instead, AnswerOrCalls tells which of the two it is.
+
 A token's way back, behind its text. It knows no schema and no request.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 
 from gateway.parsing.json_scanner import CallScanner, Scan, ValueScanner
 from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, StepParser
@@ -18,6 +21,7 @@ from gateway.parsing.parts import Arguments, CallBegins, Content, Parser, Part, 
 _SEPARATORS = " \t\r\n[],;"  # between calls, in whatever list they are written
 _NAME = re.compile(r"[\w.-]{1,256}")
 _BEHIND_NAME = "[ARGS]"
+_NO_WHITE_SPACE = str.maketrans("", "", " \n")
 _REREAD_CHARS = 2**14  # of an answer: of no calls within each other, a thousand deep, the last would be read 1000 times
 
 
@@ -186,3 +190,58 @@ TOOL_CALL_PARSERS: dict[str, tuple[Callable[[], Parser], str]] = {
     "llama3_json": (llama3_json, "<|python_tag|>"),
     "mistral": (mistral, "[TOOL_CALLS]"),
 }
+
+
+class _Is(Enum):
+    UNDECIDED = "undecided"
+    ANSWER = "answer"
+    CALLS = "calls"
+
+
+class AnswerOrCalls:
+    """An answer of a certain form, or calls: what the text begins with decides it once and for all.
+
+    For answers whose grammar leaves the model that choice (requests/call_grammar.py). An answer may then have whatever
+    looks like a call in it, in a string, say: it stays what it is.
+    """
+
+    def __init__(self, calls: Parser, beginnings: Sequence[str]) -> None:
+        """`beginnings`: of calls, without white space; no answer begins with one."""
+        self._calls = calls
+        self._beginnings = beginnings
+        self._held: list[str] = []
+        self._said = ""  # that, without white space: no longer than the longest beginning
+        self._it = _Is.UNDECIDED
+
+    def push(self, text: str) -> Iterator[Part]:
+        if self._it is _Is.UNDECIDED:
+            self._held.append(text)
+            self._said += text.translate(_NO_WHITE_SPACE)
+            self._it = self._decided()
+            if self._it is _Is.UNDECIDED:
+                return
+            text = "".join(self._held)
+            self._held.clear()
+        if self._it is _Is.CALLS:
+            yield from self._calls.push(text)
+        else:
+            yield Content(text)
+
+    def finish(self) -> Iterator[Part]:
+        if self._it is _Is.CALLS:
+            yield from self._calls.finish()
+        else:
+            yield Content("".join(self._held))
+
+    def _decided(self) -> _Is:
+        if any(map(self._said.startswith, self._beginnings)):
+            return _Is.CALLS
+        may_be_calls = any(beginning.startswith(self._said) for beginning in self._beginnings)
+        return _Is.UNDECIDED if may_be_calls else _Is.ANSWER
+
+
+def answer_or_calls_parser(family: str, names: Sequence[str]) -> Parser:
+    """`family`: as --tool-call-parser names it; `names`: of the functions that can be called."""
+    make, mark = TOOL_CALL_PARSERS[family]
+    bare = [f'{{"name":"{name}","parameters":' for name in names] if family == "llama3_json" else []
+    return AnswerOrCalls(make(), [mark, *bare])

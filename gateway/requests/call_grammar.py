@@ -4,7 +4,7 @@
     llama3_json   {"name": ..., "parameters": {...}}, with ; between several, perhaps behind <|python_tag|>
     mistral       [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} once a call
 
-The model chooses with its first token, and nothing stands beside calls: parsing/answer_or_calls.py tells them apart by
+The model chooses with its first token, and nothing stands beside calls: parsing/tool_calls.py tells them apart by
 that. Marks that are tokens of their own are named by their ids, for no text has them.
 
 A chat's way in, before it is queued: planning.py asks for the grammar where tools and a form come together. It knows

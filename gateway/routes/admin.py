@@ -1,4 +1,4 @@
-"""Probes, metrics, version.
+"""Probes, metrics, version, and the description of all routes.
 
 /livez    the event loop turns; never a reason to restart for what a worker or the store does
 /readyz   the store takes a write and some model takes requests, as its worker is ready or waited for: send traffic here
@@ -8,8 +8,10 @@
 Beside the walks. It knows no request but its own: what it tells is asked of models, store and metrics.
 """
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
@@ -17,13 +19,14 @@ from gateway.admission import Readiness, overall
 from gateway.answer_shapes import ReadinessBody, StateBody, StoreReadinessBody, VersionBody
 from gateway.auth.access import ACCOUNT
 from gateway.errors import ModelNotFound
-from gateway.models.model_service import ModelService
-from gateway.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter
+from gateway.model_service import ModelService
+from gateway.openapi import MODEL_PARAMETER, TEXT, Operation, Parameter, describe
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import StoreUnavailable
 
 OPENMETRICS = "application/openmetrics-text"
 _ALL_QUEUES = "all"
+OPERATIONS_OF_ALL = web.AppKey("OPERATIONS_OF_ALL", tuple[Operation, ...])  # that are served, set by app.py
 
 
 async def health(request: web.Request) -> web.Response:
@@ -85,6 +88,15 @@ async def show_version(request: web.Request) -> web.Response:
         return web.json_response({"version": "unknown"})
 
 
+async def show_description(request: web.Request) -> web.Response:
+    return web.Response(body=_document(request.app[OPERATIONS_OF_ALL]), content_type="application/json")
+
+
+@cache  # 50 ms of CPU: a process with many gateways, as in tests, makes it once
+def _document(operations: tuple[Operation, ...]) -> bytes:
+    return msgspec.json.encode(describe(operations))
+
+
 async def _refresh_gauges(state: GatewayState) -> None:
     gauges = state.metrics
     answers = [await _refresh_model(service) for service in state.models]
@@ -142,4 +154,5 @@ OPERATIONS = (
     ),
     Operation("GET", "/metrics", metrics, "Metrics for Prometheus", media=(TEXT, OPENMETRICS)),
     Operation("GET", "/version", show_version, "Of this gateway", answer=VersionBody),
+    Operation("GET", "/openapi.json", show_description, "This description", answer=dict),
 )

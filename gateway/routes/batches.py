@@ -26,7 +26,7 @@ from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
 from gateway.routes.files import PAGING_PARAMETERS, checked_expiry, find_file, full_disk_told
-from gateway.state import STATE, read_body
+from gateway.state import STATE, context_of, read_body
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
@@ -80,7 +80,7 @@ async def list_batches(http: web.Request) -> web.Response:
         first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
         return msgspec.json.encode(BatchListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
 
-    body = await http.app[STATE].work(http[ACCOUNT], None, listed)
+    body = await context_of(http).work(None, listed)
     return web.Response(body=body, content_type="application/json")
 
 

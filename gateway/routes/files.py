@@ -26,7 +26,7 @@ from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
 from gateway.http.query_fields import asked_page, page_of
 from gateway.openapi import Operation, Parameter
-from gateway.state import STATE
+from gateway.state import STATE, context_of
 
 CONTENT = "application/octet-stream"
 MAX_LISTED = 10_000
@@ -85,7 +85,7 @@ async def list_files(http: web.Request) -> web.Response:
         return msgspec.json.encode(FileListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
 
     # A page of 10,000 takes a moment, a twentieth of which holds the interpreter.
-    body = await http.app[STATE].work(http[ACCOUNT], None, listed)
+    body = await context_of(http).work(None, listed)
     return web.Response(body=body, content_type="application/json")
 
 

@@ -4,18 +4,22 @@
 Beside the walks. It knows no request but its own.
 """
 
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
 from gateway.answer_shapes import ModelBody, ModelListBody
-from gateway.answers.anthropic_models import model_info, models_page
 from gateway.auth.access import ACCOUNT
-from gateway.errors import ModelNotFound
+from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.anthropic_dialect import speaks_anthropic
-from gateway.models.model_service import ModelService
+from gateway.http.query_fields import query_number
+from gateway.model_service import ModelService
 from gateway.openapi import Operation
 from gateway.state import STATE
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # Anthropic's
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -24,7 +28,7 @@ async def list_models(request: web.Request) -> web.Response:
     named = [(service, name) for service in state.models.of(request[ACCOUNT]) for name in service.options.names]
     shown = [_shown(request, service, name) for service, name in named]
     if speaks_anthropic(request):
-        return web.json_response(models_page(shown, request.query))
+        return web.json_response(_anthropic_page(shown, request.query))
     return web.json_response({"object": "list", "data": shown})
 
 
@@ -37,7 +41,7 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
     started_at = request.app[STATE].started_at_unix
     max_model_len = service.limits(service.model).max_model_len if service.model else None  # not loaded yet
     if speaks_anthropic(request):
-        return model_info(name, started_at, max_model_len)
+        return _anthropic_info(name, started_at, max_model_len)
     defaults = service.model.defaults if service.model else {}
     return {
         "id": name,
@@ -49,6 +53,43 @@ def _shown(request: web.Request, service: ModelService, name: str) -> dict[str, 
         "max_model_len": max_model_len,
         **({"generation_defaults": defaults} if defaults else {}),
     }
+
+
+def _anthropic_info(name: str, started_at: int, max_model_len: int | None) -> dict[str, Any]:
+    """`started_at`: Unix seconds of the gateway's own start; nobody knows when a model's weights were released."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
+
+
+def _anthropic_page(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """The models behind `after_id`, or the last ones before `before_id`. Raises InvalidRequest."""
+    limit = query_number(query, "limit", 1, MAX_LIMIT) or DEFAULT_LIMIT
+    after, before = _place(infos, query, "after_id"), _place(infos, query, "before_id")
+    there = infos[0 if after is None else after + 1 : before]
+    chosen = there[:limit] if before is None else there[-limit:]
+    return {
+        "data": list(chosen),
+        "has_more": len(there) > limit,
+        "first_id": chosen[0]["id"] if chosen else None,
+        "last_id": chosen[-1]["id"] if chosen else None,
+    }
+
+
+def _place(infos: Sequence[Mapping[str, Any]], query: Mapping[str, str], name: str) -> int | None:
+    given = query.get(name)
+    if not given:
+        return None
+    for index, info in enumerate(infos):
+        if info["id"] == given:
+            return index
+    raise InvalidRequest(f"{name}: {given[:100]!r} is none of the models.", param=name)
 
 
 _OPERATIONS = (

@@ -11,7 +11,6 @@ POST    /v1/responses/compact            a conversation -> fewer items to go on 
 A response's way in, behind the middlewares. It knows no item.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -28,13 +27,11 @@ from gateway.answers.responses_output import InputItemsBody, input_items
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.query_fields import query_choice, query_flag, query_number
-from gateway.models.model_service import ReadModel, find_model
-from gateway.openapi import EVENTS, INFERENCE_ERRORS, KEEPING_PARAMETERS, Operation, Parameter
-from gateway.requests.planning import encode_prompts
-from gateway.requests.request_body import JsonBody
+from gateway.model_service import num_prompt_tokens
+from gateway.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter, answering
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_schema import CompactionBody, parse_response
-from gateway.state import STATE, context_of, read_body
+from gateway.state import context_of, read_body
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
@@ -88,19 +85,12 @@ async def list_input_items(http: web.Request) -> web.Response:
 
 async def count_input_tokens(http: web.Request) -> web.Response:
     """As many as the same body's usage would tell."""
-    state, context = http.app[STATE], context_of(http)
-    body = await read_body(http, state.settings.body_timeout_seconds)
+    context = context_of(http)
+    body = await read_body(http, context.state.settings.body_timeout_seconds)
     decoded = await context.read(len(body), partial(RESPONSE.decode, body))
     decoded = await with_history(context, decoded, CountedBody)
-    count = partial(_counted, decoded, state.models.to_read(context.account))
+    count = partial(num_prompt_tokens, decoded, parse_response, context.state.models.to_read(context.account))
     return web.json_response({"object": "response.input_tokens", "input_tokens": await context.read(None, count)})
-
-
-def _counted(body: JsonBody, models: Sequence[ReadModel]) -> int:
-    counted = parse_response(body)
-    model, limits = find_model(models, counted.model).require()
-    (token_ids,) = encode_prompts(model, limits, counted)
-    return len(token_ids)
 
 
 async def compact_conversation(http: web.Request) -> web.StreamResponse:
@@ -124,16 +114,12 @@ async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
 _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 OPERATIONS = (
-    Operation(
-        "POST",
+    answering(
         "/v1/responses",
         create_response,
         "Make a response; with `stream` as events, with `background` without waiting for it",
         body=ResponsesBody,
         answer=ResponseBody,
-        media=(EVENTS,),
-        errors=INFERENCE_ERRORS,
-        parameters=KEEPING_PARAMETERS,
     ),
     Operation(
         "GET",
@@ -179,14 +165,12 @@ OPERATIONS = (
         answer=InputTokensBody,
         errors=INFERENCE_ERRORS,
     ),
-    Operation(
-        "POST",
+    answering(
         "/v1/responses/compact",
         compact_conversation,
         "Sum a conversation up: what its user said, and one item for the rest, to be given as input again",
         body=CompactionBody,
         answer=CompactedBody,
-        errors=INFERENCE_ERRORS,
-        parameters=KEEPING_PARAMETERS,
+        media=(),
     ),
 )

@@ -2,7 +2,7 @@
 
 Who is refused for the length of the queue, or for what the key holds, has left nothing in the store.
 
-One key that fills the store closes it for all: admission ends at CLOSE_AT_RATIO (store_memory.py). What counts is what
+One key that fills the store closes it for all: admission ends at CLOSE_AT_RATIO (store_probe.py). What counts is what
 a request brings, and what it may write: a token takes 11 bytes of a journal, each log-probability beside it 13 more.
 Log-probabilities are reserved in full; of plain tokens the first ones, since most answers end long before their limit,
 and what they have written is counted as they go on (shared/redis_scripts/account.lua).

@@ -19,19 +19,16 @@ from collections.abc import Callable
 
 from gateway.admission import Fleet, WorkerStatus
 from gateway.store.acceptance import Acceptance
-from gateway.store.held_answers import HeldAnswers
+from gateway.store.duties import HeldAnswers, OverdueRequests, Withdrawals
 from gateway.store.kv_watch import KVWatch
 from gateway.store.listening import Listening
-from gateway.store.overdue import OverdueRequests
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, ShareFull, StoreCalls, StoreUnavailable
-from gateway.store.store_memory import StoreMemory
-from gateway.store.store_probe import QueueStats, StoreProbe
+from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
-from gateway.store.withdrawals import Withdrawals
 from shared.fleet_clock import FleetClock
 from shared.new_requests import Keep, Share
 from shared.redis_client import RedisConnections

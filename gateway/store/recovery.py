@@ -18,12 +18,11 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from gateway.store.acceptance import Acceptance
-from gateway.store.request_archive import RequestArchive
+from gateway.store.duties import Withdrawals
+from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import RequestGone, StoreCalls
-from gateway.store.stored_request import STORED_END, is_missing
 from gateway.store.stream_table import DeliveryCounts, StreamTable
-from gateway.store.withdrawals import Withdrawals
 from shared.messages import ErrorCode, ErrorEvent, FormatError
 from shared.redis_scripts import AttachStatus
 

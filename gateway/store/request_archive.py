@@ -1,10 +1,12 @@
-"""The requests that the store has, running or ended, read by id or by their clients' own names.
+"""The requests that the store has, running or ended, read by id or by their clients' own names: what was asked, how
+far each is, how it ended. What cannot be read is a FormatError.
 
-A takeover's last step here, and the way in of who reads a kept answer. It knows no client and no format.
+A takeover's last step here, and the way in of who reads a kept answer. It knows no client, no stream and no format.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,12 +14,36 @@ from redis.asyncio import Redis
 
 from gateway.fair_pool import FairPool
 from gateway.store.store_calls import StoreCalls, StoreUnavailable
-from gateway.store.stored_request import FIELDS, StoredRequest, stored_answer, stored_request
-from shared.messages import GenerationRequest, StoredChoice, TerminalEvent
+from shared.messages import (
+    FormatError,
+    GenerationRequest,
+    StoredChoice,
+    TerminalEvent,
+    decode_request,
+    decode_terminal_event,
+    journal_choices,
+)
 from shared.redis_keys import RedisKeys
 
+STORED_END = ("state", "terminal")  # of the hash {m}:r:<id>
+FIELDS = (*STORED_END, "body", "owner", "record", "asked")
 DECODING_THREADS = 3
 _Decoded = TypeVar("_Decoded")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    request: GenerationRequest
+    state: str  # queued | running | done
+    owner_key_hash: str
+    record: bytes  # empty for a request that is not kept
+    choices: list[StoredChoice]  # by index, as far as they have come
+    terminal: TerminalEvent | None
+    was_cancelled: bool = False  # by somebody who asked for that, not because its readers had gone
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 class RequestArchive:
@@ -96,3 +122,39 @@ def _length_of(journal: Any) -> int:
 
 def _owner_of(fields: Any) -> bytes:
     return b"" if isinstance(fields, Exception) else fields[FIELDS.index("owner")] or b""
+
+
+def is_missing(stored: Any) -> bool:
+    """`stored`: the values of fields that begin with the state, or the server's error."""
+    return isinstance(stored, list) and stored[0] is None
+
+
+def stored_answer(
+    request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
+) -> tuple[list[StoredChoice], TerminalEvent | None]:
+    """`stored`: state and terminal event, or the server's error; `journal`: its bytes, None, or the error; `known`: as
+    journal_choices() has it."""
+    for reply in (stored, journal):
+        if isinstance(reply, Exception):
+            raise FormatError(str(reply)) from reply
+    choices = journal_choices(journal or b"", request.sampling.n, known)
+    if stored[0] != b"done":
+        return choices, None
+    terminal = decode_terminal_event(stored[1] or b"")
+    if terminal.request_id != request.request_id:
+        raise FormatError(f"the stored end is that of {terminal.request_id}")
+    return choices, terminal
+
+
+def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredRequest | None:
+    """None if the store does not have it. `fields`: the values of FIELDS."""
+    if isinstance(fields, Exception):
+        raise FormatError(str(fields)) from fields
+    state, _, body, owner, record, asked = fields
+    if body is None:
+        return None
+    request = decode_request(body)
+    choices, terminal = stored_answer(request, fields, journal)
+    return StoredRequest(
+        request, state.decode(), (owner or b"").decode(), record or b"", choices, terminal, asked is not None
+    )

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from gateway.store.acceptance import Acceptance
-from gateway.store.held_answers import HeldAnswers
+from gateway.store.duties import HeldAnswers, Withdrawals
 from gateway.store.recovery import Recovery
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, Refused, StoreCalls, StoreUnavailable
 from gateway.store.stream_table import StreamTable
-from gateway.store.withdrawals import Withdrawals
 from shared.messages import FinishReason, GenerationRequest
 from shared.new_requests import Keep, Share
 from shared.redis_scripts import NameTaken

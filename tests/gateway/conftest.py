@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import ModelService, model_options
+from gateway.model_service import ModelService, model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE
 from gateway.text.served_model import ServedModel, load_served_model

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 
 from gateway.admission import ready_workers
 from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
-from gateway.store.store_memory import StoreMemory
-from gateway.store.store_probe import QueueLoad
+from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (

@@ -12,9 +12,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.parsing.answer_or_calls import answer_or_calls_parser
 from gateway.parsing.message import MessageParser, whole_calls
-from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
+from gateway.parsing.tool_calls import TOOL_CALL_PARSERS, answer_or_calls_parser
 from gateway.requests.call_grammar import answer_or_calls
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.tokenization import PromptEncoder

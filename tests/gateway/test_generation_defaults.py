@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.models.model_service import model_options
+from gateway.model_service import model_options
 from gateway.requests.generation_fields import SamplingFields
 from gateway.requests.responses_schema import with_what_held
 from gateway.settings import GatewaySettings

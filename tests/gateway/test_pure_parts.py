@@ -19,7 +19,7 @@ from gateway.admission import (
 )
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
-from gateway.models.model_service import ModelOptions, model_options
+from gateway.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, plan_requests
 from gateway.requests.request_body import decode_body

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.answers.choice_progress import reads_special_mark
 from gateway.errors import InvalidRequest
-from gateway.models.model_service import model_options
+from gateway.model_service import model_options
 from gateway.parsing.tool_calls import TOOL_CALL_PARSERS
 from gateway.requests.openai_schema import CompletionRequest, parse_chat
 from gateway.requests.request_body import decode_body

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import model_options
+from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE
 from shared.tracing import Tracing

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.metrics import GatewayMetrics
-from gateway.models.model_service import model_options
+from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
 from gateway.state import STATE, GatewayState
 from gateway.store.inference_client import InferenceClient
@@ -193,7 +193,7 @@ async def make_world(
     load_once: Callable[..., ServedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Callable[..., Awaitable[World]]]:
-    monkeypatch.setattr("gateway.models.model_service.load_served_model", load_once)
+    monkeypatch.setattr("gateway.model_service.load_served_model", load_once)
     async with AsyncExitStack() as stack:
 
         async def make(**engine: Any) -> World:

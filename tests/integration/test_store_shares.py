@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.store_memory import CLOSE_AT_RATIO
+from gateway.store.store_probe import CLOSE_AT_RATIO
 from tests.engine_worker.worker_harness import FOREVER_STEPS, eventually
 from tests.integration.conftest import COMPLETIONS, Gateway, World
 from tests.integration.test_kept_requests import write_keys

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.store_memory import StoreMemory
+from gateway.store.store_probe import StoreMemory
 from shared.redis_client import RedisConnections
 from shared.tasks import cancel_and_wait
 from tests.gateway.conftest import Gateway

@@ -9,7 +9,7 @@ A chat's way in, where its model is found and it is let in.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,7 +22,8 @@ from gateway.background import BackgroundWork
 from gateway.errors import MissingParameter, ModelNotFound
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.requests.generation_fields import Timeouts, without_worker
-from gateway.requests.planning import ModelLimits
+from gateway.requests.openai_schema import CompletionRequest
+from gateway.requests.planning import ModelLimits, encode_prompts
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient, Share
@@ -261,3 +262,13 @@ def find_model(models: Sequence[_Model], name: str | None) -> _Model:
         if name in model.names:
             return model
     raise ModelNotFound(f"The model {name[:100]!r} does not exist; this server has {names}.", param="model")
+
+
+_Body = TypeVar("_Body")
+
+
+def num_prompt_tokens(body: _Body, parse: Callable[[_Body], CompletionRequest], models: Sequence[ReadModel]) -> int:
+    """Of the one prompt of a body, as its usage would tell. Raises InvalidRequest, ModelNotFound and Unavailable."""
+    request = parse(body)
+    (token_ids,) = encode_prompts(*find_model(models, request.model).require(), request)
+    return len(token_ids)
