@@ -268,7 +268,7 @@ _Body = TypeVar("_Body")
 
 
 def num_prompt_tokens(body: _Body, parse: Callable[[_Body], CompletionRequest], models: Sequence[ReadModel]) -> int:
-    """Of the one prompt of a body, as its usage would tell. Raises InvalidRequest, ModelNotFound and Unavailable."""
+    """The length of the one prompt of a body, as its usage would tell it. Raises GatewayError."""
     request = parse(body)
     (token_ids,) = encode_prompts(*find_model(models, request.model).require(), request)
     return len(token_ids)

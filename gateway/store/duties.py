@@ -1,4 +1,4 @@
-"""What this gateway still has to tell the store, and repeats until it has: three duties of recovery's task.
+"""Three duties of recovery's task: it tells the store what this gateway has to tell it, and repeats it until it has.
 
     Withdrawals        CANCEL what its readers have let go of
     HeldAnswers        PROLONG the kept answers that are made or read here
