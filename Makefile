@@ -3,6 +3,7 @@
 # make quick   the tests that need no store, process, weights or GPU; make unit: those and the ones with the store
 # make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
+#              (llama-cpp is the peer of `bench engine --compare llama.cpp`: make .venv/peers/llama-cpp/.installed)
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
 # make mutants takes each guard of docs/security.md away and sees its tests fail
@@ -21,7 +22,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 # Machines of CI often forbid bytecode: then every process of a test, servers too, compiles its sources anew (2 to 10 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-PEERS := lm-eval guidellm aiperf vllm-bench open-webui
+PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp
 
 .PHONY: help setup dev serve quick unit test weights peers faults faults-group soak mutants fuzz check format bench paper doctor wheel lock clean
 

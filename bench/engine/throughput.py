@@ -1,11 +1,13 @@
-"""python -m bench engine --model DIR: the engine without HTTP, and transformers beside it in the same run.
+"""python -m bench engine: the engine without HTTP, and llama.cpp and transformers beside it in the same run.
 
     decode   aggregate output tokens a second once every sequence has its first token
     e2e      all output tokens over the whole time, prefill included
     TTFT     one prompt of --ttft-tokens, nothing else running
 
-Every repetition visits every concurrency and both sides before the next one begins, so that a change of the machine's
-speed meets all of them. --check holds each greedy token against the fp32 logits of transformers on the same prefix.
+Every repetition visits every concurrency and all sides before the next one begins, so that a change of the machine's
+speed meets all of them. The model is the demo unless told. --quantization as-stored,int8 makes a side of each;
+--compare llama.cpp serves the GGUF file of the model and its twin in BF16 (`make .venv/peers/llama-cpp/.installed`).
+--check holds each greedy token against the fp32 logits of transformers on the same prefix.
 """
 
 import argparse
@@ -13,7 +15,11 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,38 +27,57 @@ from typing import Any
 
 import torch
 
+from bench.engine.llama_cpp_side import llama_cpp
 from bench.engine.side import Run, run_engine
+from bench.engine.throughput_table import print_table, ratios
 from bench.provenance import commit
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.execution.start_times import StartTimes
+from pagestream.demo_model import ensure_demo_model, installed_gguf
 
 # Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
 # 0.04 on a CPU; a token of a wrong network lies about four away, the maximum over a vocabulary.
 CHECK_MARGIN_DEVIATIONS = 0.1
 
 
+PEERS = ("llama.cpp", "transformers")
+OURS = "pagestream"
+Side = Callable[[list[list[int]], int], Run]
+
+
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.check or options.compare == "transformers":
+    if options.check or "transformers" in options.compare:
         import_module("transformers")  # before the model is loaded and minutes are gone
-    runner, load_seconds, start_seconds = _load(options)
+    if options.model is None:
+        options.model = ensure_demo_model(_print_progress)
+        options.gguf = options.gguf or installed_gguf()
+    if "llama.cpp" in options.compare and options.gguf is None:
+        sys.stderr.write("bench engine: llama.cpp needs the model as a GGUF file: --gguf FILE\n")
+        return 2
+    loaded = {_name(options, one): _load(options, one) for one in options.quantization}
+    runner = next(iter(loaded.values())).runner
     result: dict[str, Any] = {
         "command": " ".join(["python -m bench engine", *argv]),
         "commit": commit(),
         "machine": _machine(runner),
         "options": {name: str(value) for name, value in vars(options).items()},
-        "load_seconds": load_seconds,
-        "start_seconds": start_seconds,
+        "load_seconds": {name: one.seconds for name, one in loaded.items()},
+        "start_seconds": {name: one.phases for name, one in loaded.items()},
     }
     failed = False
     if options.check:
         result["check"] = _check(options, runner)
         failed = not result["check"]["passed"]
     if options.reps:
-        result["runs"], result["ttft"] = _measure(options, runner)
-        _print_table(result["runs"], result["ttft"], options.ttft_tokens)
+        with ExitStack() as running:
+            sides = {name: _engine_side(one.runner) for name, one in loaded.items()}
+            sides |= _peers(options, runner, running, result["machine"])
+            result["runs"], result["ttft"] = _measure(options, runner, sides)
+        result["ratios"] = ratios(result["runs"], OURS)
+        print_table(result["runs"], result["ttft"], options.ttft_tokens, result["ratios"])
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"engine-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -60,43 +85,87 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _load(options: argparse.Namespace) -> tuple[ModelRunner, float, dict[int, list[tuple[str, float]]]]:
-    """The runner, the seconds that it took, and those of each phase by rank."""
-    longest = max(options.prompt_tokens + options.output_tokens, options.ttft_tokens + 1)
-    num_tokens = max(max(options.concurrency) * (options.prompt_tokens + options.output_tokens), longest)
+def _name(options: argparse.Namespace, quantization: str) -> str:
+    return OURS if options.quantization == ["auto"] else f"{OURS} {quantization}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    runner: ModelRunner
+    seconds: float
+    phases: dict[int, list[tuple[str, float]]]  # by rank
+
+
+def _longest(options: argparse.Namespace) -> int:
+    return max(options.prompt_tokens + options.output_tokens, options.ttft_tokens + 1)
+
+
+def _load(options: argparse.Namespace, quantization: str) -> Loaded:
+    num_tokens = max(max(options.concurrency) * (options.prompt_tokens + options.output_tokens), _longest(options))
     started = time.perf_counter()
-    times = StartTimes(lambda phase, progress, detail: print(f"{phase} {progress:4.0%}  {detail}", flush=True))
+    times = StartTimes(_print_progress)
     runner = load_model_runner(
         ExecutionSettings(
             model=options.model,
             device=options.device,
             dtype=options.dtype,
+            quantization=quantization,
             load_format=options.load_format,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             swap_space_bytes=0,
             max_num_seqs=max(options.concurrency),
             max_num_batched_tokens=4096,
-            max_model_len=longest,
+            max_model_len=_longest(options),
             num_threads=options.num_threads,
             tensor_parallel_size=options.tensor_parallel_size,
         ),
         times,
     )
-    load_seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     print(*times.lines(runner.group), sep="\n", flush=True)
     if (runner.num_blocks - 1) * runner.block_size < num_tokens:
         print(f"the KV cache holds less than {num_tokens} tokens: sequences will wait, and decode is not comparable")
-    return runner, load_seconds, times.by_rank(runner.group)
+    return Loaded(runner, seconds, times.by_rank(runner.group))
 
 
-def _measure(options: argparse.Namespace, runner: ModelRunner) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    sides = {"pagestream": lambda prompts, tokens: run_engine(runner, prompts, tokens)}
-    if options.compare == "transformers":
+def _print_progress(phase: str, progress: float, detail: str) -> None:
+    print(f"{phase} {progress:4.0%}  {detail}", flush=True)
+
+
+def _engine_side(runner: ModelRunner) -> Side:
+    return lambda prompts, tokens: run_engine(runner, prompts, tokens)
+
+
+def _peers(
+    options: argparse.Namespace, runner: ModelRunner, running: ExitStack, machine: dict[str, Any]
+) -> dict[str, Side]:
+    """The peers of --compare until `running` ends; their versions are added to `machine`."""
+    sides: dict[str, Side] = {}
+    if "llama.cpp" in options.compare:
+        for is_bf16 in (False, True):
+            server = running.enter_context(
+                llama_cpp(
+                    options.gguf,
+                    is_bf16=is_bf16,
+                    threads=torch.get_num_threads(),
+                    slots=max(options.concurrency),
+                    slot_tokens=_longest(options),
+                )
+            )
+            machine |= server.versions
+            sides[f"llama.cpp {'BF16' if is_bf16 else options.gguf.stem.rpartition('.')[2]}"] = server
+    if "transformers" in options.compare:
         from bench.engine.transformers_side import load_transformers, run_transformers  # noqa: PLC0415 - only if asked for
 
         model = load_transformers(options.model, runner, getattr(torch, runner.dtype_name), options.load_format)
         sides["transformers"] = lambda prompts, tokens: run_transformers(model, prompts, tokens)
+    return sides
+
+
+def _measure(
+    options: argparse.Namespace, runner: ModelRunner, sides: dict[str, Side]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     runs, ttft = [], []
     for side in sides.values():  # the first call of a side pays for lazy initialisation
         side(_prompts(runner, 1, options.prompt_tokens, seed=-1), 2)
@@ -158,19 +227,6 @@ def _figures(run: Run) -> dict[str, float]:
     }
 
 
-def _print_table(runs: list[dict[str, Any]], ttft: list[dict[str, Any]], ttft_tokens: int) -> None:
-    print(f"\n{'side':14} {'C':>3} {'decode tok/s (each rep)':>40} {'e2e tok/s':>10}")
-    for side, concurrency in dict.fromkeys((run["side"], run["concurrency"]) for run in runs):
-        group = [run for run in runs if (run["side"], run["concurrency"]) == (side, concurrency)]
-        decode = [run["decode_tokens_per_second"] for run in group]
-        each = f"{statistics.median(decode):8.1f}  ({' '.join(f'{value:.0f}' for value in decode)})"
-        e2e = statistics.median(run["e2e_tokens_per_second"] for run in group)
-        print(f"{side:14} {concurrency:3} {each:>40} {e2e:10.1f}")
-    for side in dict.fromkeys(row["side"] for row in ttft):
-        seconds = statistics.median(row["seconds"] for row in ttft if row["side"] == side)
-        print(f"{side:14} TTFT of {ttft_tokens} tokens: {seconds:.3f} s")
-
-
 def _version(package: str) -> str | None:
     """The version of a package that the benchmark can do without; None where it is not installed."""
     try:
@@ -195,17 +251,19 @@ def _machine(runner: ModelRunner) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench engine", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--model", type=Path, default=None, help="model directory; default: the demo model")
+    parser.add_argument("--gguf", type=Path, default=None, help="the same model for llama.cpp; default: the demo's")
     parser.add_argument("--concurrency", type=_counts, default=[1, 4, 8, 16, 32], help="comma separated")
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--ttft-tokens", type=int, default=1500)
     parser.add_argument("--reps", type=int, default=2, help="0 measures nothing, for --check alone")
-    parser.add_argument("--compare", choices=("none", "transformers"), default="none")
+    parser.add_argument("--compare", type=_peer_names, default=[], help=f"comma separated: {', '.join(PEERS)}")
     parser.add_argument("--check", action="store_true", help="hold greedy tokens against transformers in fp32")
     parser.add_argument("--check-tokens", type=int, default=32, help="output tokens of each checked prompt")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--quantization", type=_quantizations, default=["auto"], help="comma separated, a side each")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
@@ -213,6 +271,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs, or processes of a CPU")
     parser.add_argument("--output", type=Path, default=Path("bench/results"), help="directory of the JSON")
     return parser
+
+
+def _names(text: str, allowed: Sequence[str]) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(allowed)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
+    return names
+
+
+def _peer_names(text: str) -> list[str]:
+    return [] if text == "none" else _names(text, PEERS)
+
+
+def _quantizations(text: str) -> list[str]:
+    return _names(text, QUANTIZATIONS)
 
 
 def _counts(text: str) -> list[int]:

@@ -1,0 +1,83 @@
+"""llama.cpp is measured over HTTP: a fake of its server, whose answers have the form of xllamacpp 2026.10."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.engine import llama_cpp_side
+from bench.engine.llama_cpp_side import NoPeer, llama_cpp
+
+FAKE = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert body["ignore_eos"] and not body["cache_prompt"]
+        answer = json.dumps({"truncated": False, "tokens": body["prompt"][:1] * (body["n_predict"] - SHORT)}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+    def log_message(self, *arguments):
+        pass
+
+import threading
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print("a line of a log")
+told = {"url": f"http://127.0.0.1:{server.server_port}", "versions": {"xllamacpp": " ".join(sys.argv[1:])}}
+print(json.dumps(told), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment whose Python is this one, and a peer's program beside it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(llama_cpp_side, "ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(llama_cpp_side, "_PEER", tmp_path / "peer.py")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_tokens_are_counted_behind_each_first_one(environment: Path) -> None:
+    (environment / "peer.py").write_text(FAKE.replace("SHORT", "0"))
+    with llama_cpp(Path("m.gguf"), is_bf16=True, threads=2, slots=3, slot_tokens=24) as server:
+        run = server([[5], [6], [7]], 4)
+    assert run.outputs == [[5] * 4, [6] * 4, [7] * 4]
+    assert run.num_tokens_with_all == 9
+    assert 0 < run.seconds_to_first_tokens <= run.seconds
+    twin = environment / "pagestream" / "peers" / "m.BF16.gguf"
+    assert server.versions["xllamacpp"] == f"m.gguf --threads 2 --slots 3 --slot-tokens 32 --bf16 {twin}"
+
+
+def test_a_shorter_answer_is_no_measurement(environment: Path) -> None:
+    (environment / "peer.py").write_text(FAKE.replace("SHORT", "1"))
+    with (
+        llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8) as server,
+        pytest.raises(NoPeer, match="wrote 0 tokens of 1"),
+    ):
+        server([[5]], 4)
+
+
+def test_a_server_that_ends_is_told(environment: Path) -> None:
+    (environment / "peer.py").write_text("import sys; sys.exit(7)")
+    with (
+        pytest.raises(NoPeer, match=r"ended with 7 before it served m\.gguf"),
+        llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8),
+    ):
+        pass
+
+
+def test_without_its_environment_the_way_to_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp_side, "ENVIRONMENT", tmp_path / "none")
+    with (
+        pytest.raises(NoPeer, match="make peers"),
+        llama_cpp(Path("m.gguf"), is_bf16=False, threads=1, slots=1, slot_tokens=8),
+    ):
+        pass
