@@ -94,6 +94,7 @@ class Engine:
             max_model_len=scheduler.config.max_model_len,
             capacity_blocks=scheduler.num_usable_blocks,
             block_size=scheduler.block_size,
+            most_blocks_each=scheduler.most_blocks_each,
             max_num_seqs=scheduler.config.max_num_seqs,
         )
         self._clock = clock

@@ -78,11 +78,13 @@ def estimate(
     layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
     kv_bytes = memory_bytes - weights_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - 1)  # one is padding
-    fitting = {tokens: blocks // layout.blocks_of(tokens) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    # As they stay, a token a step: while one computes its prompt it holds a step's tokens more than a window.
+    needed = {tokens: layout.most_blocks(tokens, 1) for tokens in sorted({*SHORTER_TOKENS, max_model_len})}
+    fitting = {tokens: blocks // num_blocks for tokens, num_blocks in needed.items()}
     if not fitting[max_model_len]:
         raise DoesNotFit(
             f"{weights_bytes / 2**30:.1f} GiB of weights leave {max(0, kv_bytes) / 2**30:.1f} GiB for KV; one "
-            f"sequence of {max_model_len} tokens takes {layout.token_bytes * max_model_len / 2**30:.1f} GiB. "
+            f"sequence of {max_model_len} tokens takes {needed[max_model_len] * layout.block_bytes / 2**30:.1f} GiB. "
             + (f"This would fit: --max-model-len {blocks * block_size}" if blocks else "Use more or larger devices.")
         )
     return Estimate(

@@ -87,14 +87,22 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     host_tier: HostTierConfig | None = None,
     events: KVEventLog | None = None,
+    window: int = 0,
     **config: Any,
 ) -> Scheduler:
-    """64 usable blocks of 4 slots: 256 tokens."""
+    """64 usable blocks of 4 slots: 256 tokens. `window`: of every layer."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+    limits = SchedulerConfig(**{**defaults, **config})
     kv_cache = KVCacheManager(
-        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, host_tier=host_tier, events=events
+        num_blocks,
+        block_size,
+        window=window,
+        max_new_tokens=limits.max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        host_tier=host_tier,
+        events=events,
     )
-    return Scheduler(SchedulerConfig(**{**defaults, **config}), kv_cache)
+    return Scheduler(limits, kv_cache)
 
 
 def preempted(scheduler: Scheduler, batch: ScheduledBatch, since: int = 0) -> list[str]:
@@ -117,13 +125,16 @@ class FakeModelRunner:
         num_blocks: int = 65,
         block_size: int = 4,
         vocab_size: int = VOCAB_SIZE,
+        window: int = 0,
         before_step: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
+        """`window`: of so many tokens the model sees the last; 0: all."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.failures: dict[str, str] = {}
         self.num_computed_tokens = 0
+        self._window = window
         self._before_step = before_step
         self._inflight_token_ids: dict[Sequence, int] = {}  # what the last batch sampled, as a device would keep it
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -195,8 +206,13 @@ class FakeModelRunner:
         )
 
     def _prefix(self, scheduled: ScheduledSequence) -> list[int]:
-        slots = [slot for block_id in scheduled.sequence.kv.block_table for slot in self._cache[block_id]]
-        return [-1 if token_id is None else token_id for token_id in slots[: scheduled.end]]
+        table, end = scheduled.sequence.kv.block_table, scheduled.end
+        start = min(scheduled.start, end - 1)  # a fork without tokens samples after its parent's last
+        first = max(0, start - self._window + 1) if self._window else 0  # what the first new token sees
+        slots = [slot for block_id in table for slot in self._cache[block_id]]
+        assert PADDING_BLOCK_ID not in table[first // self.block_size :], "a block that is still seen was given back"
+        seen = [-1 if token_id is None else token_id for token_id in slots[first:end]]
+        return seen[-self._window :]
 
 
 def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[TokenLogprobs | None]:
@@ -259,14 +275,16 @@ def best_candidates(
     return candidates[:num_candidates]
 
 
-def expected_beams(request: GenerationRequest, *, max_num_tokens: int = 256, vocab_size: int = VOCAB_SIZE) -> Any:
+def expected_beams(
+    request: GenerationRequest, *, max_num_tokens: int = 256, vocab_size: int = VOCAB_SIZE, window: int = 0
+) -> Any:
     """The answers of beam search over the fake model, without blocks or batches: (token ids, reason), best first."""
     sequence = make_sequence(request.prompt_token_ids, **asdict(request.sampling))
     longest = min(request.sampling.max_tokens, max_num_tokens - len(request.prompt_token_ids))
     search = BeamSearch(request.sampling, sequence.stop_token_ids, longest)
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     while beams:
-        prefixes = [([*request.prompt_token_ids, *output], score) for output, score in beams]
+        prefixes = [([*request.prompt_token_ids, *output][-window:], score) for output, score in beams]
         candidates = best_candidates(prefixes, sequence.num_beam_candidates, vocab_size)
         moves = search.advance([output for output, _ in beams], candidates)
         beams = [([*beams[move.beam][0], move.token_id], move.score) for move in moves]
@@ -280,13 +298,15 @@ def expected_output(
     max_num_tokens: int = 256,
     vocab_size: int = VOCAB_SIZE,
     choice: int = 0,
+    window: int = 0,
 ) -> list[int]:
     """What FakeModelRunner's model gives for this choice alone, without blocks, chunks or batches."""
     sampling = structs.replace(request.sampling, seed=choice_seed(request.sampling.seed, choice))
     stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
     output: list[int] = []
     while len(output) < sampling.max_tokens and len(request.prompt_token_ids) + len(output) < max_num_tokens:
-        output.append(next_token(request.prompt_token_ids + output, len(output), sampling, stops, vocab_size))
+        seen = (request.prompt_token_ids + output)[-window:]
+        output.append(next_token(seen, len(output), sampling, stops, vocab_size))
         if output[-1] in stops and len(output) > sampling.min_tokens:
             break
     return output

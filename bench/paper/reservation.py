@@ -108,6 +108,12 @@ class ReservedKVSlots:
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None: ...
 
+    def most_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def release_behind(self) -> None:
+        """A reservation is kept to the end."""
+
     def take_transfers(self) -> Transfers:
         return Transfers()
 

@@ -100,10 +100,15 @@ def num_host_blocks_that_fit(swap_space_bytes: int, bytes_per_block: int) -> int
     return num_blocks
 
 
-def check_capacity(num_blocks: int, layout: KVLayout, max_model_len: int, memory: DeviceMemory) -> None:
-    """Never shortens max_model_len by itself: a server that takes shorter prompts than it was told to is a trap."""
+def check_capacity(
+    num_blocks: int, layout: KVLayout, max_model_len: int, max_new_tokens: int, memory: DeviceMemory
+) -> None:
+    """Never shortens max_model_len by itself: a server that takes shorter prompts than it was told to is a trap.
+
+    `max_new_tokens`: the most of a sequence in a step, which its table holds beside a window.
+    """
     block_size, bytes_per_block = layout.block_size, layout.block_bytes
-    needed_blocks = layout.blocks_of(max_model_len) + 1
+    needed_blocks = layout.most_blocks(max_model_len, max_new_tokens) + 1
     if num_blocks >= needed_blocks:
         return
     needed_bytes = needed_blocks * bytes_per_block

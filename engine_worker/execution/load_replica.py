@@ -226,10 +226,11 @@ def _allocate_kv_cache(plan: LoadPlan, layout: KVLayout, memory: DeviceMemory, r
         layout.block_bytes,
         settings.kv_cache_memory_bytes,
         settings.kv_cache_memory_ratio,
+        # With a window too: what sequences give back stays as prefixes.
         max_blocks=settings.bounds.max_num_seqs * layout.blocks_of(max_model_len) + 1,
     )
     num_blocks = ranks.minimum(num_blocks)
-    check_capacity(num_blocks, layout, max_model_len, memory)
+    check_capacity(num_blocks, layout, max_model_len, settings.bounds.max_num_batched_tokens, memory)
     num_host_blocks = num_host_blocks_that_fit((settings.swap_space_bytes or 0) // ranks.size, layout.block_bytes)
     return KVCache(layout, num_blocks, memory.device, ranks.minimum(num_host_blocks))
 

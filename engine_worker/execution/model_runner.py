@@ -73,6 +73,7 @@ class ModelRunner:
         self.weights_bytes = weights_bytes
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.block_bytes = kv_cache.layout.block_bytes
+        self.window = kv_cache.layout.groups[0].window  # of every layer; 0: a layer has none
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated
         self.num_host_blocks = kv_cache.num_host_blocks  # 0: there is no host pool
         self.speeds: MeasuredSpeeds | None = None  # measured by the loader if there is a host pool

@@ -3,13 +3,15 @@
     KVGroup    layers that keep keys and values of one shape and type, for the same tokens
     KVLayout   the groups of a model and the tokens in a block
 
-The type of keys and values is the layout's own, whatever that of the weights. All models here have one group today;
-layers with a window would be another. Used by the estimate before any weight is read, by the loader and by the pool. It
-knows no sequence, no tensor and no device.
+The type of keys and values is the layout's own, whatever that of the weights. All models have one group today: with
+their widest window, or with none if a layer has none (ADR 0145). Used by the estimate before any weight is read, by the
+loader and by the pool. It knows no sequence, no tensor and no device.
 """
 
 import math
 from dataclasses import dataclass
+
+from engine_worker.kv.span import KVSpan
 
 # Of the types that keys and values are kept in.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -29,6 +31,7 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     dtype: str  # of ITEMSIZES
+    window: int = 0  # of so many tokens, itself among them, each token sees the KV; 0: of all before it
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
         """[L, 2, Hkv, BS, D] of one block: keys and values of all layers of the group."""
@@ -60,6 +63,11 @@ class KVLayout:
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` of one sequence, the last perhaps in part."""
         return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """The most that one sequence holds while it grows to `num_tokens`, at most `max_new_tokens` in a step."""
+        spans = (KVSpan(self.block_size, group.window, max_new_tokens) for group in self.groups)
+        return sum(span.most_blocks(num_tokens) for span in spans)
 
     def pool_shape(self, group: KVGroup, num_blocks: int) -> tuple[int, ...]:
         """[num_blocks, L, 2, Hkv, BS, D]"""

@@ -156,8 +156,15 @@ class ModelShape(Protocol):
 
 
 def kv_layout(shape: ModelShape, block_size: int, dtype: str) -> KVLayout:
-    """`dtype`: of keys and values, one of kv.layout.ITEMSIZES. All layers are one group."""
-    group = KVGroup(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=dtype)
+    """`dtype`: of keys and values, one of kv.layout.ITEMSIZES. All layers are one group, with the widest window."""
+    windows = {attention.window for attention in shape.attentions}
+    group = KVGroup(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        window=0 if 0 in windows else max(windows, default=0),
+    )
     return KVLayout(groups=(group,), block_size=block_size)
 
 

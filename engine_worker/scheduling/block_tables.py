@@ -1,8 +1,11 @@
 """The block tables of sequences: how many blocks one misses, which it gets, and which it shares with others.
 
 A sequence gets the blocks for all its tokens when it is admitted, and one more each time its output crosses a block's
-edge; so a half-computed prompt never waits for memory. A forked sequence shares all blocks of its parent, the partly
-filled last one too; a shared block is copied before somebody writes to it (copy-on-write, section 4.4 of the paper).
+edge; so a half-computed prompt never waits for memory. Where all layers have a window it gets those of its next step,
+and gives back what no later token sees (KVSpan says which) before the step after that is planned.
+
+A forked sequence shares all blocks of its parent, the partly filled last one too; a shared block is copied before
+somebody writes to it (copy-on-write, section 4.4 of the paper).
 
 It is used in every step of a block's walk: the survey asks here what each sequence misses. It knows neither prefixes
 nor host memory, and not who is admitted.
@@ -11,6 +14,8 @@ nor host memory, and not who is admitted.
 from collections import Counter
 from collections.abc import Iterable
 
+from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.batch import BlockCopy
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.sequence import Sequence
@@ -19,16 +24,18 @@ from engine_worker.scheduling.sequence import Sequence
 class BlockTables:
     """`copies`: of shared blocks that the next batch makes before it computes anything; their sources are held."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, span: KVSpan) -> None:
         self.copies: list[BlockCopy] = []
         self._pool = pool
-        self._block_size = block_size
+        self._span = span
+        self._block_size = span.block_size
+        self._advanced: list[Sequence] = []  # with a window, since release_behind()
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
-        return (
-            -(-sequence.num_tokens // self._block_size) - len(sequence.kv.block_table) + len(self._to_replace(sequence))
-        )
+        kv = sequence.kv
+        num_blocks = self._span.num_blocks(kv.num_computed_tokens, sequence.num_tokens)
+        return num_blocks - len(kv.block_table) + len(self._to_replace(sequence))
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
@@ -67,13 +74,38 @@ class BlockTables:
         assert not child.kv.block_table, f"{child.request_id} has blocks"
         assert num_tokens <= parent.kv.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"
         assert child.num_tokens >= num_tokens, f"{child.request_id} lacks computed tokens"
+        released = parent.kv.num_released_blocks
+        assert released <= self._span.first_block(num_tokens), f"{parent.request_id} has given up what its fork sees"
         used = -(-num_tokens // self._block_size)
         child.kv.block_table = parent.kv.block_table[:used]
+        child.kv.num_released_blocks = released
         child.kv.num_computed_tokens = num_tokens
         child.kv.cache_root = parent.kv.cache_root
         child.kv.block_hashes = parent.kv.block_hashes[: num_tokens // self._block_size]
         child.kv.num_published_blocks = min(parent.kv.num_published_blocks, len(child.kv.block_hashes))
-        self._pool.share(child.kv.block_table)
+        self._pool.share(child.kv.blocks)
+        self.advanced(child)
+
+    def advanced(self, sequence: Sequence) -> None:
+        """The step that is being planned completes a block of `sequence`."""
+        if self._span.window:
+            self._advanced.append(sequence)
+
+    def release_behind(self) -> None:
+        """Take from the sequences that advanced what none of their next tokens sees; between the plans of two steps.
+
+        The step before may still read these blocks: who gets them writes in a later one.
+        """
+        for sequence in self._advanced:
+            kv = sequence.kv
+            first = kv.num_released_blocks
+            end = min(self._span.first_block(kv.num_computed_tokens), len(kv.block_table))
+            if end > first:
+                behind = kv.block_table[first:end]
+                kv.block_table[first:end] = [NULL_BLOCK_ID] * len(behind)
+                kv.num_released_blocks = end
+                self._pool.free(behind)
+        self._advanced.clear()
 
     def begin_with_copy(self, sequence: Sequence, index: int, source: int) -> None:
         """Block `index` of `sequence` begins with what `source` holds, which its caller shares until now."""

@@ -13,6 +13,7 @@ Knows block ids and hashes; whether a transfer is worth its time is the KVCacheM
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 
+from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
 from engine_worker.scheduling.batch import BlockCopy, Transfers
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.sequence import Sequence
@@ -61,8 +62,9 @@ class HostTier:
         stored: dict[int, int] = {}  # device block id -> host block id
         for sequence in sequences:
             assert not sequence.kv.host_block_table, f"{sequence.request_id} is swapped out already"
+            sequence.kv.host_block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
             # The table may be longer: it has the block of the next token already.
-            for block_id, block_hash in zip(sequence.kv.block_table, self._hashes(sequence), strict=False):
+            for block_id, block_hash in zip(sequence.kv.blocks, self._hashes(sequence), strict=False):
                 host_block_id = stored.get(block_id) or (self._pool.find(block_hash) if block_hash else None)
                 if host_block_id is None:
                     stored[block_id] = host_block_id = self._store(block_id, block_hash)
@@ -87,14 +89,9 @@ class HostTier:
         """Whether one of these device blocks can be read only from the next batch on."""
         return not self._arriving.isdisjoint(block_ids)
 
-    def find_run(self, block_hashes: SequenceOf[bytes]) -> list[int]:
-        """The host blocks of the longest run of `block_hashes`, from the first, that is here."""
-        run = []
-        for block_hash in block_hashes:
-            if (host_block_id := self._pool.find(block_hash)) is None:
-                break
-            run.append(host_block_id)
-        return run
+    def find(self, block_hash: bytes) -> int | None:
+        """The host block with this content, a swapped sequence's or a prefix's."""
+        return self._pool.find(block_hash)
 
     def share(self, host_block_ids: Iterable[int]) -> None:
         self._pool.share(host_block_ids)
@@ -110,19 +107,19 @@ class HostTier:
         return transfers
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        self._pool.check_integrity(sequence.kv.host_block_table for sequence in sequences)
+        self._pool.check_integrity(sequence.kv.host_blocks for sequence in sequences)
 
     def _hashes(self, sequence: Sequence) -> list[bytes | None]:
-        """One for each block that holds computed tokens; None if it is not full, or was never published."""
+        """One for each block it holds with computed tokens; None if it is not full, or was never published."""
         num_full = min(sequence.kv.num_computed_tokens, sequence.num_known_tokens) // self._block_size
         num_blocks = -(-sequence.kv.num_computed_tokens // self._block_size)
         known = sequence.kv.block_hashes[:num_full]
-        return [*known, *[None] * (num_blocks - len(known))]
+        return [*known, *[None] * (num_blocks - len(known))][sequence.kv.num_released_blocks :]
 
     def _contents(self, sequences: Iterable[Sequence]) -> Iterator[tuple[int, int | None]]:
         """Each device block with computed tokens, and the host block with the same content if there is one."""
         for sequence in sequences:
-            for block_id, block_hash in zip(sequence.kv.block_table, self._hashes(sequence), strict=False):
+            for block_id, block_hash in zip(sequence.kv.blocks, self._hashes(sequence), strict=False):
                 yield block_id, None if block_hash is None else self._pool.find(block_hash)
 
     def _store(self, block_id: int, block_hash: bytes | None) -> int:

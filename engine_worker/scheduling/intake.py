@@ -41,9 +41,11 @@ NOTHING = Intake(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio
 class IntakeForecast:
     """Knows the prompts of late: their mean length, and what share of it the prefix cache did not have."""
 
-    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, block_size: int, most_blocks_each: int) -> None:
+        """`most_blocks_each`: that any sequence holds at one time."""
         self._begun: dict[bool, list[Sequence]] = {False: [], True: []}  # prompts in chunks, by whether of `batch`
         self._block_size = block_size
+        self._most_blocks_each = most_blocks_each
         self._num_spare_requests = config.max_num_seqs // SEATS_PER_SPARE
         self._ending: set[Sequence] = set()  # have so few tokens left that the next steps end them
         self._prompt_tokens = config.max_num_batched_tokens / 4  # until there is one
@@ -90,10 +92,11 @@ class IntakeForecast:
         request_tokens = max(1.0, self._prompt_tokens * ratio)
         needs = [(group.num_seats, group.sequences[0].num_uncomputed_tokens * ratio) for group in waiting]
         waiting_tokens = sum(num_tokens for _, num_tokens in needs)
+        waiting_blocks = sum(self._blocks_of(num_tokens) for _, num_tokens in needs)
         begun = [*self._begun[False], *(self._begun[True] if is_background else ())]
         begun_tokens = sum(max(0, sequence.num_uncomputed_tokens - 1) for sequence in begun)
-        blocks = spare_blocks - len(needs) - waiting_tokens / self._block_size
-        blocks_each = 1 + request_tokens / self._block_size
+        blocks = spare_blocks - len(needs) - waiting_blocks
+        blocks_each = 1 + self._blocks_of(request_tokens)
         room = min(free_seats - sum(seats for seats, _ in needs), ceil(blocks / blocks_each))
         return Intake(
             room=room,
@@ -102,3 +105,6 @@ class IntakeForecast:
             request_tokens=request_tokens,
             computed_ratio=ratio,
         )
+
+    def _blocks_of(self, num_tokens: float) -> float:
+        return min(num_tokens / self._block_size, self._most_blocks_each)

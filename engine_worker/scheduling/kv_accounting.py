@@ -28,7 +28,7 @@ class KVAccounting:
 
     def dropped(self, sequences: Collection[Sequence], reason: str) -> None:
         """These are computed again."""
-        num_blocks = sum(len(sequence.kv.block_table) for sequence in sequences)
+        num_blocks = sum(len(sequence.kv.blocks) for sequence in sequences)
         self.events.totals.recompute_preemptions += 1
         self._record(KVEventKind.RECOMPUTE, sequences, reason, num_blocks, _num_computed(sequences))
 

@@ -16,6 +16,8 @@ what a sequence leaves. It knows block ids, and no tensor.
 from collections.abc import Collection
 from dataclasses import replace
 
+from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.batch import Transfers
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.block_tables import BlockTables
@@ -37,21 +39,25 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        window: int = 0,
+        max_new_tokens: int = 1,
         enable_prefix_caching: bool = True,
         host_tier: HostTierConfig | None = None,
         events: KVEventLog | None = None,
     ) -> None:
-        """`num_blocks` is the executor's count and includes block 0, which no sequence ever gets."""
-        if block_size < 1:
-            raise ValueError(f"block_size is {block_size}; it must be at least 1")
+        """`num_blocks` is the executor's count and includes block 0, which no sequence ever gets.
+
+        `window`: of every layer, 0 where a layer has none; then `max_new_tokens` are the most of a sequence in a step.
+        """
         self.block_size = block_size
+        self._span = KVSpan(block_size, window, max_new_tokens)
         self.events = events or KVEventLog()
         self._accounting = KVAccounting(self.events, block_size)
         self._pool = BlockPool(num_blocks, self._on_evict, self.events.durations)
-        self.tables = BlockTables(self._pool, block_size)
+        self.tables = BlockTables(self._pool, self._span)
         self._host = HostTier(host_tier.num_blocks, self._pool, block_size) if host_tier else None
         self._prefixes = (
-            StoredPrefixes(self._pool, self.tables, self._host, host_tier, block_size)
+            StoredPrefixes(self._pool, self.tables, self._host, host_tier, self._span)
             if enable_prefix_caching
             else None
         )
@@ -59,6 +65,7 @@ class KVCacheManager:
         # Asked for every running sequence in every step: without a call between.
         self.needs_room, self.can_allocate = self.tables.needs_room, self.tables.can_allocate
         self.allocate, self.fork = self.tables.allocate, self.tables.fork
+        self.most_blocks, self.release_behind = self._span.most_blocks, self.tables.release_behind
 
     @property
     def num_usable_blocks(self) -> int:
@@ -93,8 +100,11 @@ class KVCacheManager:
         if self._pool.num_available_blocks <= headroom_blocks:
             return False  # at least one new block is needed: a queue that waits is not looked up in every step
         match = self._longest_hit(sequence)
-        num_new = self.tables.missing(sequence) - len(match.block_ids)
-        spare = self._pool.num_available_blocks - num_new - headroom_blocks
+        num_hit_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
+        num_new = self._span.num_blocks(num_hit_tokens, sequence.num_tokens) - match.num_behind - len(match.block_ids)
+        # With a window its first step takes less than a later one.
+        num_needed = max(num_new, self._span.most_blocks(sequence.num_tokens) - len(match.block_ids))
+        spare = self._pool.num_available_blocks - num_needed - headroom_blocks
         spare -= sum(map(self._pool.is_cached, match.block_ids))
         if spare < 0:
             return False
@@ -119,13 +129,13 @@ class KVCacheManager:
         for sequence in sequences:
             sequence.num_preemptions += 1
             sequence.num_tokens_when_preempted = sequence.num_tokens
-            block_table = sequence.kv.block_table
+            blocks = sequence.kv.blocks
             self._free_on_device(sequence)
             if mode is PreemptionMode.RECOMPUTE:
                 if self._prefixes:
-                    self._prefixes.want(block_table)
+                    self._prefixes.want(blocks)
                 sequence.num_dropped_tokens = max(sequence.num_dropped_tokens, sequence.kv.num_computed_tokens)
-                sequence.kv.num_computed_tokens = 0
+                sequence.kv.num_computed_tokens = sequence.kv.num_released_blocks = 0
         return mode
 
     def try_swap_in(self, sequences: Collection[Sequence], headroom_blocks: int = 0) -> bool:
@@ -134,9 +144,7 @@ class KVCacheManager:
         here: dict[int, int] = {}  # host block id -> device block with the same content
         missing: set[int] = set()
         for sequence in sequences:
-            for host_block_id, block_id in zip(
-                sequence.kv.host_block_table, self._host.on_device(sequence), strict=True
-            ):
+            for host_block_id, block_id in zip(sequence.kv.host_blocks, self._host.on_device(sequence), strict=True):
                 if block_id is None:
                     missing.add(host_block_id)
                 else:
@@ -146,14 +154,14 @@ class KVCacheManager:
         if num_taken + headroom_blocks > self._pool.num_available_blocks:
             return False
         for sequence in sequences:  # before any allocation, which could evict them
-            self._pool.share(here[block_id] for block_id in sequence.kv.host_block_table if block_id in here)
+            self._pool.share(here[block_id] for block_id in sequence.kv.host_blocks if block_id in here)
         fetched: dict[int, int] = {}
         for sequence in sequences:
             self._restore_table(sequence, here, fetched)
             sequence.kv.block_table += self._pool.allocate(growth[sequence])
         self._host.fetch(list(fetched), list(fetched.values()))
         for sequence in sequences:
-            self._host.free(sequence.kv.host_block_table)
+            self._host.free(sequence.kv.host_blocks)
             sequence.kv.host_block_table = []
             self.publish(sequence, sequence.kv.num_computed_tokens)
         self._accounting.swapped_in(sequences, len(fetched))
@@ -161,6 +169,7 @@ class KVCacheManager:
 
     def publish(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The step that is being planned computes `sequence` to `num_computed_tokens`: others can share its blocks."""
+        self.tables.advanced(sequence)
         if self._prefixes:
             self._prefixes.publish(sequence, num_computed_tokens, self._accounting.step)
 
@@ -185,8 +194,9 @@ class KVCacheManager:
         self._free_on_device(sequence)
         if sequence.kv.host_block_table:
             assert self._host is not None
-            self._host.free(sequence.kv.host_block_table)
+            self._host.free(sequence.kv.host_blocks)
             sequence.kv.host_block_table = []
+        sequence.kv.num_released_blocks = 0
 
     def stats(self, running: Collection[Sequence]) -> KVCacheStats:
         """`running`: every sequence that has blocks."""
@@ -206,7 +216,7 @@ class KVCacheManager:
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raise AssertionError unless the pools agree with the tables of `sequences`, which are all there are."""
-        self._pool.check_integrity(sequence.kv.block_table for sequence in sequences)
+        self._pool.check_integrity(sequence.kv.blocks for sequence in sequences)
         if self._host:
             self._host.check_integrity(sequences)
         for sequence in sequences:
@@ -228,7 +238,8 @@ class KVCacheManager:
 
     def _restore_table(self, sequence: Sequence, here: dict[int, int], fetched: dict[int, int]) -> None:
         """A device block for each host block: a shared one of `here`, or a new one, which `fetched` notes."""
-        for host_block_id in sequence.kv.host_block_table:
+        sequence.kv.block_table = [NULL_BLOCK_ID] * sequence.kv.num_released_blocks
+        for host_block_id in sequence.kv.host_blocks:
             block_id = here.get(host_block_id)
             if block_id is None:
                 block_id = fetched.get(host_block_id)
@@ -242,7 +253,7 @@ class KVCacheManager:
     def _free_on_device(self, sequence: Sequence) -> None:
         if self._prefixes and sequence.kv.block_table:
             self._prefixes.publish_end(sequence, self._accounting.step - 1)
-        self._pool.free(reversed(sequence.kv.block_table))
+        self._pool.free(reversed(sequence.kv.blocks))
         sequence.kv.block_table = []
         sequence.kv.num_published_blocks = 0
 

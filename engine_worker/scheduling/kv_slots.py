@@ -18,7 +18,7 @@ from engine_worker.scheduling.stats import KVCacheStats
 
 
 class KVSlots(Protocol):
-    """Many members, for it is asked by three: who is admitted and yields, what a step computes, and what is shown."""
+    """It has many members because it is asked by three: who is admitted and yields, a step's plan, what is shown."""
 
     @property
     def block_size(self) -> int: ...
@@ -29,6 +29,14 @@ class KVSlots(Protocol):
     @property
     def num_available_blocks(self) -> int:
         """Blocks that can be given out: free ones, and those of the prefix cache that no sequence uses."""
+
+    @property
+    def most_blocks(self) -> Callable[[int], int]:
+        """The most blocks that a sequence holds at one time while it grows to so many tokens."""
+
+    @property
+    def release_behind(self) -> Callable[[], None]:
+        """Get back what no window reaches any longer; asked before each step is planned."""
 
     @property
     def may_swap(self) -> bool:

@@ -53,6 +53,6 @@ def _sequence_view(sequence: Sequence, block_size: int) -> dict[str, Any]:
         "num_cached_tokens": sequence.num_cached_tokens,
         "num_empty_slots": 0 if is_waiting else num_blocks * block_size - sequence.kv.num_computed_tokens,
         "num_preemptions": sequence.num_preemptions,
-        "block_table": sequence.kv.block_table,
-        "host_block_table": sequence.kv.host_block_table,
+        "block_table": sequence.kv.blocks,
+        "host_block_table": sequence.kv.host_blocks,
     }

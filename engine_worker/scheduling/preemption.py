@@ -98,13 +98,11 @@ class PreemptionChoice:
         return PreemptionMode.RECOMPUTE, "cheaper than swapping"
 
     def _swap_seconds(self, host: HostTier, sequences: Collection[Sequence], costs: TransferCosts) -> float:
-        num_blocks = len({block_id for sequence in sequences for block_id in sequence.kv.block_table})
+        num_blocks = len({block_id for sequence in sequences for block_id in sequence.kv.blocks})
         return costs.store_seconds(host.num_blocks_to_store(sequences)) + costs.link_seconds(num_blocks)
 
     def _compute_seconds(self, sequences: Collection[Sequence], costs: TransferCosts) -> float:
         """The seconds to compute the tokens that no other sequence keeps on the device."""
         num_computed = sum(sequence.kv.num_computed_tokens for sequence in sequences)
-        num_shared = sum(
-            self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.kv.block_table
-        )
+        num_shared = sum(self._pool.is_shared(block_id) for sequence in sequences for block_id in sequence.kv.blocks)
         return costs.compute_seconds(max(0, num_computed - num_shared * self._block_size))

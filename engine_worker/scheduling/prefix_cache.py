@@ -23,9 +23,10 @@ The cache decides nothing about admission or eviction; blocks and their referenc
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.sequence import Sequence
 
@@ -61,12 +62,21 @@ def parent_hash(sequence: Sequence, index: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks to share, then blocks to fetch from the host, or one to copy for its first `num_copied_tokens`."""
+    """Blocks to share, then blocks to fetch from the host, or one to copy for its first `num_copied_tokens`.
+
+    `num_behind` blocks of the prefix are before them, which no window reaches: nobody need have those.
+    """
 
     block_ids: list[int]
     copied_block_id: int | None = None
     num_copied_tokens: int = 0
     host_block_ids: list[int] = field(default_factory=list)
+    num_behind: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The full blocks of the prefix."""
+        return self.num_behind + len(self.block_ids) + len(self.host_block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +87,10 @@ class _Child:
 
 
 class PrefixCache:
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, span: KVSpan) -> None:
         self._pool = pool
-        self._block_size = block_size
+        self._span = span
+        self._block_size = span.block_size
         self._children: dict[bytes, _Child] = {}  # parent hash -> the block published last under it
         self._parents: dict[int, bytes] = {}  # the same by block id
         self._partly_filled: set[int] = set()
@@ -87,15 +98,22 @@ class PrefixCache:
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
         """The longest prefix that the cache has, of the tokens that need not be computed."""
-        limit = sequence.num_reusable_tokens
+        limit = self.num_reusable_tokens(sequence)
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
-        block_ids = []
-        for block_hash in sequence.kv.block_hashes[:num_blocks]:
-            if (block_id := self._pool.find(block_hash)) is None:
-                break
-            block_ids.append(block_id)
-        return self._with_copy(sequence, block_ids, limit, step)
+        hashes, find = sequence.kv.block_hashes, self._pool.find
+        hit = self._span.longest_hit(0, num_blocks, lambda index: find(hashes[index]) is not None)
+        block_ids = [block_id for index in hit if (block_id := find(hashes[index])) is not None]
+        return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=hit.start), limit, step)
+
+    def num_reusable_tokens(self, sequence: Sequence) -> int:
+        """The tokens that need not be computed.
+
+        With a window a prompt that forks is computed at its end: forks begin there, and see what a longer hit has not.
+        """
+        if self._span.window and sequence.sampling.num_sequences > 1:
+            return min(sequence.num_reusable_tokens, sequence.num_prompt_tokens - 1)
+        return sequence.num_reusable_tokens
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """The blocks of `sequence` that `step` completes, as far as their tokens are known."""
@@ -136,7 +154,7 @@ class PrefixCache:
 
     def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
         block_id = sequence.kv.block_table[index]
-        if not self._pool.publish(block_id, block_hash):
+        if index < sequence.kv.num_released_blocks or not self._pool.publish(block_id, block_hash):
             return False
         parent = parent_hash(sequence, index)
         if (older := self._children.get(parent)) is not None:
@@ -145,12 +163,12 @@ class PrefixCache:
         self._parents[block_id] = parent
         return True
 
-    def _with_copy(self, sequence: Sequence, block_ids: list[int], limit: int, step: int) -> PrefixMatch:
-        child = self._children.get(parent_hash(sequence, len(block_ids)))
+    def _with_copy(self, sequence: Sequence, found: PrefixMatch, limit: int, step: int) -> PrefixMatch:
+        child = self._children.get(parent_hash(sequence, found.num_blocks))
         if child is None or child.step >= step:
-            return PrefixMatch(block_ids)
-        start = len(block_ids) * self._block_size
+            return found
+        start = found.num_blocks * self._block_size
         cached = array("I", child.packed_token_ids)
         wanted = sequence.token_ids(start, min(start + len(cached), limit))
         num_equal = next((i for i, token_id in enumerate(wanted) if token_id != cached[i]), len(wanted))
-        return PrefixMatch(block_ids, child.block_id, num_equal) if num_equal else PrefixMatch(block_ids)
+        return replace(found, copied_block_id=child.block_id, num_copied_tokens=num_equal) if num_equal else found

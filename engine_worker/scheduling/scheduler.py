@@ -57,11 +57,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVSlots, policy: FirstComeFirstServed | None = None) -> None:
         self.config = config
         self._kv_cache = kv_cache
-        self._block_size = kv_cache.block_size
+        self.most_blocks_each = kv_cache.most_blocks(config.max_model_len)  # that any sequence holds at one time
         self._policy = policy or FirstComeFirstServed()
         self._running: dict[str, SequenceGroup] = {}  # by request id, in order of admission
         self._background_share = BackgroundShare(config, kv_cache.num_usable_blocks)
-        self._forecast = IntakeForecast(config, kv_cache.block_size)
+        self._forecast = IntakeForecast(config, kv_cache.block_size, self.most_blocks_each)
         self._waits_for = ""  # what the first of the queue lacked in the last step
 
     @property
@@ -111,8 +111,11 @@ class Scheduler:
     def max_num_tokens_of(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """The longest that each sequence of a group gets, so that all of it fits when it is alone.
 
-        They share at least the full blocks of their prompt, and may come to share nothing else.
+        They share at least the full blocks of their prompt, and may come to share nothing else. Where each can have
+        what it holds at most, as it may with a window, they may get any length.
         """
+        if self.most_blocks_each * num_sequences <= self._kv_cache.num_usable_blocks:
+            return self.config.max_model_len
         shared_blocks = num_prompt_tokens // self.block_size
         own_blocks = (self._kv_cache.num_usable_blocks - shared_blocks) // num_sequences
         return min(self.config.max_model_len, (shared_blocks + own_blocks) * self.block_size)
@@ -155,6 +158,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Decide what is computed next; from here on it counts as computed."""
+        self._kv_cache.release_behind()
         # Before anything forks: forks get no room in this step.
         wanted, background = survey(self._running.values(), self._kv_cache)
         preempted = self._make_room([*wanted.needing, *background.needing])
@@ -317,7 +321,7 @@ class Scheduler:
     def _try_admit(self, group: SequenceGroup, headroom_blocks: int) -> bool:
         """Blocks for what is active, and room for what is to be forked."""
         first = group.sequences[0]
-        headroom_blocks += group.num_fork_blocks(self.block_size)
+        headroom_blocks += group.num_fork_blocks(self.block_size, self.most_blocks_each)
         if group.is_background and self._running:
             headroom_blocks += self._background_share.reserved_blocks
         if group.is_swapped:

@@ -77,11 +77,12 @@ class SequenceGroup:
             return True
         return self.is_forked and all(sequence.num_uncomputed_tokens == 1 for sequence in self.active)
 
-    def num_fork_blocks(self, block_size: int) -> int:
+    def num_fork_blocks(self, block_size: int, most_blocks_each: int) -> int:
         """Blocks that the sequences that are not active yet need of their own, or will with their next token."""
         shared_blocks = self.num_prompt_tokens // block_size
         waiting = self.sequences[max(1, len(self.active)) :]
-        return sum(-(-child.num_tokens // block_size) - shared_blocks for child in waiting)
+        own = (-(-child.num_tokens // block_size) - shared_blocks for child in waiting)
+        return sum(min(num_blocks, most_blocks_each) for num_blocks in own)
 
     def num_prefill_tokens(self, sequence: Sequence) -> int:
         """The tokens that it lacks; all but the last of a beam that was preempted, which does not sample on its own."""

@@ -8,6 +8,8 @@ It is part of a block's walk, between the manager, who admits, and the two that 
 block ids and hashes, and not whether there is room.
 """
 
+from engine_worker.kv.sequence_kv import NULL_BLOCK_ID
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.block_pool import BlockPool
 from engine_worker.scheduling.block_tables import BlockTables
 from engine_worker.scheduling.host_tier import HostTier
@@ -23,7 +25,7 @@ class StoredPrefixes:
         tables: BlockTables,
         host: HostTier | None,
         config: HostTierConfig | None,
-        block_size: int,
+        span: KVSpan,
     ) -> None:
         """`host`, if there is a tier, is made by `config`; `pool` and `tables` are the device's."""
         self._pool = pool
@@ -31,24 +33,44 @@ class StoredPrefixes:
         self._host = host
         self._costs = config.costs if config else None
         self._keeps_all = config is not None and config.offloaded_prefixes is OffloadedPrefixes.ALL
-        self._cache = PrefixCache(pool, block_size)
-        self._block_size = block_size
+        self._cache = PrefixCache(pool, span)
+        self._span = span
+        self._block_size = span.block_size
 
     def longest_hit(self, sequence: Sequence, step: int) -> PrefixMatch:
         """The longest prefix that is here, of the tokens that `sequence` need not compute, where fetching it pays."""
         match = self._cache.match(sequence, step)
         if self._host is None:
             return match
-        last = sequence.num_reusable_tokens // self._block_size
-        run = self._host.find_run(sequence.kv.block_hashes[len(match.block_ids) : last])
+        found = self._on_host(sequence, match, self._host)
+        num_fetched, num_more = len(found.host_block_ids), found.num_blocks - match.num_blocks
         costs = self._costs
-        if not run or (costs and costs.load_seconds(len(run)) >= costs.compute_seconds(len(run) * self._block_size)):
+        if not num_fetched or (
+            costs and costs.load_seconds(num_fetched) >= costs.compute_seconds(num_more * self._block_size)
+        ):
             return match
-        return PrefixMatch(match.block_ids, host_block_ids=run)
+        return found
+
+    def _on_host(self, sequence: Sequence, match: PrefixMatch, host: HostTier) -> PrefixMatch:
+        """A longer prefix than `match`, whose other blocks are on the host; without any if there is none."""
+        hashes, on_device = sequence.kv.block_hashes, range(match.num_behind, match.num_blocks)
+
+        def is_here(index: int) -> bool:
+            return index in on_device or (index >= match.num_blocks and host.find(hashes[index]) is not None)
+
+        limit = self._cache.num_reusable_tokens(sequence) // self._block_size
+        hit = self._span.longest_hit(match.num_blocks, limit, is_here)
+        ids = [host.find(hashes[index]) for index in hit if index >= match.num_blocks]
+        return PrefixMatch(
+            match.block_ids[max(0, hit.start - match.num_behind) :],
+            host_block_ids=[block_id for block_id in ids if block_id is not None],
+            num_behind=max(match.num_behind, hit.start),
+        )
 
     def adopt(self, sequence: Sequence, match: PrefixMatch, num_new: int, step: int) -> None:
         """Begin the table of `sequence` with `match`, and complete it with `num_new` blocks, which are available."""
-        num_shared, num_fetched = len(match.block_ids), len(match.host_block_ids)
+        num_shared = match.num_behind + len(match.block_ids)
+        num_fetched = len(match.host_block_ids)
         self._pool.share(match.block_ids)
         source = match.copied_block_id
         if source is not None:
@@ -56,7 +78,8 @@ class StoredPrefixes:
             self._pool.hold(source)
         if self._host:
             self._host.share(match.host_block_ids)  # before the allocation: what it evicts goes to the host
-        sequence.kv.block_table = match.block_ids + self._pool.allocate(num_new)
+        sequence.kv.block_table = [NULL_BLOCK_ID] * match.num_behind + match.block_ids + self._pool.allocate(num_new)
+        sequence.kv.num_released_blocks = match.num_behind
         sequence.kv.num_computed_tokens = (num_shared + num_fetched) * self._block_size
         sequence.kv.num_published_blocks = num_shared
         if source is not None:
@@ -66,7 +89,7 @@ class StoredPrefixes:
             self._host.fetch(match.host_block_ids, sequence.kv.block_table[num_shared : num_shared + num_fetched])
             self._host.free(match.host_block_ids)
             self.publish(sequence, sequence.kv.num_computed_tokens, step)
-        self._cache.want(sequence.kv.block_table[: num_shared + num_fetched])
+        self._cache.want(sequence.kv.block_table[match.num_behind : num_shared + num_fetched])
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """`step` computes `sequence` to `num_computed_tokens`: others can share its blocks."""

@@ -94,9 +94,8 @@ def make_runner(
     `options`: others of ExecutionSettings.
     """
     config = blueprint_from_directory(directory, model_impl).shape
-    bytes_per_block = kv_layout(
-        config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype)
-    ).block_bytes
+    layout = kv_layout(config, block_size, kv_cache_dtype(options.get("kv_cache_dtype", "auto"), dtype))
+    bytes_per_block, longest = layout.block_bytes, config.max_position_embeddings
     settings = ExecutionSettings(
         model=directory,
         device="cpu",
@@ -106,7 +105,7 @@ def make_runner(
         block_size=block_size,
         kv_cache_memory_bytes=(num_blocks + 1) * bytes_per_block // tensor_parallel_size,  # of a rank
         swap_space_bytes=(num_host_blocks + 1) * bytes_per_block if num_host_blocks else 0,
-        max_model_len=min(num_blocks * block_size, config.max_position_embeddings),
+        max_model_len=longest if layout.groups[0].window else min(num_blocks * block_size, longest),
         max_num_seqs=2,  # what is warmed up; the scheduler has its own
         max_num_batched_tokens=16,
         **options,
@@ -144,6 +143,8 @@ def make_engine(
     manager = KVCacheManager(
         runner.num_blocks,
         runner.block_size,
+        window=runner.window,
+        max_new_tokens=config["max_num_batched_tokens"],
         enable_prefix_caching=enable_prefix_caching,
         host_tier=host_tier if runner.num_host_blocks else None,
     )

@@ -61,14 +61,14 @@ def test_size_of_the_pool(
 
 
 def test_one_sequence_and_the_padding_block_must_fit() -> None:
-    check_capacity(num_blocks=65, layout=MIB_A_BLOCK, max_model_len=1024, memory=memory(4000))
+    check_capacity(num_blocks=65, layout=MIB_A_BLOCK, max_model_len=1024, max_new_tokens=512, memory=memory(4000))
     with pytest.raises(KVCacheTooSmall):
-        check_capacity(num_blocks=64, layout=MIB_A_BLOCK, max_model_len=1024, memory=memory(4000))
+        check_capacity(num_blocks=64, layout=MIB_A_BLOCK, max_model_len=1024, max_new_tokens=512, memory=memory(4000))
 
 
 def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
-        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(4000))
+        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(4000))
     text = str(refusal.value)
     for part in ("8192 tokens", "16,000 MiB in all", "4,000 MiB free", "257 MiB of weights", "65,536 bytes a token"):
         assert part in text
@@ -77,10 +77,10 @@ def test_the_refusal_has_the_numbers_and_the_flags_that_fit() -> None:
 
 def test_the_advice_never_names_memory_that_is_not_there() -> None:
     with pytest.raises(KVCacheTooSmall) as refusal:
-        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(500))
+        check_capacity(num_blocks=101, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(500))
     assert "--kv-cache-memory-bytes" not in str(refusal.value) and "--max-model-len 1600" in str(refusal.value)
     with pytest.raises(KVCacheTooSmall, match="Nothing fits"):
-        check_capacity(num_blocks=0, layout=MIB_A_BLOCK, max_model_len=8192, memory=memory(500))
+        check_capacity(num_blocks=0, layout=MIB_A_BLOCK, max_model_len=8192, max_new_tokens=512, memory=memory(500))
 
 
 def test_copies_move_all_layers_of_a_block() -> None:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
 
+from engine_worker.kv.span import KVSpan
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
 from engine_worker.scheduling.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode
 from engine_worker.scheduling.sequence import Sequence
 from tests.builders import make_sequence
 
 _GARBAGE = -1
+NEW_TOKENS = 7  # the most of a sequence in a step, where there is a window
 
 
 def contents(token_ids: list[int]) -> list[int]:
@@ -43,9 +45,19 @@ class Newcomer:
 
 class KVWorld:
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        window: int = 0,
     ) -> None:
-        """With a host pool, who yields is swapped as long as there is room in it."""
+        """With a host pool, who yields is swapped as long as there is room in it.
+
+        With a window, a sequence computes NEW_TOKENS at most in a step.
+        """
+        self.span = KVSpan(block_size, window, NEW_TOKENS)
         host_tier = HostTierConfig(
             num_blocks=num_host_blocks,
             preemption_mode=PreemptionMode.SWAP,
@@ -54,6 +66,8 @@ class KVWorld:
         self.manager = KVCacheManager(
             num_blocks,
             block_size,
+            window=window,
+            max_new_tokens=NEW_TOKENS,
             enable_prefix_caching=enable_prefix_caching,
             host_tier=host_tier if num_host_blocks else None,
         )
@@ -82,6 +96,7 @@ class KVWorld:
 
     def preempt(self, sequence: Sequence) -> None:
         """One step in which nothing happens but this."""
+        self.manager.release_behind()
         self._preempt(sequence)
         self._execute([])
 
@@ -95,6 +110,7 @@ class KVWorld:
         """One step, as the scheduler plans it: room for the chosen sequences, the newest yields where there is none;
         then what each computes, so many tokens; then newcomers, who may share what this very step computes.
         """
+        self.manager.release_behind()
         chosen = sorted(chosen, key=lambda pair: self.running.index(pair[0]))  # so none yields that has its room
         for sequence, _ in chosen:
             self._make_room_for(sequence)
@@ -111,6 +127,7 @@ class KVWorld:
 
     def swap_in(self, chosen: Iterable[Sequence]) -> None:
         """One step in which these come back, as far as there is room, and nothing is computed."""
+        self.manager.release_behind()
         for sequence in chosen:
             if self.manager.try_swap_in([sequence]):
                 self.swapped.remove(sequence)
@@ -122,6 +139,8 @@ class KVWorld:
         self.num_operations += 1
         for sequence in self.running:
             self._check_contents(sequence)
+            num_held, most = len(sequence.kv.blocks), self.span.most_blocks(sequence.num_tokens)
+            assert num_held <= most, f"{sequence.request_id} holds {num_held} blocks, where {most} are the most"
         for sequence in self.swapped:
             self._check_contents(sequence, on_host=True)
         self.manager.check_integrity([*self.running, *self.swapped])
@@ -134,8 +153,9 @@ class KVWorld:
 
     def _admit(self, newcomer: Newcomer) -> Sequence | None:
         sequence = self._sequence(newcomer.prompt_token_ids, newcomer.output_token_ids)
-        num_slots = self.manager.num_usable_blocks * self._block_size
-        if sequence.num_tokens > num_slots or not self.manager.try_admit(sequence):
+        if self.span.most_blocks(sequence.num_tokens) > self.manager.num_usable_blocks or not self.manager.try_admit(
+            sequence
+        ):
             return None
         self.num_cached_tokens += sequence.kv.num_computed_tokens
         self.running.append(sequence)
@@ -148,6 +168,7 @@ class KVWorld:
     def _plan(self, sequence: Sequence, num_tokens: int) -> tuple[Sequence, int, int]:
         """The sequence, and the positions it computes."""
         start = sequence.kv.num_computed_tokens
+        num_tokens = min(num_tokens, NEW_TOKENS) if self.span.window else num_tokens
         end = start + min(num_tokens, sequence.num_uncomputed_tokens)
         self.manager.publish(sequence, end)
         if self._is_caching:
@@ -173,8 +194,12 @@ class KVWorld:
                 block_id = sequence.kv.block_table[position // self._block_size]
                 self._memory[block_id][position % self._block_size] = values[position]
             sequence.kv.num_computed_tokens = end
-        for sequence, _, _ in planned:  # attention reads all that is before it in this very step
+        for sequence, start, _ in planned:  # attention reads all that is before it, or in its window, in this very step
             self._check_contents(sequence)
+            held = sequence.kv.num_released_blocks * self._block_size
+            assert held <= (max(0, start - self.span.window + 1) if self.span.window else 0), (
+                "what is seen was given back"
+            )
         for copy in transfers.swap_in:
             self._memory[copy.target_block_id] = list(self._host_memory[copy.source_block_id])
 
@@ -182,9 +207,10 @@ class KVWorld:
         memory, table = (
             (self._host_memory, sequence.kv.host_block_table) if on_host else (self._memory, sequence.kv.block_table)
         )
+        first = sequence.kv.num_released_blocks * self._block_size
         slots = [value for block_id in table for value in memory[block_id]]
         expected = contents(sequence.token_ids(0, sequence.kv.num_computed_tokens))
-        assert slots[: len(expected)] == expected, f"{sequence.request_id} has what is not its own"
+        assert slots[first : len(expected)] == expected[first:], f"{sequence.request_id} has what is not its own"
 
     def _check_published(self, sequence: Sequence, first: int, end: int) -> None:
         """At this moment; later a block may lose its place to one with the same content that is evicted first."""

@@ -33,9 +33,12 @@ class KVMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 24]),
         block_size=st.sampled_from([1, 2, 4]),
         cached=st.booleans(),
+        window=st.sampled_from([0, 0, 1, 2, 5, 9]),
     )
-    def build(self, num_blocks: int, num_host_blocks: int, block_size: int, cached: bool) -> None:
-        self.world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks)
+    def build(self, num_blocks: int, num_host_blocks: int, block_size: int, cached: bool, window: int) -> None:
+        self.world = KVWorld(
+            num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, window=window
+        )
 
     def pick(self, data: st.DataObject) -> Sequence | None:
         running = self.world.running
@@ -89,7 +92,7 @@ def test_no_short_history_breaks_the_counts_or_a_content() -> None:
     run_state_machine_as_test(
         KVMachine,
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=slow, derandomize=True
+            max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=slow, derandomize=True
         ),
     )
 
@@ -104,10 +107,23 @@ def test_a_hundred_thousand_operations_break_nothing(cached: bool) -> None:
     assert sum(world.num_swapped_blocks for world in worlds) > 1_000, "else swapping was hardly tried"
 
 
-def run_random_operations(seed: int, num_operations: int, *, cached: bool = True) -> KVWorld:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cached", [True, False])
+def test_windows_break_nothing(cached: bool) -> None:
+    worlds = [
+        run_random_operations(seed, NUM_OPERATIONS // 4, cached=cached, window=1 + seed) for seed in range(NUM_SEEDS)
+    ]
+    assert sum(world.num_copies for world in worlds) > 300, "else copy-on-write was hardly tried"
+    assert (sum(world.num_cached_tokens for world in worlds) > 3_000) == cached
+    assert sum(world.num_swapped_blocks for world in worlds) > 300, "else swapping was hardly tried"
+
+
+def run_random_operations(seed: int, num_operations: int, *, cached: bool = True, window: int = 0) -> KVWorld:
     random = Random(seed)
     num_blocks, block_size, num_host_blocks = random.randrange(8, 60), random.choice([1, 2, 4, 8]), 15 * (seed % 4)
-    world = KVWorld(num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks)
+    world = KVWorld(
+        num_blocks, block_size, enable_prefix_caching=cached, num_host_blocks=num_host_blocks, window=window
+    )
     for _ in range(num_operations):
         operations = [admit, fork, leave, preempt, swap_in, append, compute]
         random.choices(operations, weights=[2, 2, 2, 1, 2, 6, 6])[0](world, random)

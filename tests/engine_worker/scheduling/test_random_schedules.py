@@ -223,6 +223,24 @@ def test_random_traffic_of_both_classes(seed: int, async_scheduling: bool) -> No
     run_random_traffic(seed, async_scheduling, 0.5)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in_turn", "ahead"])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_traffic_with_a_window(seed: int, async_scheduling: bool) -> None:
+    run_random_traffic(seed, async_scheduling, 0.2, random_window(seed))
+
+
+def random_window(seed: int) -> int:
+    return Random(seed).choice([2, 5, 20, 40])
+
+
+def test_random_traffic_with_a_window_preempts_and_shares() -> None:
+    for async_scheduling in (False, True):
+        runs = [run_random_traffic(seed, async_scheduling, 0.2, random_window(seed)) for seed in range(20)]
+        assert sum(run.num_preempted for run in runs) > 20
+        assert sum(run.num_cached_tokens for run in runs) > 80
+        assert sum(run.num_swapped_blocks for run in runs) > 20
+
+
 def test_random_traffic_is_long_and_preempts_often() -> None:
     """Else the tests above would prove little."""
     for async_scheduling in (False, True):
@@ -234,12 +252,15 @@ def test_random_traffic_is_long_and_preempts_often() -> None:
 
 
 @cache
-def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float) -> Promises:
+def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float, window: int = 0) -> Promises:
     random, classes = Random(seed), Random(seed)
     settings = random_settings(random)
+    if window:  # else nobody would ever yield
+        settings["num_blocks"] = 1 + max(2, settings["num_blocks"] // 2)
     promises = Promises(settings)
-    runner = FakeModelRunner(num_blocks=settings["num_blocks"], block_size=settings["block_size"], before_step=promises)
-    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, **settings)
+    num_blocks, block_size = settings["num_blocks"], settings["block_size"]
+    runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, window=window, before_step=promises)
+    promises.engine = engine = make_engine(runner, async_scheduling=async_scheduling, window=window, **settings)
     requests: dict[str, GenerationRequest] = {}
     cancelled: set[str] = set()
     transcript = Transcript()
@@ -262,14 +283,16 @@ def run_random_traffic(seed: int, async_scheduling: bool, batch_ratio: float) ->
     # One ahead, sequences may yield in a step that computes nothing, as all others have their last token in flight.
     assert num_unseen >= 0 if async_scheduling else num_unseen == 0
     assert transcript.ends.keys() == requests.keys() - cancelled
-    check_outputs(requests.values(), transcript, engine)
+    check_outputs(requests.values(), transcript, engine, window)
     ends = [end for end in transcript.ends.values() if isinstance(end, FinishEvent)]
     promises.num_cached_tokens = sum(end.usage.cached_tokens for end in ends)
     promises.engine = None  # no longer needed
     return promises
 
 
-def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript, engine: Engine) -> None:
+def check_outputs(
+    requests: Iterable[GenerationRequest], transcript: Transcript, engine: Engine, window: int = 0
+) -> None:
     scheduler = engine._scheduler
     for request in requests:
         num_sequences, num_prompt = request.sampling.num_sequences, len(request.prompt_token_ids)
@@ -280,10 +303,12 @@ def check_outputs(requests: Iterable[GenerationRequest], transcript: Transcript,
             assert end is None or isinstance(end, ErrorEvent)
             continue
         if request.sampling.use_beam_search:
-            expected = [output for output, _ in expected_beams(request, max_num_tokens=longest)]
+            expected = [output for output, _ in expected_beams(request, max_num_tokens=longest, window=window)]
         else:
             choices = range(request.sampling.n)
-            expected = [expected_output(request, max_num_tokens=longest, choice=choice) for choice in choices]
+            expected = [
+                expected_output(request, max_num_tokens=longest, choice=choice, window=window) for choice in choices
+            ]
         if isinstance(end, FinishEvent):
             assert tokens == expected
             assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (num_prompt, sum(map(len, expected)))

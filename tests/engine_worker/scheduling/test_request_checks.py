@@ -10,7 +10,9 @@ from engine_worker.scheduling.request_checks import RequestLimits, RequestRefuse
 from shared.messages import ErrorCode, StoredChoice
 from tests.builders import make_request
 
-LIMITS = RequestLimits(vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, max_num_seqs=8)
+LIMITS = RequestLimits(
+    vocab_size=100, max_model_len=32, capacity_blocks=6, block_size=4, most_blocks_each=8, max_num_seqs=8
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""A sequence holds what its next tokens see, where every layer has a window, and no block more: counts, exact.
+
+Histories that order, share, preempt and fork at will are in scheduling/test_random_schedules.py and test_kv_world.py.
+"""
+
+import pytest
+
+from engine_worker.kv.span import KVSpan
+from engine_worker.scheduling.kv_cache_manager import KVCacheManager
+from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
+from engine_worker.scheduling.sequence import Sequence
+from tests.builders import (
+    FakeModelRunner,
+    Transcript,
+    expected_output,
+    make_engine,
+    make_prompt,
+    make_request,
+    make_sequence,
+)
+
+
+@pytest.mark.parametrize(
+    ("window", "num_blocks"),
+    [(512, 33), (511, 33), (513, 33), (514, 34), (1, 1), (2, 2), (17, 2), (18, 3), (4096, 257), (5000, 257), (0, 257)],
+)
+def test_a_sequence_of_4k_tokens_holds_its_window_and_the_block_between(window: int, num_blocks: int) -> None:
+    """ceil((window - 1) / 16) + 1 once it decodes, whatever its length; all 257 blocks of 4,097 tokens without one."""
+    engine = make_engine(
+        FakeModelRunner(num_blocks=400, block_size=16, window=window),
+        num_blocks=400,
+        block_size=16,
+        window=window,
+        max_num_batched_tokens=256,
+        max_model_len=5000,
+    )
+    request = make_request(make_prompt(4000), max_tokens=99, ignore_eos=True)
+    engine.add_request(request)
+    transcript, held = Transcript(), []
+    while engine.has_work:
+        transcript.add(engine.step())
+        engine.check_integrity()
+        held.append(engine.stats().kv_cache.num_active_blocks)
+    assert transcript.tokens[request.request_id] == expected_output(request, max_num_tokens=5000, window=window)
+    decoding = held[-60:-1]
+    assert max(decoding) == num_blocks
+    if 0 < window <= 4000:
+        assert set(decoding) == {num_blocks}
+    span = KVSpan(16, window, 256)
+    assert max(held) <= span.most_blocks(4099) <= num_blocks + (16 if window else 0)
+    assert held[-1] == 0
+
+
+def test_a_sequence_may_be_longer_than_the_pool() -> None:
+    """20 blocks of 4 hold 80 tokens; with a window of 16, which is 5 of them, 1,000 come one after another."""
+    engine = make_engine(
+        FakeModelRunner(num_blocks=21, block_size=4, window=16),
+        num_blocks=21,
+        block_size=4,
+        window=16,
+        max_model_len=1000,
+        max_num_batched_tokens=16,
+    )
+    request = make_request(make_prompt(700), max_tokens=300, ignore_eos=True)
+    engine.add_request(request)
+    transcript = Transcript()
+    while engine.has_work:
+        transcript.add(engine.step())
+        engine.check_integrity()
+        assert engine.stats().kv_cache.num_active_blocks <= KVSpan(4, 16, 16).most_blocks(1000) == 9
+    assert transcript.tokens[request.request_id] == expected_output(request, max_num_tokens=1000, window=16)
+    assert len(transcript.tokens[request.request_id]) == 300
+
+
+def computed(kv_cache: KVCacheManager, num_tokens: int, request_id: str = "a") -> Sequence:
+    """A sequence that was admitted, and computed in steps of 8 tokens."""
+    sequence = make_sequence(make_prompt(num_tokens), request_id)
+    assert kv_cache.try_admit(sequence)
+    while sequence.num_uncomputed_tokens:
+        kv_cache.allocate(sequence)
+        end = sequence.kv.num_computed_tokens + min(8, sequence.num_uncomputed_tokens)
+        kv_cache.publish(sequence, end)
+        sequence.kv.num_computed_tokens = end
+        kv_cache.take_transfers()
+        kv_cache.release_behind()
+    return sequence
+
+
+def test_a_hit_needs_the_blocks_of_the_last_window_alone() -> None:
+    kv_cache = KVCacheManager(num_blocks=30, block_size=4, window=8, max_new_tokens=8)
+    first = computed(kv_cache, 40)
+    assert (first.kv.block_table[:8], len(first.kv.blocks)) == ([0] * 8, 2)  # 40 sees 33 and what is behind it
+    last = list(first.kv.blocks)
+    kv_cache.free(first)
+    # Cached blocks are given to others, the least recently used first: all but those of the last window.
+    taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks - 4)
+    second = make_sequence(make_prompt(41), "b")
+    kv_cache.device_pool.free(taken[:10])
+    assert kv_cache.try_admit(second)
+    assert (second.kv.num_computed_tokens, second.kv.block_table[:8], second.kv.blocks[:2]) == (40, [0] * 8, last)
+    kv_cache.take_transfers()
+    kv_cache.device_pool.free(taken[10:])
+    kv_cache.check_integrity([second])
+
+
+def test_a_swapped_sequence_takes_its_window_along_and_no_more() -> None:
+    host_tier = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
+    kv_cache = KVCacheManager(30, 4, window=8, max_new_tokens=8, enable_prefix_caching=False, host_tier=host_tier)
+    sequence = computed(kv_cache, 42)
+    assert kv_cache.preempt([sequence]) is PreemptionMode.SWAP
+    transfers = kv_cache.take_transfers()
+    assert (len(transfers.swap_out), len(sequence.kv.host_block_table), len(sequence.kv.host_blocks)) == (3, 11, 3)
+    kv_cache.check_integrity([sequence])
+    assert kv_cache.try_swap_in([sequence])
+    assert len(kv_cache.take_transfers().swap_in) == 3
+    assert sequence.kv.block_table[:8] == [0] * 8 and 0 not in sequence.kv.blocks
+    kv_cache.check_integrity([sequence])
+    kv_cache.free(sequence)
+    assert kv_cache.stats([]).num_active_blocks == 0
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 8, 9, 100])
+@pytest.mark.parametrize("lost", [set(), {0}, {3}, {7}, {9}, {1, 6}])
+def test_the_longest_hit_is_that_of_trying_every_length(window: int, lost: set[int]) -> None:
+    span = KVSpan(4, window, 8)
+    for start in range(3):
+        expected = [
+            end
+            for end in range(start + 1, 11)
+            if not lost & set(range(span.first_block(end * 4), end)) - set(range(start))
+        ]
+        asked: list[int] = []
+
+        def is_here(index: int, start: int = start, asked: list[int] = asked) -> bool:
+            asked.append(index)
+            return index < start or index not in lost
+
+        hit = span.longest_hit(start, 10, is_here)
+        assert hit.stop == max(expected, default=start)
+        assert len(asked) == len(set(asked))
+        if expected:
+            assert hit.start == span.first_block(hit.stop * 4)
