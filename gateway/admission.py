@@ -1,4 +1,4 @@
-"""Who is let in: how far the workers are, how much is open here -> Admitted | Rejected. Pure.
+"""Who is let in: how far the workers are, how much is open here, and why somebody is not. Pure.
 
     Fleet           the heartbeats of one model's workers; ages are counted by this process's monotonic clock alone
     assess()        Readiness, the states of /ready: starting (nothing has been ready yet) -> ready; waiting while all
@@ -245,6 +245,16 @@ RETRY_AFTER_SECONDS = {
     "store_full": 5,  # room comes as requests end, and ended ones leave after ten minutes
 }
 SHARE_RETRY_AFTER_SECONDS = 10
+_MESSAGES = {
+    "draining": "This gateway is shutting down.",
+    "queue_full": "The queue is full; try again later.",
+    "queue_timeout": "No worker began with this request in the time that it had.",
+    "starting": "The model is being loaded; GET /ready tells how far it is.",
+    "no_worker": "No engine worker is ready.",
+    "store_unavailable": "The request store does not take requests now.",
+    "name_contended": "Too many requests with this Idempotency-Key came and went at the same time.",
+    "store_full": "The request store is nearly full; its room is kept for open requests.",
+}
 
 
 @dataclass(frozen=True)
@@ -257,45 +267,27 @@ class Load:
     was_ready: bool  # a worker has been ready since this gateway began
     is_waited_for: bool  # the next one: requests are taken while none is ready
     open_requests: int  # this one too
+    max_open_requests: int
     store_has_room: bool
 
 
-@dataclass(frozen=True)
-class Limits:
-    max_open_requests: int
-
-
-@dataclass(frozen=True)
-class Admitted:
-    pass
-
-
-@dataclass(frozen=True)
-class Rejected:
-    reason: str
-    message: str
-
-    @property
-    def retry_after_seconds(self) -> int:
-        return RETRY_AFTER_SECONDS[self.reason]
-
-
-def admit(load: Load, limits: Limits) -> Admitted | Rejected:
+def admit(load: Load) -> None:
+    """Raises Unavailable."""
     if load.draining:
-        return Rejected("draining", "This gateway is shutting down.")
+        raise unavailable("draining")
     if not load.model_loaded or (load.ready_workers == 0 and not load.was_ready):
-        return Rejected("starting", "The model is being loaded; GET /ready tells how far it is.")
+        raise unavailable("starting")
     if load.ready_workers == 0 and not load.is_waited_for:
-        return Rejected("no_worker", "No engine worker is ready.")
+        raise unavailable("no_worker")
     if not load.store_has_room:
-        return Rejected("store_full", "The request store is nearly full; its room is kept for open requests.")
-    if load.open_requests > limits.max_open_requests:
-        return Rejected("gateway_full", f"This gateway holds {limits.max_open_requests} open requests, its limit.")
-    return Admitted()
+        raise unavailable("store_full")
+    if load.open_requests > load.max_open_requests:
+        raise unavailable("gateway_full", f"This gateway holds {load.max_open_requests} open requests, its limit.")
 
 
-def unavailable(reason: str, message: str) -> Unavailable:
-    return Unavailable(message, code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])
+def unavailable(reason: str, message: str = "") -> Unavailable:
+    """The refusal for this reason; `message`: in other words than its own."""
+    return Unavailable(message or _MESSAGES[reason], code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])
 
 
 def share_full(max_bytes: int) -> RateLimited:

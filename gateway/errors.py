@@ -41,13 +41,34 @@ Every walk through the gateway may end with one of them. It knows no request.
 import math
 from typing import Any, ClassVar
 
+# Status -> OpenAI's word for such errors; for others below 500 it is invalid_request_error, from there on server_error.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    501: "invalid_request_error",
+    503: "overloaded_error",
+}
+
 
 class GatewayError(Exception):
+    """`status` and `code` are said by each class, as a keyword, or are those of its base."""
+
     status: ClassVar[int] = 500
     error_type: ClassVar[str] = "server_error"
     default_code: ClassVar[str] = "internal"
     # OpenAI's clients repeat 408, 409, 429 and 5xx twice; False tells them that it cannot help.
     should_retry: ClassVar[bool | None] = None
+
+    def __init_subclass__(
+        cls, *, status: int | None = None, code: str | None = None, should_retry: bool | None = None
+    ) -> None:
+        super().__init_subclass__()
+        cls.status = cls.status if status is None else status
+        cls.error_type = _TYPES.get(cls.status, "invalid_request_error" if cls.status < 500 else "server_error")
+        cls.default_code = cls.default_code if code is None else code
+        cls.should_retry = cls.should_retry if should_retry is None else should_retry
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -73,85 +94,57 @@ def _sent(kind: type[GatewayError], args: tuple[Any, ...], state: dict[str, Any]
     return error
 
 
-class InvalidRequest(GatewayError):
-    status = 400
-    error_type = "invalid_request_error"
-    default_code = "invalid_value"
+class InvalidRequest(GatewayError, status=400, code="invalid_value"):
+    pass
 
 
-class InvalidJson(InvalidRequest):
-    default_code = "invalid_json"
+class InvalidJson(InvalidRequest, code="invalid_json"):
+    pass
 
 
-class MissingParameter(InvalidRequest):
-    default_code = "missing_required_parameter"
+class MissingParameter(InvalidRequest, code="missing_required_parameter"):
+    pass
 
 
-class UnsupportedParameter(InvalidRequest):
-    default_code = "unsupported_parameter"
+class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
+    pass
 
 
-class ContextLengthExceeded(InvalidRequest):
-    default_code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    pass
 
 
-class Unauthenticated(GatewayError):
-    status = 401
-    error_type = "authentication_error"
-    default_code = "invalid_api_key"
-
+class Unauthenticated(GatewayError, status=401, code="invalid_api_key"):
     def headers(self) -> dict[str, str]:
         # A browser that opens the page asks its user for the password of Basic: the key.
         return {"WWW-Authenticate": 'Bearer, Basic realm="pagestream"'}
 
 
-class Forbidden(GatewayError):
+class Forbidden(GatewayError, status=403, code="cross_site_request"):
     """Whoever it is, not from there."""
 
-    status = 403
-    error_type = "permission_error"
-    default_code = "cross_site_request"
+
+class ModelNotFound(GatewayError, status=404, code="model_not_found"):
+    pass
 
 
-class ModelNotFound(GatewayError):
-    status = 404
-    error_type = "not_found_error"
-    default_code = "model_not_found"
+class RequestNotFound(GatewayError, status=404, code="request_not_found"):
+    pass
 
 
-class RequestNotFound(GatewayError):
-    status = 404
-    error_type = "not_found_error"
-    default_code = "request_not_found"
-
-
-class FileNotFound(GatewayError):
+class FileNotFound(GatewayError, status=404, code="file_not_found"):
     """Or of another key."""
 
-    status = 404
-    error_type = "not_found_error"
-    default_code = "file_not_found"
 
-
-class BatchNotFound(GatewayError):
+class BatchNotFound(GatewayError, status=404, code="batch_not_found"):
     """Or of another key."""
 
-    status = 404
-    error_type = "not_found_error"
-    default_code = "batch_not_found"
+
+class UnknownUrl(GatewayError, status=404, code="unknown_url"):
+    pass
 
 
-class UnknownUrl(GatewayError):
-    status = 404
-    error_type = "not_found_error"
-    default_code = "unknown_url"
-
-
-class MethodNotAllowed(GatewayError):
-    status = 405
-    error_type = "invalid_request_error"
-    default_code = "method_not_allowed"
-
+class MethodNotAllowed(GatewayError, status=405, code="method_not_allowed"):
     def __init__(self, message: str, *, allowed: str) -> None:
         super().__init__(message)
         self.allowed = allowed
@@ -160,65 +153,36 @@ class MethodNotAllowed(GatewayError):
         return {"Allow": self.allowed}
 
 
-class RequestTimeout(GatewayError):
-    status = 408
-    error_type = "invalid_request_error"
-    default_code = "request_timeout"
-    should_retry = False
+class RequestTimeout(GatewayError, status=408, code="request_timeout", should_retry=False):
+    pass
 
 
-class IdempotencyKeyReused(GatewayError):
-    status = 409
-    error_type = "invalid_request_error"
-    default_code = "idempotency_key_reused"
-    should_retry = False
+class IdempotencyKeyReused(GatewayError, status=409, code="idempotency_key_reused", should_retry=False):
+    pass
 
 
-class BatchEnded(GatewayError):
+class BatchEnded(GatewayError, status=409, code="batch_ended", should_retry=False):
     """It cannot be cancelled any more."""
 
-    status = 409
-    error_type = "invalid_request_error"
-    default_code = "batch_ended"
-    should_retry = False
 
-
-class BatchNotEnded(GatewayError):
+class BatchNotEnded(GatewayError, status=409, code="batch_not_ended", should_retry=False):
     """It cannot be deleted yet."""
 
-    status = 409
-    error_type = "invalid_request_error"
-    default_code = "batch_not_ended"
-    should_retry = False
+
+class BodyTooLarge(GatewayError, status=413, code="body_too_large"):
+    pass
 
 
-class BodyTooLarge(GatewayError):
-    status = 413
-    error_type = "invalid_request_error"
-    default_code = "body_too_large"
-
-
-class FilesFull(GatewayError):
+class FilesFull(GatewayError, status=413, code="files_full", should_retry=False):
     """Files and batches of this key, or of all, have the most bytes that they may."""
 
-    status = 413
-    error_type = "invalid_request_error"
-    default_code = "files_full"
-    should_retry = False
+
+class UnsupportedMediaType(GatewayError, status=415, code="unsupported_media_type"):
+    pass
 
 
-class UnsupportedMediaType(GatewayError):
-    status = 415
-    error_type = "invalid_request_error"
-    default_code = "unsupported_media_type"
-
-
-class RateLimited(GatewayError):
+class RateLimited(GatewayError, status=429, should_retry=True):
     """A limit of the request's own key; nothing was stored."""
-
-    status = 429
-    error_type = "rate_limit_error"
-    should_retry = True
 
     def __init__(self, message: str, *, code: str, retry_after_seconds: float) -> None:
         super().__init__(message, code=code)
@@ -228,11 +192,8 @@ class RateLimited(GatewayError):
         return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
 
 
-class GenerationFailed(GatewayError):
+class GenerationFailed(GatewayError, code="request_failed", should_retry=False):
     """The engine ended the request with an error; repeating it would most likely break it again."""
-
-    default_code = "request_failed"
-    should_retry = False
 
 
 class InternalError(GatewayError):
@@ -240,22 +201,12 @@ class InternalError(GatewayError):
         super().__init__("The server had an error while handling the request.")
 
 
-class NotServed(GatewayError):
+class NotServed(GatewayError, status=501, code="not_served", should_retry=False):
     """A part of the API that this server does not have, and never has by itself."""
 
-    status = 501
-    error_type = "invalid_request_error"
-    default_code = "not_served"
-    should_retry = False
 
-
-class Unavailable(GatewayError):
+class Unavailable(GatewayError, status=503, code="no_worker", should_retry=True):
     """Refused before acceptance: nothing was stored, so the client may repeat it as it is."""
-
-    status = 503
-    error_type = "overloaded_error"
-    default_code = "no_worker"
-    should_retry = True
 
     def __init__(self, message: str, *, code: str, retry_after_seconds: int) -> None:
         super().__init__(message, code=code)
@@ -265,17 +216,9 @@ class Unavailable(GatewayError):
         return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
 
 
-class DeadlineExceeded(GatewayError):
+class DeadlineExceeded(GatewayError, status=504, code="deadline_exceeded", should_retry=False):
     """The request's own time was over; what it would have cost another time nobody knows."""
 
-    status = 504
-    default_code = "deadline_exceeded"
-    should_retry = False
 
-
-class DiskFull(GatewayError):
+class DiskFull(GatewayError, status=507, code="disk_full", should_retry=False):
     """The disk of the server is full, whatever its limits say; its operator has to make room."""
-
-    status = 507
-    default_code = "disk_full"
-    should_retry = False

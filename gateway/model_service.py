@@ -16,10 +16,10 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Limits, Load, OpenRequests, Readiness, Rejected, admit, assess, unavailable
+from gateway.admission import Load, OpenRequests, Readiness, admit, assess, unavailable
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
-from gateway.errors import MissingParameter, ModelNotFound
+from gateway.errors import MissingParameter, ModelNotFound, Unavailable
 from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.requests.generation_fields import Timeouts, without_worker
 from gateway.requests.openai_schema import CompletionRequest
@@ -168,7 +168,7 @@ class ModelService:
     def require_model(self) -> ServedModel:
         """The tokenizer, for routes that need no worker. Raises Unavailable."""
         if self.model is None:
-            raise unavailable("starting", "The model is being loaded; GET /ready tells how far it is.")
+            raise unavailable("starting")
         return self.model
 
     def admit(self) -> ServedModel:
@@ -181,12 +181,14 @@ class ModelService:
             was_ready=num_ready > 0 or self.client.fleet.last_ready is not None,
             is_waited_for=num_ready == 0 and self._is_waited_for(),
             open_requests=self._open_requests.num_open,
+            max_open_requests=self._open_requests.max_open,
             store_has_room=self.client.store_memory.has_room,
         )
-        decision = admit(load, Limits(max_open_requests=self._open_requests.max_open))
-        if isinstance(decision, Rejected):
-            self.metrics.rejected.labels(decision.reason).inc()
-            raise unavailable(decision.reason, decision.message)
+        try:
+            admit(load)
+        except Unavailable as error:
+            self.metrics.rejected.labels(error.code).inc()
+            raise
         return self.require_model()
 
     def within_wait(self, timeouts: Timeouts) -> Timeouts:
@@ -219,7 +221,7 @@ class ReadModel:
     def require(self) -> tuple[ServedModel, ModelLimits]:
         """Raises Unavailable."""
         if self.model is None or self.limits is None:
-            raise unavailable("starting", "The model is being loaded; GET /ready tells how far it is.")
+            raise unavailable("starting")
         return self.model, self.limits
 
 

@@ -78,7 +78,7 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
             return submission
         except (NameTaken, AnswerChanged):
             pass  # by a request of the same name, at the same time: it may be another's body, or have ended already
-    raise unavailable("name_contended", "Too many requests with this Idempotency-Key came and went at the same time.")
+    raise unavailable("name_contended")
 
 
 async def _planned(
@@ -124,4 +124,4 @@ async def _fleet_seconds(service: ModelService) -> float:
     try:
         return await service.client.probe.fleet_seconds()
     except StoreUnavailable as error:
-        raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+        raise unavailable("store_unavailable") from error

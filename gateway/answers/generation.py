@@ -281,7 +281,7 @@ def _output_text(
 
 def _error_of(event: ErrorEvent) -> GatewayError:
     if event.code is ErrorCode.QUEUE_TIMEOUT:
-        return unavailable("queue_timeout", "No worker began with this request in the time that it had.")
+        return unavailable("queue_timeout")
     if event.code is ErrorCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("The answer was not complete in the time that the request had.")
     if event.code is ErrorCode.REQUEST_FAILED:

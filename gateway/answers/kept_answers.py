@@ -6,14 +6,15 @@ The way in of who asks again, in place of planning. It knows no format of answer
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
 from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, decode_record
-from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound, Unavailable
+from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound
 from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.request_body import JsonBody
@@ -94,9 +95,8 @@ class KeptAnswer:
         """Its requests, to be read from their first token. Raises Unavailable, and RequestNotFound, or for a repeat
         AnswerChanged, if it is gone since it was found."""
         try:
-            return await self.service.client.submission.attach_all(self.requests, self.keeps())
-        except StoreUnavailable as error:
-            raise _unreadable_store() from error
+            with _told_of_store():
+                return await self.service.client.submission.attach_all(self.requests, self.keeps())
         except RequestGone as error:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
 
@@ -152,10 +152,8 @@ async def find_named(service: ModelService, retention: Retention, owner_key_hash
 
     Raises IdempotencyKeyReused, and as find_answer() does.
     """
-    try:
+    with _told_of_store():
         named = await service.client.archive.named(retention.name)
-    except StoreUnavailable as error:
-        raise _unreadable_store() from error
     if named is None:
         return None, ""
     answer_id, fingerprint = named
@@ -181,9 +179,8 @@ def _was_given_up(part: StoredRequest) -> bool:
 
 async def _stored(service: ModelService, request_ids: list[str]) -> list[StoredRequest | None]:
     try:
-        return await service.client.archive.stored(request_ids)
-    except StoreUnavailable as error:
-        raise _unreadable_store() from error
+        with _told_of_store():
+            return await service.client.archive.stored(request_ids)
     except FormatError as error:
         raise GenerationFailed("The stored answer is unreadable.") from error
 
@@ -194,5 +191,10 @@ def _not_found() -> RequestNotFound:
     )
 
 
-def _unreadable_store() -> Unavailable:
-    return unavailable("store_unavailable", "The request store cannot be read now.")
+@contextmanager
+def _told_of_store() -> Iterator[None]:
+    """Raises Unavailable while the store cannot be read."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise unavailable("store_unavailable", "The request store cannot be read now.") from error

@@ -105,12 +105,10 @@ class AnswerSubmission:
         except ShareFull as error:
             rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error
-        except QueueFull as error:
-            rejected.labels("queue_full").inc()
-            raise unavailable("queue_full", "The queue is full; try again later.") from error
-        except StoreUnavailable as error:
-            rejected.labels("store_unavailable").inc()
-            raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+        except (QueueFull, StoreUnavailable) as error:
+            reason = "queue_full" if isinstance(error, QueueFull) else "store_unavailable"
+            rejected.labels(reason).inc()
+            raise unavailable(reason) from error
 
     def _follow(self, streams: Sequence[ResponseStream], metrics: ModelMetrics, ended_at: int = 0) -> None:
         """The way back, which is made while a worker may already begin."""

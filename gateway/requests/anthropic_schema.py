@@ -8,7 +8,6 @@ a parser of it, `adaptive` does without and then does not think. Its budget is n
 A message's way in, where its body is checked. It knows no tokens and no store.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -26,14 +25,14 @@ from gateway.requests.anthropic_blocks import (
     check_turns,
 )
 from gateway.requests.generation_fields import StopString
-from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
+from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     ChatBody,
     CompletionRequest,
     ContentPart,
     MessageFields,
-    chat_request,
     check_other_fields,
+    request_in_words,
 )
 from gateway.requests.request_body import JsonBody
 
@@ -117,21 +116,9 @@ def parse_count(body: JsonBody) -> CompletionRequest:
 
 def _of_chat(fields: PromptFields, chat: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
     """A chat's request of these fields; what is wrong is told in their words."""
-    try:
-        request = chat_request(chat, ignored, include_usage=bool(chat.stream))
-    except InvalidRequest as error:
-        param = error.param and _worded(error.param, fields)
-        raise type(error)(_worded(error.message, fields), param=param, code=error.code) from error
-    return structs.replace(
-        request,
-        reasons_only_if_told_apart=_may_think(fields),
-        grammar=_in_our_words(request.grammar, fields),
-        answer_grammar=_in_our_words(request.answer_grammar, fields),
-    )
-
-
-def _in_our_words(asked: AskedGrammar | None, fields: PromptFields) -> AskedGrammar | None:
-    return asked and replace(asked, param=_worded(asked.param, fields))
+    words = [(chats, ours.format(format=_format_param(fields))) for chats, ours in _WORDS]
+    request = request_in_words(chat, ignored, words)
+    return structs.replace(request, reasons_only_if_told_apart=_may_think(fields))
 
 
 def _prompt(fields: PromptFields) -> dict[str, Any]:
@@ -207,12 +194,6 @@ def _check_thinking(fields: PromptFields) -> None:
         raise InvalidRequest(f"{param}: a forced call leaves no room for thinking; expected auto or none.", param=param)
     if _is_begun(fields):
         raise InvalidRequest("thinking: cannot be given with an answer that is begun already.", param="thinking")
-
-
-def _worded(said: str, fields: PromptFields) -> str:
-    for chats, ours in _WORDS:
-        said = said.replace(chats, ours.format(format=_format_param(fields)))
-    return said
 
 
 def _is_begun(fields: PromptFields) -> bool:

@@ -9,7 +9,8 @@ A chat's way in, where its body is checked.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -109,6 +110,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+FieldWords: TypeAlias = Sequence[tuple[str, str]]  # what is said of a chat's fields -> of another API's, in this order
 Prompt: TypeAlias = tuple[ChatMessage, ...] | str | list[int]  # a chat, a text, or token ids
 
 
@@ -169,8 +171,8 @@ def parse_chat(body: JsonBody) -> CompletionRequest:
     return chat_request(fields, check_other_fields(ChatBody, body.given))
 
 
-def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: bool = False) -> CompletionRequest:
-    """Also of what other APIs say in a chat's words; `include_usage`: in a stream, whatever the options."""
+def chat_request(fields: ChatBody, ignored: tuple[str, ...]) -> CompletionRequest:
+    """Raises InvalidRequest."""
     messages, template = chat_prompt(fields.messages, fields.add_generation_prompt, fields.continue_final_message)
     request = _request(
         fields,
@@ -184,11 +186,30 @@ def chat_request(fields: ChatBody, ignored: tuple[str, ...], *, include_usage: b
     template["template_kwargs"] = fields.chat_template_kwargs or {}
     if tools is not None:
         template["tools"], grammar = tools.definitions, tools.grammar or grammar
-    include_usage = include_usage or request.include_usage
     return structs.replace(
-        request, tools=tools, grammar=grammar, template=template, is_chat=True, include_usage=include_usage,
-        num_logprobs=_chat_num_logprobs(fields),
-    )  # fmt: skip
+        request, tools=tools, grammar=grammar, template=template, is_chat=True, num_logprobs=_chat_num_logprobs(fields)
+    )
+
+
+def request_in_words(fields: ChatBody, ignored: tuple[str, ...], words: FieldWords) -> CompletionRequest:
+    """A chat's request of what another API asks in a chat's fields. What is wrong is told of that API's own, and its
+    streams always have their usage. Raises InvalidRequest."""
+    try:
+        request = chat_request(fields, ignored)
+    except InvalidRequest as error:
+        param = error.param and _in_words(error.param, words)
+        raise type(error)(_in_words(error.message, words), param=param, code=error.code) from error
+    grammar, answer_grammar = (
+        asked and replace(asked, param=_in_words(asked.param, words))
+        for asked in (request.grammar, request.answer_grammar)
+    )
+    return structs.replace(request, grammar=grammar, answer_grammar=answer_grammar, include_usage=bool(fields.stream))
+
+
+def _in_words(said: str, words: FieldWords) -> str:
+    for chats, others in words:
+        said = said.replace(chats, others)
+    return said
 
 
 def parse_completion(body: JsonBody) -> CompletionRequest:

@@ -17,7 +17,6 @@ A response's way in, where its body is checked. It knows no tokens, no store and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -25,14 +24,14 @@ from msgspec import Meta, structs
 
 from gateway.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from gateway.requests.generation_fields import SamplingFields
-from gateway.requests.grammar_fields import AskedGrammar, JsonSchemaFormat, ResponseFormatFields
+from gateway.requests.grammar_fields import JsonSchemaFormat, ResponseFormatFields
 from gateway.requests.openai_schema import (
     NO_EFFECT,
     ChatBody,
     CompletionRequest,
     MessageFields,
-    chat_request,
     check_other_fields,
+    request_in_words,
 )
 from gateway.requests.request_body import JsonBody
 from gateway.requests.responses_body import (
@@ -156,17 +155,10 @@ def response_request(
     """`more`: messages behind those of the input. Raises InvalidRequest."""
     _check(fields)
     messages = [*_messages(fields), *more]
-    try:
-        request = chat_request(_chat(fields, messages), ignored, include_usage=bool(fields.stream))
-    except InvalidRequest as error:
-        param = error.param and _worded(error.param)
-        raise type(error)(_worded(error.message), param=param, code=error.code) from error
     return structs.replace(
-        request,
+        request_in_words(_chat(fields, messages), ignored, _WORDS),
         prompt_param="input",
         max_tokens_param="max_output_tokens",
-        grammar=_in_our_words(request.grammar),
-        answer_grammar=_in_our_words(request.answer_grammar),
         background=bool(fields.background),
         repeated=repeated(fields),
     )
@@ -230,16 +222,6 @@ def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
     if effort == "none":
         thinking["enable_thinking"] = False
     return thinking | (fields.chat_template_kwargs or {})
-
-
-def _in_our_words(asked: AskedGrammar | None) -> AskedGrammar | None:
-    return asked and replace(asked, param=_worded(asked.param))
-
-
-def _worded(said: str) -> str:
-    for chats, ours in _WORDS:
-        said = said.replace(chats, ours)
-    return said
 
 
 MAX_SUMMARY_TOKENS = 1024  # unless a request says more: a page, for a conversation of many

@@ -65,11 +65,11 @@ async def cancel_response(http: web.Request) -> web.Response:
 async def delete_response(http: web.Request) -> web.Response:
     kept = await _cancelled(http, await _find(http))
     if kept.state in ("queued", "running"):
-        raise unavailable("store_unavailable", "The request store does not take requests now.")
+        raise unavailable("store_unavailable")
     try:
         await kept.service.client.archive.erase([request.request_id for request in kept.requests])
     except StoreUnavailable as error:
-        raise unavailable("store_unavailable", "The request store does not take requests now.") from error
+        raise unavailable("store_unavailable") from error
     return web.json_response({"id": ID_PREFIX + kept.answer_id, "object": "response", "deleted": True})
 
 

@@ -90,29 +90,20 @@ class PromptEncoder:
         return self._wrapped(self._encode_apart(text, stand_ins), add_special_tokens)
 
     def render_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[ChatMessage], **options: Unpack[TemplateOptions]
     ) -> "tuple[str, StandIns]":
         """The template's text, stand-ins still in place. Raises ChatTemplateError. A template that does not know of
         `tools` is told of them in words."""
         template = self._chat_template
         if template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        tools = options.get("tools", ())
         if not template.takes_tools:
             messages, tools = told_of_tools(messages, tools), ()
         stand_ins = StandIns(self._special_pattern, list(self._special_ids))
-        text = template.render(
-            [stand_ins.hide(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=stand_ins.hide(template_kwargs or {}),
-            tools=[stand_ins.hide(tool) for tool in tools],
-        )
+        options["tools"] = [stand_ins.hide(tool) for tool in tools]
+        options["template_kwargs"] = stand_ins.hide(options.get("template_kwargs") or {})
+        text = template.render([stand_ins.hide(message) for message in messages], **options)
         return text, stand_ins
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -9,16 +9,14 @@ import pytest
 from gateway.admission import (
     RETRY_AFTER_SECONDS,
     STALE_AFTER_SECONDS,
-    Admitted,
     Fleet,
-    Limits,
     Load,
-    Rejected,
     admit,
     ready_workers,
 )
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
+from gateway.errors import Unavailable
 from gateway.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
 from gateway.requests.planning import ModelLimits, plan_requests
@@ -50,12 +48,14 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
 def test_admission(changes: dict[str, int], reason: str | None) -> None:
     usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True, "open_requests": 0}
     usual |= {"store_has_room": True, "is_waited_for": False}
-    decision = admit(Load(**{**usual, **changes}), Limits(max_open_requests=10))  # type: ignore[arg-type]
+    load = Load(**{**usual, "max_open_requests": 10, **changes})  # type: ignore[arg-type]
     if reason is None:
-        assert decision == Admitted()
+        admit(load)
     else:
-        assert isinstance(decision, Rejected) and decision.reason == reason
-        assert decision.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
+        with pytest.raises(Unavailable) as refused:
+            admit(load)
+        assert refused.value.code == reason and refused.value.message
+        assert refused.value.retry_after_seconds == RETRY_AFTER_SECONDS[reason] >= 1
 
 
 def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
