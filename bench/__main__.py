@@ -11,6 +11,7 @@ PROGRAMS = {
     "linear": "kernel.linear",
     "skinny-tiles": "kernel.skinny_tiles",  # the fastest tiles of products of few rows, for a model or a rank of it
     "all-reduce": "kernel.all_reduce",  # sums between GPUs of one host
+    "sum-norm": "kernel.sum_norm",  # such a sum with the norm behind it, in one launch and in two
     "sampling": "kernel.sampling",
     "kv-transfers": "kernel.kv_transfers",  # KV to host memory and back, and a decode beside it
     "engine": "engine.throughput",  # our engine without HTTP, and transformers beside it

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     channel = RingReceiver(ChannelFds(*fds), rank, size)
     threading.Thread(target=_beat, args=(channel,), name="beats", daemon=True).start()
     try:
-        _follow(channel, rank, size, rendezvous_fd)
+        _follow(channel, rank, rendezvous_fd)
     except ChannelCorrupted as error:
         channel.tell_cause(str(error))
         return EXIT_CORRUPTED
@@ -60,7 +60,7 @@ def _beat(channel: RingReceiver) -> None:
         time.sleep(BEAT_SECONDS)
 
 
-def _follow(channel: RingReceiver, rank: int, size: int, rendezvous_fd: int) -> None:
+def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     channel.enter("import")
     import torch  # noqa: PLC0415 - takes seconds, in which rank 0 may already end this process
 
@@ -74,7 +74,7 @@ def _follow(channel: RingReceiver, rank: int, size: int, rendezvous_fd: int) -> 
     channel.enter("join")
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
-    ranks = meet(rank, size, plan.device, rendezvous_fd)
+    ranks = meet(plan, rank, rendezvous_fd)
     if plan.device.type == "cpu":  # gloo has all its connections; NCCL makes them when it first needs a path
         stop_listening()
     loaded = load_replica(plan, lambda phase, progress, detail: channel.enter(phase), ranks)

@@ -36,12 +36,35 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 @triton.jit
+def store_normed_row(
+    values, weight_row, normed, scales, row, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`values` and `weight_row` float32, 0 from HIDDEN on. GROUP: elements with one scale where `normed` is quantised.
+
+    It is 0 where `normed` is not; DTYPE: what `normed` has then.
+    """
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
+    scaled = values * inverse_rms * weight_row
+    if GROUP:
+        # As if it had been stored: the same bits as of a norm, and of what quantises it.
+        exact = scaled.to(DTYPE).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
+        small, scale_of = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
+        groups = tl.arange(0, BLOCK // GROUP)[:, None]
+        tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
+        tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
+    else:
+        tl.store(normed + row * HIDDEN + columns, scaled.to(DTYPE), mask=inside)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x, residual, weight, normed, new_residual, scales, x_row_stride, residual_row_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """GROUP: elements with one scale where `normed` is quantised, 0 where it is not."""
     # One program a row: the result of a row cannot depend on how many rows the batch has.
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -57,17 +80,8 @@ def _rms_norm_kernel(
         rounded = values.to(new_residual.dtype.element_ty)
         tl.store(new_residual + row * HIDDEN + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    inverse_rms = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
-    scaled = values * inverse_rms * scale
-    if GROUP:
-        # As if it had been stored: the same bits as of a norm, and of what quantises it.
-        exact = scaled.to(new_residual.dtype.element_ty).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
-        small, scale_of = quantised(exact, tl.max(tl.abs(exact), axis=1)[:, None])
-        groups = tl.arange(0, BLOCK // GROUP)[:, None]
-        tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
-        tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
-    else:
-        tl.store(normed + row * HIDDEN + columns, scaled.to(normed.dtype.element_ty), mask=inside)
+    DTYPE: tl.constexpr = new_residual.dtype.element_ty
+    store_normed_row(values, scale, normed, scales, row, eps, HIDDEN, BLOCK, GROUP, DTYPE)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """A group of ranks of one host as processes: rank 0 tells the others what to load, and they find each other.
 
     rank 0       group = RankGroup.start(plan, report, followers)
-    follower     ranks = meet(rank, size, device, rendezvous_fd)
+    follower     ranks = meet(plan, rank, rendezvous_fd)
 
 They meet by a memfd that followers inherit, so there is no file to be left over. It is used at a worker's start;
 afterwards the group is asked how its ranks are. It knows no step.
@@ -18,6 +18,7 @@ from engine_worker.execution.group_health import GroupHealth
 from engine_worker.execution.group_messages import GroupStart, encode
 from engine_worker.execution.load_replica import LoadPlan, check_alike
 from engine_worker.execution.start_times import Report
+from engine_worker.model.spec import ModelSpec
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
 
 logger = logging.getLogger("worker")
@@ -47,7 +48,7 @@ class RankGroup:
         followers.channel.make_slots(_slot_bytes(plan))
         followers.channel.send(encode(GroupStart(plan.settings)))
         try:
-            return cls(meet(0, size, plan.device, followers.rendezvous_fd), followers)
+            return cls(meet(plan, 0, followers.rendezvous_fd), followers)
         except RuntimeError:
             followers.wait_for_end(_SEEN_SECONDS)
             raise
@@ -90,14 +91,20 @@ class RankGroup:
         self.tensor_parallel.close()
 
 
-def meet(rank: int, size: int, device: torch.device, rendezvous_fd: int) -> ProcessGroup:
+def meet(plan: LoadPlan, rank: int, rendezvous_fd: int) -> ProcessGroup:
     """Wait for all ranks. The store of torch.distributed opens the memfd anew each time, so it must stay open."""
+    size, device = plan.settings.tensor_parallel_size, plan.device
     ranks = join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, device)
     if device.type == "cuda":
+        shape = plan.blueprint.shape
+        assert isinstance(shape, ModelSpec)  # no other is shared by ranks
         from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
+        from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
 
         if not ranks.reduce_by(peer_memory(device, size)):
             logger.warning("all-reduces are NCCL's")
+        elif not ranks.norm_by(peer_norm(device, size), shape.hidden_size):
+            logger.warning("sums over ranks and the norms behind them are launches of their own")
     return ranks
 
 

@@ -91,8 +91,12 @@ def load_attention(
     spec: AttentionSpec,
     norm: NormShape,
     table: RotaryTable,
+    is_out_summed: bool = True,
 ) -> AttentionWeights:
-    """Rows of queries and keys are put into the order of rotary.py, with their biases and norms."""
+    """Rows of queries and keys are put into the order of rotary.py, with their biases and norms.
+
+    `is_out_summed`: see LinearSpec.
+    """
     order = rotary_order(spec.rope, spec.head_dim)
     qkv = LinearSpec(
         role=Role.QKV,
@@ -108,6 +112,7 @@ def load_attention(
         outputs=(norm.size,),
         inputs=spec.query_size,
         bias=spec.out_bias,
+        is_summed=is_out_summed,
     )
     return AttentionWeights(
         spec=spec,

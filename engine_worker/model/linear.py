@@ -60,6 +60,7 @@ class LinearSpec:
     inputs: int
     bias: bool
     row_order: Tensor | None = None  # [sum(outputs)] int64: which row of the checkpoint's tensors each output is
+    is_summed: bool = True  # over the ranks that share its inputs; else its outputs are a rank's part
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.kv_scales import read_kv_scales
-from engine_worker.model.layers import NormShape, NormWeight, RotaryTable, load_attention
+from engine_worker.model.layers import NormWeight, RotaryTable, load_attention
 from engine_worker.model.linear import Input, Linear, LinearMethod, LinearSpec, Role, Scaling
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantised, takes_sums
 from engine_worker.model.quantisation import dense_tensor, linear_method
 from engine_worker.model.rotary import rotary_table
 from engine_worker.model.served_model import LogitsOf
@@ -36,28 +37,28 @@ class DecoderLayer:
         method: LinearMethod,
         index: int,
         table: RotaryTable,
-        ranks: TensorParallel,
+        shapes: NormShapes,
     ) -> None:
         spec, names, hidden = model.layers[index], model.names, model.hidden_size
         prefix = names.layer.format(index=index)
 
-        shape = NormShape(hidden, model.norm_eps, ranks, model.norm_offset)
+        def norm(name: str, is_there: bool, *, is_of_sum: bool = False) -> NormWeight | None:
+            make = shapes.of_sum if is_of_sum else shapes.weight
+            return make(weights.get(f"{prefix}{name}.weight", (hidden,))) if is_there else None
 
-        def norm(name: str, is_there: bool) -> NormWeight | None:
-            return shape.weight(weights.get(f"{prefix}{name}.weight", (hidden,))) if is_there else None
-
+        is_summed = not shapes.takes_sums
         self._index, self._residual_scale, self._activation = index, spec.residual_scale, spec.mlp.activation
-        self._before_attention = norm(names.before_attention, spec.norms_before)
-        self._attention = load_attention(weights, method, names, prefix, spec.attention, shape, table)
+        self._before_attention = norm(names.before_attention, spec.norms_before, is_of_sum=index > 0)
+        self._attention = load_attention(weights, method, names, prefix, spec.attention, shapes, table, is_summed)
         self._after_attention = norm(names.after_attention, spec.norms_after)
-        self._before_mlp = norm(names.before_mlp, spec.norms_before)
-        self._gate_up, self._down = _mlp(weights, method, model, spec, prefix)
+        self._before_mlp = norm(names.before_mlp, spec.norms_before, is_of_sum=True)
+        self._gate_up, self._down = _mlp(weights, method, model, spec, prefix, is_summed)
         self._after_mlp = norm(names.after_mlp, spec.norms_after)
 
     def __call__(
         self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` is what the layer before computed and not yet added to `residual`.
+        """`hidden` is what the layer before computed and not yet added to `residual`, or a rank's part of it.
 
         `rows` (int64): only these of the result are wanted; the KV is stored of all.
         """
@@ -85,14 +86,14 @@ def _enter(
     """Return the input of a part, whose first product is `product`, and the residual that it adds to."""
     if norm is not None:
         if product.scaling is Scaling.NONE:
-            return step.add_rms_norm(hidden, residual, norm)
-        return step.add_rms_norm_quantised(hidden, residual, norm, product.scaling)
+            return add_norm(step, hidden, residual, norm)
+        return add_norm_quantised(step, hidden, residual, norm, product.scaling)
     residual = residual + hidden
     return residual, residual
 
 
 def _mlp(
-    weights: WeightSource, method: LinearMethod, model: ModelSpec, layer: LayerSpec, prefix: str
+    weights: WeightSource, method: LinearMethod, model: ModelSpec, layer: LayerSpec, prefix: str, is_summed: bool
 ) -> tuple[Linear, Linear]:
     names, hidden, inner, bias = model.names, model.hidden_size, layer.mlp.intermediate_size, layer.mlp.bias
     gate_up = LinearSpec(
@@ -102,7 +103,14 @@ def _mlp(
         inputs=hidden,
         bias=bias,
     )
-    down = LinearSpec(role=Role.DOWN, names=(prefix + names.down,), outputs=(hidden,), inputs=inner, bias=bias)
+    down = LinearSpec(
+        role=Role.DOWN,
+        names=(prefix + names.down,),
+        outputs=(hidden,),
+        inputs=inner,
+        bias=bias,
+        is_summed=is_summed,
+    )
     return method.load(gate_up, weights), method.load(down, weights)
 
 
@@ -130,12 +138,19 @@ class Network:
             rope: RotaryTable(index, rotary_table(rope, spec.head_dim, max_len).to(device))
             for index, rope in enumerate(ropes)
         }
+        shapes = NormShapes(
+            spec.hidden_size,
+            spec.norm_eps,
+            ranks,
+            spec.norm_offset,
+            takes_sums=takes_sums(spec.layers, ranks),
+            is_deterministic=is_deterministic,
+        )
         self._layers = [
-            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope], ranks)
+            DecoderLayer(spec, weights, method, index, tables[layer.attention.rope], shapes)
             for index, layer in enumerate(spec.layers)
         ]
-        last_norm = NormShape(spec.hidden_size, spec.norm_eps, ranks, spec.norm_offset)
-        self._norm = last_norm.weight(weights.get(names.norm, (spec.hidden_size,)))
+        self._norm = shapes.of_sum(weights.get(names.norm, (spec.hidden_size,)))
         self._embedding_scale = _embedding_scale(spec, self.dtype)
         name = names.embedding if spec.tie_word_embeddings else names.head
         self._head = method.head(self._head_weight(weights), name)
@@ -181,7 +196,7 @@ class Network:
         return self._logits_of(step, hidden[wanted], residual[wanted], logits)
 
     def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
-        normed, _ = step.add_rms_norm(hidden, residual, self._norm)
+        normed, _ = add_norm(step, hidden, residual, self._norm)
         logits = self._head(normed, logits)
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)

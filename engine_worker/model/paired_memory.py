@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine_worker.model.peer_sums import PeerMemory
 from engine_worker.model.symmetric_memory import SymmetricMemory
-from engine_worker.model.tensor_parallel import PeerMemory
 
 logger = logging.getLogger("worker")
 

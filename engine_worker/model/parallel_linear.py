@@ -1,6 +1,6 @@
 """Products of which a rank computes a part: a LinearMethod around another one, for networks of several ranks.
 
-    ReducedOver          a product that is split by inputs: the ranks' partial sums are added up
+    ReducedOver          a product that is split by inputs: the ranks' partial sums are added up, unless a norm does
     VocabParallelHead    logits of the rank's own tokens; rank 0 gets those of all
 
 A product that is split by outputs needs nothing: the next one takes what the rank has. Knows no layer and no backend.
@@ -54,7 +54,8 @@ class ParallelMethod:
         if spec.split is Split.OUTPUTS:
             return self._method.load(spec, source)
         partial = replace(spec, bias=spec.bias and self._ranks.rank == 0)  # it is added once
-        return ReducedOver(self._method.load(partial, source), self._all_reduce)
+        linear = self._method.load(partial, source)
+        return ReducedOver(linear, self._all_reduce) if spec.is_summed else linear
 
     def head(self, weight: Tensor, name: str) -> Head:
         """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from engine_worker.model.peer_sums import PeerMemory, PeerNorm, norms_rightly, sums_rightly
+
 _JOIN_TIMEOUT = timedelta(minutes=10)  # of ranks that load at different speeds
-_TRIED_ELEMENTS = tuple(2**exponent for exponent in range(6, 25))  # up to 32 MiB of bfloat16
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # On a shared host a program that uses multicast (NVLS) can put the GPUs of others out of service.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -30,6 +31,9 @@ class TensorParallel(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def peer_norm(self) -> PeerNorm | None:
+        """Return what sums and norms at once, where the ranks have that."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the ranks, in its dtype and perhaps its place; the same bits on all."""
@@ -54,6 +58,7 @@ class SingleRank:
     """A group of one."""
 
     rank, size = 0, 1
+    peer_norm: PeerNorm | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -74,15 +79,6 @@ class SingleRank:
 SINGLE: TensorParallel = SingleRank()
 
 
-class PeerMemory(Protocol):
-    """Sums between devices that reach each other's memory: symmetric_memory.py, paired_memory.py."""
-
-    name: str
-
-    def serves(self, tensor: Tensor) -> bool: ...
-    def all_reduce(self, tensor: Tensor) -> Tensor: ...
-
-
 class ProcessGroup:
     """A TensorParallel over an initialised group of torch.distributed.
 
@@ -96,17 +92,28 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._group = device, group
         self._peers: PeerMemory | None = None
+        self.peer_norm: PeerNorm | None = None
         self._connect()
 
-    def reduce_by(self, peers: "PeerMemory | None") -> bool:
+    def reduce_by(self, peers: PeerMemory | None) -> bool:
         """Let `peers` sum what it serves, if it does so rightly on every rank; return whether it will.
 
         All ranks ask together. None: this rank has none, so no rank will use its own.
         """
         if self.minimum(int(peers is not None)) == 0 or peers is None:
             return False
-        is_right = self.minimum(int(_sums_rightly(peers, self, self._device))) == 1
+        is_right = self.minimum(int(sums_rightly(peers, self, self._device))) == 1
         self._peers = peers if is_right else None
+        return is_right
+
+    def norm_by(self, peers: PeerNorm | None, hidden_size: int) -> bool:
+        """Let `peers` sum and norm rows at once, if it does so rightly on every rank; as reduce_by()."""
+        if self.minimum(int(peers is not None)) == 0 or peers is None:
+            return False
+        is_right = self.minimum(int(norms_rightly(peers, hidden_size, self, self._device))) == 1
+        if is_right:
+            peers.wait_for_ever()
+            self.peer_norm = peers
         return is_right
 
     @property
@@ -166,21 +173,6 @@ class ProcessGroup:
         self.gather_logits(torch.zeros(1, 1, device=self._device), self.size)
         self.broadcast(torch.zeros(1, device=self._device))
         self.minimum(0)
-
-
-def _sums_rightly(peers: PeerMemory, ranks: ProcessGroup, device: torch.device) -> bool:
-    """Whether sums of every size are those in float32, but for their rounding, and have the same bits as rank 0's."""
-    is_right = True
-    for num_elements in _TRIED_ELEMENTS:
-        generator = torch.Generator(device).manual_seed(ranks.rank)
-        mine = torch.randn(num_elements, device=device, generator=generator).to(torch.bfloat16)
-        if not peers.serves(mine):
-            continue
-        found = peers.all_reduce(mine.clone()).clone()
-        exact, of_first = ranks.all_reduce(mine.float()), ranks.broadcast(found.clone())
-        rounding = 2.0**-8 * ranks.size * exact.abs().amax()  # of each addition, at the largest sum
-        is_right &= bool((found - exact).abs().amax() <= rounding) and torch.equal(found, of_first)
-    return is_right
 
 
 def join_by(store: Store, rank: int, size: int, device: torch.device, interface: str | None = "lo") -> ProcessGroup:

@@ -41,6 +41,7 @@ from kernels.scaled import Scaled
 from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
+from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantised
 from kernels.token_bitmask import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from tests.kernels.ingredients import ingredients, sources_read
@@ -223,6 +224,16 @@ def summing() -> None:
         all_reduce_two(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta"), exchange)
 
 
+def summing_and_norming() -> None:
+    for size, hidden in ((2, 4096), (2, 8192), (4, 4096)):
+        own = torch.empty(memory_elements(size), dtype=torch.int16, device="meta")
+        buffers = torch.empty(size, dtype=torch.int64, device="meta")
+        exchange = RowExchange(1, own, buffers, torch.empty(most_rows(size), dtype=torch.int32, device="meta"))
+        x = torch.empty(64, hidden, dtype=torch.bfloat16, device="meta")
+        sum_add_rms_norm(x, x, x[0], 1e-5, exchange)
+        sum_add_rms_norm_quantised(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
+
+
 def unpacking() -> None:
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -286,6 +297,7 @@ def main(part: int, num_parts: int) -> None:
         "products llama-8b bf16": skinny_products,
         "fp8 products llama-8b bf16": fp8_products,
         "sums of two": summing,
+        "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,
     }
     with compile_only() as compiled:

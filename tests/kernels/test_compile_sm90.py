@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS, H200_FP8_CONFIGS
+from kernels.sum_norm import MOST_ROWS, PROGRAMS_PER_SM
 from tests.kernels.ingredients import are_the_same, ingredients
 
 # A minute of compiling on two idle cores, which the first test waits for.
@@ -87,6 +88,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "skinny_linear_kernel",
         "_copy_kv_blocks_kernel",
         "_all_reduce_two_kernel",
+        "_sum_norm_kernel",
         "argmax_kernel",
         "group_kernel",
         "floor_kernel",
@@ -169,6 +171,14 @@ def test_skinny_products_keep_their_ring_full(reports: list[Report]) -> None:
         assert report["wgmma"] > 0 and report["mma"] == 0 and report["bulk_copies"] > 0, report
         # One program an SM: less than 180 KiB would be a stage or two that the configuration lost.
         assert report["shared_bytes"] >= 180 * 1024, report
+
+
+def test_all_programs_that_wait_for_another_gpu_are_at_once_on_an_h200(reports: list[Report]) -> None:
+    for report in of(reports, "_sum_norm_kernel", "sums and norms"):
+        threads = 32 * report["num_warps"]
+        assert PROGRAMS_PER_SM * threads * report["registers"] <= 65536 and PROGRAMS_PER_SM * threads <= 2048, report
+        assert PROGRAMS_PER_SM * 132 >= MOST_ROWS
+        assert report["waits_for_the_kernel_before"] == 1, report
 
 
 @pytest.mark.parametrize(

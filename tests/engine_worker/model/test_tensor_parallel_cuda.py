@@ -12,9 +12,11 @@ from torch import Tensor
 from engine_worker.model.implementation import blueprint
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.paired_memory import PairedMemory, peer_memory
+from engine_worker.model.peer_norm import SharedRows, peer_norm
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from engine_worker.model.weights import RandomWeights
+from kernels.rms_norm import add_rms_norm, add_rms_norm_quantised
 from tests.engine_worker.model.named_weights import step
 from tests.engine_worker.model.ranks import Ranks
 
@@ -47,12 +49,13 @@ def answers(
 ) -> dict[str, Any]:
     """The logits of a decoding step, kernel by kernel and after replays of its graph; the pool; seconds a replay.
 
-    `by_peers`: sums go through each other's memory.
+    `by_peers`: sums go through each other's memory, those of bfloat16 with the norms behind them.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     if by_peers:
         ranks = ProcessGroup(device)
         assert ranks.reduce_by(peer_memory(device, 2))
+        assert ranks.norm_by(peer_norm(device, 2), CONFIG["hidden_size"])
     found = blueprint(CONFIG, {}, "native")
     weights = RandomWeights(device, dtype)
     model = found.build(weights, 256, is_deterministic, tensor_parallel=ranks)
@@ -130,3 +133,43 @@ def sums(ranks: ProcessGroup) -> list[bool]:
 
 def test_sums_of_a_pair_have_the_bits_of_nccl(ranks: Ranks) -> None:
     assert all(all(same) for same in ranks.run(2, sums))
+
+
+def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]:
+    """Whether what is summed and normed at once has the bits of NCCL's sum and the norm behind it; and in graphs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = SharedRows(device)
+    rows.wait_for_ever()
+    generator = torch.Generator(device).manual_seed(ranks.rank + num_rows)
+    part = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=device, generator=generator)
+    residual = torch.linspace(-2, 2, num_rows * hidden, device=device).to(torch.bfloat16).view(num_rows, hidden)
+    weight = torch.linspace(0.5, 1.5, hidden, device=device).to(torch.bfloat16)
+    summed = part.clone()
+    dist.all_reduce(summed)
+    expected = add_rms_norm(summed, residual, weight, 1e-5)
+    same = []
+
+    def is_same(found: tuple[Tensor, ...]) -> bool:
+        return all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+    for _ in range(4):
+        same.append(is_same(rows.add_rms_norm(part, residual, weight, 1e-5)))
+    found: list[tuple[Tensor, Tensor]] = []
+    graph = captured(lambda: found.extend(rows.add_rms_norm(part, residual, weight, 1e-5) for _ in range(3)))
+    for _ in range(50):  # 3 launches each: the two slots take turns
+        graph.replay()
+    same += [is_same(each) for each in found]
+    for is_grouped in (False, True):
+        wanted, _ = add_rms_norm_quantised(summed, residual, weight, 1e-5, is_grouped)
+        quantised, added = rows.add_rms_norm_quantised(part, residual, weight, 1e-5, is_grouped)
+        same.append(torch.equal(quantised.values.view(torch.uint8), wanted.values.view(torch.uint8)))
+        same.append(torch.equal(quantised.scales, wanted.scales) and torch.equal(added, expected[1]))
+    assert not rows.serves(torch.empty(257, hidden, dtype=torch.bfloat16, device=device))
+    assert not rows.serves(part.float())
+    return same
+
+
+@pytest.mark.parametrize(("hidden", "num_rows"), [(4096, 1), (4096, 256), (8192, 7), (8192, 256), (1024, 33)])
+def test_norms_of_sums_have_the_bits_of_a_sum_and_a_norm(ranks: Ranks, hidden: int, num_rows: int) -> None:
+    for same in ranks.run(2, norms_of_sums, hidden, num_rows):
+        assert all(same), same

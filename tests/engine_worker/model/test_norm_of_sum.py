@@ -1,0 +1,121 @@
+"""Norms that take the sum over ranks before them: tried before they are used; the same numbers as a sum and a norm."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_worker.model.implementation import blueprint
+from engine_worker.model.spec import kv_layout
+from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
+from kernels.rms_norm import add_rms_norm_reference
+from kernels.scaled import Scaled
+from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
+from tests.engine_worker.model.ranks import Ranks
+from tests.engine_worker.model.test_tensor_parallel import CASES, PROMPT, SHAPE
+
+pytestmark = pytest.mark.tp
+
+
+class Rows:
+    """Sums and norms at once, of four rows or fewer, by gathering; `error` is what one rank's sum is off by."""
+
+    def __init__(self, ranks: TensorParallel, error: float = 0.0, fails: bool = False) -> None:
+        self.ranks, self.error, self.fails, self.calls = ranks, error, fails, 0
+        self.waits_for_ever = False
+
+    def serves(self, part: Tensor) -> bool:
+        return 0 < len(part) <= 4
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        summed = self.ranks.all_reduce_in_order(part.clone()).add_(self.error)
+        if self.fails:
+            raise MemoryError("a compiler has none")
+        return add_rms_norm_reference(summed, residual, weight, eps)
+
+    def add_rms_norm_quantised(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+    ) -> tuple[Scaled, Tensor]:
+        raise NotImplementedError("of GPUs")
+
+    def wait_for_ever(self) -> None:
+        self.waits_for_ever = True
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3) as started:
+        yield started
+
+
+def tried(ranks: ProcessGroup, error: float, fails: bool) -> tuple[bool, bool, bool]:
+    """Whether the trial says so, whether it is taken, and whether it waits for ever then."""
+    other = ProcessGroup(torch.device("cpu"))
+    rows = Rows(ranks, *((error, fails) if ranks.rank == 1 else ()))
+    return other.norm_by(rows, 96), other.peer_norm is rows, rows.waits_for_ever
+
+
+@pytest.mark.parametrize("size", [3])
+@pytest.mark.parametrize(
+    ("error", "fails", "is_taken"),
+    [(0.0, False, True), (2.0**-6, False, False), (float("nan"), False, False), (0.0, True, False)],
+)
+def test_it_is_taken_where_every_rank_does_it_rightly(
+    ranks: Ranks, size: int, error: float, fails: bool, is_taken: bool
+) -> None:
+    assert ranks.run(size, tried, error, fails) == [(is_taken,) * 3] * size
+
+
+def none_on_rank_1(ranks: ProcessGroup) -> tuple[bool, bool]:
+    other = ProcessGroup(torch.device("cpu"))
+    return other.norm_by(None if ranks.rank == 1 else Rows(ranks), 96), other.peer_norm is None
+
+
+def test_where_a_rank_has_none_no_rank_uses_its_own(ranks: Ranks) -> None:
+    assert ranks.run(3, none_on_rank_1) == [(False, True)] * 3
+
+
+def answers(
+    ranks: ProcessGroup, config: dict[str, Any], at_once: bool, is_deterministic: bool
+) -> tuple[list[Tensor], int]:
+    """Logits of a prompt, of a token after it, of rows that are looked at on the way; and how many sums were normed."""
+    rows = Rows(ranks)
+    ranks.peer_norm = rows if at_once else None
+    try:
+        model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
+        layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
+        device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
+        looked: list[Tensor] = []
+        found = [
+            model.forward(step(0, PROMPT), device),
+            model.forward(step(len(PROMPT), [5]), device),
+            model.forward(step(len(PROMPT) + 1, [9, 8]), device, lambda of: looked.append(of(torch.tensor([1, 0])))),
+        ]
+    finally:
+        ranks.peer_norm = None
+    return [*found, *looked], rows.calls
+
+
+# Two layers have four sums a step, of a prompt with too many rows; a look norms once more what the last layer leaves.
+@pytest.mark.parametrize(("model_type", "calls"), [("llama", 4 + 5), ("qwen3", 9), ("phi3", 9), ("gemma2", 0)])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_networks_answer_as_they_do_with_sums_before_norms(
+    ranks: Ranks, model_type: str, calls: int, is_deterministic: bool
+) -> None:
+    config = {**SHAPE, "model_type": model_type, "num_key_value_heads": 6, **CASES[model_type]}
+    by_ranks = ranks.run(3, answers, config, False, is_deterministic)
+    at_once = ranks.run(3, answers, config, True, is_deterministic)
+    for (expected, none), (found, num_calls) in zip(by_ranks, at_once, strict=True):
+        assert none == 0
+        # Three parts are rounded otherwise by a sum in order of 16 bits: a row would not be the same in every batch.
+        assert num_calls == (0 if is_deterministic else calls)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
+def test_deterministic_sums_of_two_are_normed_at_once(ranks: Ranks) -> None:
+    config = {**SHAPE, "model_type": "llama", "num_key_value_heads": 6}
+    assert [calls for _, calls in ranks.run(2, answers, config, True, True)] == [9, 9]
