@@ -103,20 +103,43 @@ def test_a_hit_needs_the_blocks_of_the_last_window_alone() -> None:
     kv_cache.check_integrity([second])
 
 
-def test_a_swapped_sequence_takes_its_window_along_and_no_more() -> None:
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_swapped_sequence_takes_its_window_along_and_no_more(caches: bool) -> None:
     host_tier = HostTierConfig(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
-    kv_cache = KVCacheManager(30, 4, window=8, max_new_tokens=8, enable_prefix_caching=False, host_tier=host_tier)
+    kv_cache = KVCacheManager(30, 4, window=8, max_new_tokens=8, enable_prefix_caching=caches, host_tier=host_tier)
     sequence = computed(kv_cache, 42)
     assert kv_cache.preempt([sequence]) is PreemptionMode.SWAP
     transfers = kv_cache.take_transfers()
     assert (len(transfers.swap_out), len(sequence.kv.host_block_table), len(sequence.kv.host_blocks)) == (3, 11, 3)
     kv_cache.check_integrity([sequence])
+    taken = kv_cache.device_pool.allocate(kv_cache.num_available_blocks)  # what was cached is lost here
+    kv_cache.device_pool.free(taken)
     assert kv_cache.try_swap_in([sequence])
     assert len(kv_cache.take_transfers().swap_in) == 3
     assert sequence.kv.block_table[:8] == [0] * 8 and 0 not in sequence.kv.blocks
     kv_cache.check_integrity([sequence])
     kv_cache.free(sequence)
     assert kv_cache.stats([]).num_active_blocks == 0
+
+
+def test_a_prompt_that_forks_is_computed_at_its_end_though_more_of_it_is_cached() -> None:
+    """Its choices begin behind the prompt and see tokens that a hit in the middle of an output need not have."""
+    kv_cache = KVCacheManager(num_blocks=60, block_size=4, window=8, max_new_tokens=8)
+    tokens = computed(kv_cache, 40)
+    kv_cache.free(tokens)
+    prompt, output = tokens.prompt_token_ids[:21], tokens.prompt_token_ids[21:]
+    first, other = (make_sequence(prompt, "b", output_token_ids=output, n=n) for n in (2, 1))
+    assert kv_cache.try_admit(other) and kv_cache.try_admit(first)
+    assert (other.kv.num_computed_tokens, first.kv.num_computed_tokens) == (39, 20)
+    child = make_sequence(prompt, "b", output_token_ids=output[:3], n=2)
+    first.kv.num_computed_tokens = 28
+    kv_cache.publish(first, 28)
+    kv_cache.fork(first, child, 21)
+    assert child.kv.blocks[:2] == first.kv.blocks[:2] and child.kv.num_released_blocks == 3
+    kv_cache.take_transfers()
+    kv_cache.release_behind()
+    assert (first.kv.num_released_blocks, child.kv.num_released_blocks) == (5, 3)
+    kv_cache.check_integrity([first, other, child])
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9, 100])
