@@ -47,6 +47,7 @@ class Estimate:
     max_model_len: int
     sequences_at_tokens: dict[int, int]  # length in tokens -> how many fit at once
     weight_format: str = ""  # of products that are quantised
+    window: int = 0  # tokens that each layer sees, where all have a window: a sequence keeps no more
     tensor_parallel_size: int = 1  # where there are more devices, all bytes are those of one of them
 
     @property
@@ -100,6 +101,7 @@ def estimate(
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
         tensor_parallel_size=tensor_parallel_size,
         weight_format=weight_format,
+        window=layout.groups[0].window,
     )
 
 
@@ -143,6 +145,8 @@ def _text(found: Estimate) -> str:
         f"KV cache    {kv_cache:8.2f} GiB   {found.kv_cache_tokens:,} tokens in {found.kv_blocks:,} blocks",
         f"KV          {token:8.1f} KiB a token, {block:.0f} KiB a block, in {found.kv_cache_dtype}",
     ]
+    if found.window:
+        lines.append(f"window      {found.window:8,} tokens, of which a sequence keeps the KV once it decodes")
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"of each of {found.tensor_parallel_size} devices that share the model:")
     lines += [f"sequences   {count:8,} of {tokens:,} tokens" for tokens, count in found.sequences_at_tokens.items()]

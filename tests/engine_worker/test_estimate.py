@@ -41,6 +41,17 @@ def test_llama_8b_as_its_authors_count_it() -> None:
     }
 
 
+def test_a_sequence_whose_layers_all_have_a_window_takes_what_it_sees() -> None:
+    """Mistral 7B v0.1: 4,096 tokens of 32,768, in 257 blocks; where a layer has no window, all of them."""
+    mistral = {**LLAMA_8B, "model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096}
+    options = {"memory_bytes": 40 * 2**30, "block_size": 16, "max_model_len": 32768, "dtype": "bfloat16"}
+    found = estimate(spec_from_json(mistral, {}), **options)  # type: ignore[arg-type]
+    assert (found.window, found.sequences_at_tokens[1024]) == (4096, found.kv_blocks // 64)
+    assert found.sequences_at_tokens[16384] == found.sequences_at_tokens[32768] == found.kv_blocks // 257
+    mixed = {**mistral, "model_type": "ministral", "layer_types": ["full_attention", *["sliding_attention"] * 31]}
+    assert estimate(spec_from_json(mixed, {}), **options).window == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_agrees_with_what_is_really_loaded(tied: bool) -> None:
     config = spec_from_json(
