@@ -16,13 +16,11 @@ from types import MappingProxyType
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from gateway.answers.anthropic_response import anthropic_error
+from gateway.answers.anthropic_response import ANTHROPIC_ID_HEADER, anthropic_error, anthropic_id, speaks_anthropic
 from gateway.answers.retention import NAME_HEADER
 from gateway.auth.access import ACCOUNT, CHARGE, OPEN_ROUTES
 from gateway.auth.rate_limits import Charge
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
-from gateway.http.anthropic_dialect import ID_HEADER as ANTHROPIC_ID_HEADER
-from gateway.http.anthropic_dialect import anthropic_id, speaks_anthropic
 from gateway.http.long_body import write_long
 from gateway.metrics import GatewayMetrics
 from gateway.state import STATE, TRACEPARENT, UNKNOWN_ROUTE, route_name

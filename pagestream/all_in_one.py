@@ -4,7 +4,7 @@
     watch   a child that dies is started again; what a dead worker held is requeued before its successor begins
     stop    gateway (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or when a child is given up
 
-Holds the order only: lives are supervised.py and crew.py, the store embedded_store.py, the model model_source.py.
+Holds the order only: lives are crew.py, the store embedded_store.py, the models served_models.py.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
 from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
-from pagestream.crew import Crew
+from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
 from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
@@ -38,7 +38,6 @@ from pagestream.phases import PhaseConsole
 from pagestream.restart_policy import GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, served_models
-from pagestream.supervised import ChildGaveUp, SupervisedChild
 from shared.messages import WorkerHeartbeat, WorkerPhase
 from shared.models_file import models_text
 from shared.settings import SettingsError

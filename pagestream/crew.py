@@ -1,17 +1,64 @@
-"""The children of one supervisor together: if one is given up, all are stopped; the stop goes rank by rank.
+"""The children of one supervisor, each kept alive, and all together.
 
-It stands around the children of `serve`, from their start to the stop. It knows no store and no request, and not what
-a child is.
+    SupervisedChild   starts one, and when it dies does what its death needs, then starts it again or gives up. Each
+                      life is another command: a worker's id carries the number of the life
+    Crew              if one is given up, all are stopped; the stop goes rank by rank
+
+It stands around the children of `serve`, from their start to the stop. It knows the policy of restarts and the hooks
+that it was given, no store and no request, and not what a child is.
 """
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
-from pagestream.supervised import SupervisedChild
+from pagestream.child_process import ChildCommand, ChildProcess, LineSink
+from pagestream.restart_policy import GiveUp, RestartPolicy, describe_exit
 
 _T = TypeVar("_T")
+
+
+class ChildGaveUp(RuntimeError):
+    """A child that keeps dying. The message holds its last lines."""
+
+
+@dataclass
+class SupervisedChild:
+    name: str
+    command: Callable[[int], ChildCommand]  # number of the life, from 0
+    on_line: LineSink
+    on_death: Callable[[int, str], Awaitable[None]]  # which life ended, how; the next begins after it
+    is_ready: bool = False  # set by whoever sees it; false again with each life
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    process: ChildProcess | None = None
+    lives: int = 0
+
+    async def run(self) -> NoReturn:
+        """Until cancelled, which leaves the process to `stop`. Raises ChildGaveUp."""
+        while True:
+            self.is_ready = False
+            self.process = await ChildProcess.start(self.command(self.lives), self.on_line)
+            status = await self.process.wait()
+            self.process.kill()  # what it may have started itself
+            self.lives += 1
+            await self.on_death(self.lives - 1, describe_exit(status))
+            answer = self.policy.after_death(time.monotonic(), exit_status=status, was_ready=self.is_ready)
+            if isinstance(answer, GiveUp):
+                tail = "\n".join(f"    {line}" for line in self.process.last_lines)
+                raise ChildGaveUp(f"{self.name} is given up: {answer.reason}. Its last lines:\n{tail}")
+            await asyncio.sleep(answer.delay_seconds)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """End the running process; `run` must have been cancelled."""
+        if self.process is not None:
+            await self.process.stop(grace_seconds)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
 
 
 class Crew:

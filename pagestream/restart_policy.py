@@ -4,7 +4,7 @@ One death is an accident and is answered at once, since requests wait for it. De
 and some end the whole: too many within a window, two starts in a row that ended alike before the child was ready, and a
 child that says itself that it cannot start (a wrong flag or too little memory does not heal by trying).
 
-The first step of a takeover under `pagestream serve`: supervised.py asks when a child has died. It knows no process,
+The first step of a takeover under `pagestream serve`: crew.py asks when a child has died. It knows no process,
 no store, and not what the child does.
 """
 

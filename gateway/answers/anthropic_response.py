@@ -4,6 +4,8 @@ The order of a stream's events: message_start, then for each block (thinking, te
 content_block_delta ..., content_block_stop, then message_delta (stop_reason, usage), message_stop. An error is the
 stream's last event. There is one choice.
 
+Which requests are answered in Anthropic's words, errors too, is said here as well: middlewares.py asks it.
+
 A token's way back at /v1/messages, in its last step. It knows no connection, no tokens and no store.
 """
 
@@ -12,17 +14,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from aiohttp import web
 
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, json_text
 from gateway.errors import GatewayError
-from gateway.http.anthropic_dialect import anthropic_id
 from gateway.http.sse import named_event
 from gateway.parsing.message import ToolCallDelta
 from gateway.requests.anthropic_blocks import CALL_ID_PREFIX
 from shared.logs import request_id as log_request_id
 from shared.messages import FinishReason
 
+ANTHROPIC_ID_HEADER = "request-id"
+_VERSION_HEADER = "anthropic-version"  # every request of Anthropic's clients has it
+_ID_PREFIX = "req_"
 # kind of block -> the field of its text, and the type of its deltas
 _FIELDS = {
     "text": ("text", "text_delta"),
@@ -184,6 +189,18 @@ class AnthropicFormat(ResponseFormat):
 
     def _block_stop(self) -> bytes:
         return named_event("content_block_stop", {"type": "content_block_stop", "index": self._num_begun - 1})
+
+
+def speaks_anthropic(request: web.Request) -> bool:
+    """Paths that OpenAI's API has too are told apart by the header."""
+    if request.path.startswith("/v1/messages"):
+        return True
+    return request.path.startswith(("/v1/models", "/models")) and _VERSION_HEADER in request.headers
+
+
+def anthropic_id(request_id: str) -> str:
+    """The id of a request that logs and `x-request-id` call `request_id`."""
+    return request_id if request_id.startswith(_ID_PREFIX) else _ID_PREFIX + request_id
 
 
 def anthropic_error(error: GatewayError, request_id: str) -> dict[str, Any]:

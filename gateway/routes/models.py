@@ -11,9 +11,9 @@ from typing import Any
 from aiohttp import web
 
 from gateway.answer_shapes import ModelBody, ModelListBody
+from gateway.answers.anthropic_response import speaks_anthropic
 from gateway.auth.access import ACCOUNT
 from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.http.anthropic_dialect import speaks_anthropic
 from gateway.http.query_fields import query_number
 from gateway.model_service import ModelService
 from gateway.openapi import Operation

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagestream.batch_file import BatchFileError, read_lines
+from pagestream.run_batch import BatchFileError, read_lines
 
 
 def line(custom_id: str = "a", **changes: Any) -> str:

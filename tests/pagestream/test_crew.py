@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pagestream.child_process import ChildCommand
-from pagestream.crew import Crew
-from pagestream.supervised import ChildGaveUp, SupervisedChild
+from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from pagestream.gpus import check_gpus, environ_of_worker, groups_of_gpus, visible_gpus
-from pagestream.model_source import find_model
 from pagestream.nvlink import Links
-from pagestream.served_models import ServedModel
+from pagestream.served_models import ServedModel, find_model
 from shared.models_file import ModelEntry
 from shared.settings import SettingsError
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagestream.gguf_model import ModelUnavailable
 from pagestream.hub_model import hub_directory, is_hub_name
-from pagestream.model_source import find_model
+from pagestream.served_models import find_model
 from tests.pagestream.fake_hub import COMMIT, FakeHub, running
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}

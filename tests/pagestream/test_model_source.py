@@ -10,7 +10,7 @@ from pagestream import demo_model, gguf_model
 from pagestream.child_process import ChildCommand
 from pagestream.demo_model import demo_model_directory
 from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
-from pagestream.model_source import find_model
+from pagestream.served_models import find_model
 
 ROOT = Path(__file__).parents[2]
 

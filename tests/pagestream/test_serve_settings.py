@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from pagestream.child_commands import ChildCommands, worker_base_id
-from pagestream.model_source import ModelSource
 from pagestream.serve_settings import PassedFlags, ServeSettings, split_flags
-from pagestream.served_models import ServedModel, served_models
+from pagestream.served_models import ModelSource, ServedModel, served_models
 from shared.models_file import ModelEntry
 from shared.settings import SettingsError, load_settings
 

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from pagestream.top_frame import frame, map_rows
+from pagestream.top import frame, map_rows
 from shared.kv_snapshot import KVMove, KVRequest, KVSnapshot
 from tests.patience import PATIENCE_SECONDS
 
