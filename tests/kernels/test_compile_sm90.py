@@ -12,7 +12,9 @@ import pytest
 
 from kernels.attention.decode_shares import H200_CONFIGS, H200_FP8_CONFIGS
 from kernels.sum_norm import MOST_ROWS, PROGRAMS_PER_SM
+from pagestream.directories import cache_directory
 from tests.kernels.ingredients import are_the_same, ingredients
+from tests.kernels.kept_answers import KeptAnswers
 
 # A minute of compiling on two idle cores, which the first test waits for.
 pytestmark = pytest.mark.timeout(1200)
@@ -27,7 +29,7 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[Report]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     # Processes of their own without TRITON_INTERPRET; each with an empty cache: it compiles today's source itself. What
     # it says is kept, and holds for as long as every file that it has read, and each version, are the same.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -35,19 +37,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     caches = [str(tmp_path_factory.mktemp("triton")) for _ in range(NUM_PROCESSES)]
     command = [sys.executable, str(Path(__file__).parent / "compile_for_sm90.py")]
 
-    cache = request.config.cache
-    assert cache is not None
-
     def compile_part(part: int) -> list[Report]:
-        kept, ingredients_then = cache.get(f"sm90/{part}-of-{NUM_PROCESSES}", ([], {}))
-        if kept and are_the_same(ingredients_then):
-            return kept
+        kept = KeptAnswers(cache_directory() / "sm90-reports" / f"{part}-of-{NUM_PROCESSES}")
+        if (found := kept.find()) is not None:
+            return found
         argv = [*command, str(part), str(NUM_PROCESSES)]
         own = environment | {"TRITON_CACHE_DIR": caches[part]}
         finished = subprocess.run(argv, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
         *made, ingredients_now = map(json.loads, finished.stdout.splitlines())
-        cache.set(f"sm90/{part}-of-{NUM_PROCESSES}", (made, ingredients_now))
+        kept.keep(made, ingredients_now)
         return made
 
     with ThreadPoolExecutor(NUM_PROCESSES) as pool:
@@ -59,6 +58,19 @@ def test_a_report_is_kept_only_for_the_sources_that_it_was_made_of() -> None:
     assert are_the_same(now)
     assert not are_the_same(now | {"kernels/rms_norm.py": "of yesterday"}) and not are_the_same(now | {"gone.py": "a"})
     assert not are_the_same(now | {"triton": "0"})
+
+
+def test_clones_of_other_sources_keep_their_own_reports(tmp_path: Path) -> None:
+    now, kept = ingredients(["kernels/rms_norm.py"]), KeptAnswers(tmp_path / "reports", most=3)
+    assert kept.find() is None
+    kept.keep([{"kernel": "today's"}], now)
+    kept.keep([{"kernel": "another's"}], now | {"kernels/rms_norm.py": "of another clone"})
+    assert kept.find() == [{"kernel": "today's"}]
+    for number in range(3):
+        for file in (tmp_path / "reports").iterdir():  # a file system's clock may stand still for milliseconds
+            os.utime(file, (0, file.stat().st_mtime - 60))
+        kept.keep([], now | {"triton": str(number)})
+    assert kept.find() is None and len(list((tmp_path / "reports").iterdir())) == 3
 
 
 def of(reports: list[Report], kernel: str, shape: str) -> list[Report]:
