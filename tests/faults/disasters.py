@@ -18,19 +18,21 @@ MAX_CALM_SECONDS = 4.0
 
 
 class Disasters:
-    def __init__(self, site: Site, source: random.Random) -> None:
+    def __init__(self, site: Site, source: random.Random, least: int) -> None:
+        """`least`: how many there are at least, however long each takes."""
         self._site = site
         self._random = source
+        self._least = least
         self.counts: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """One after the other; the last one is over when this returns."""
+        """One after the other for so long; the last one is over when this returns."""
         ends_at = time.monotonic() + seconds
         kinds = [
             self._worker_killed, self._worker_killed, self._worker_paused, self._worker_drained, self._gateway_killed,
             self._gateway_drained, self._store_killed, self._listeners_dropped, self._connections_dropped,
         ]  # fmt: skip
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at or self.counts.total() < self._least:
             await asyncio.sleep(self._random.uniform(0.5, MAX_CALM_SECONDS))  # the faults' rhythm
             disaster = self._random.choice(kinds)
             self.counts[disaster.__name__.strip("_")] += 1

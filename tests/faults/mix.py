@@ -33,13 +33,15 @@ NUM_WORKERS = 3
 PATIENCE_SECONDS = 120.0  # for the last streams, when the disasters are over
 
 
-async def run_mix(directory: Path, model: Path, *, seconds: float, num_streams: int, seed: int) -> dict[str, Any]:
+async def run_mix(
+    directory: Path, model: Path, *, seconds: float, num_streams: int, seed: int, least_disasters: int = 0
+) -> dict[str, Any]:
     source = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     mix = RequestMix(random.Random(source.getrandbits(64)), tokenizer, MODEL, max_tokens=200)
     requests = [mix.draw() for _ in range(num_streams)]
     async with running_site(directory, model, num_workers=NUM_WORKERS, worker_flags=WORKER_FLAGS) as site:
-        disasters = Disasters(site, random.Random(source.getrandbits(64)))
+        disasters = Disasters(site, random.Random(source.getrandbits(64)), least_disasters)
         results = await _stream_all(site, requests, disasters, source, seconds)
         left = ""
         try:
