@@ -8,7 +8,7 @@ from tests.e2e.test_openai_client import MODEL, PARIS, Stack, stack
 
 __all__ = ["stack"]  # a fixture
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 CONTINUOUS: Any = {"include_usage": True, "continuous_usage_stats": True}
 

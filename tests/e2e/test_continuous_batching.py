@@ -13,7 +13,7 @@ from bench.serving.free_port import free_port
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_STREAMS = 32
 LONG_PROMPT_TOKENS = 1500

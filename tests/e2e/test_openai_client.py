@@ -25,7 +25,7 @@ from tests.engine_worker.execution.reference import Reference
 from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
 from tests.patience import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = "smollm2"
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.fleet import START_SECONDS, STOP_SECONDS, Answer, Api, connected, running_fleet
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 MODEL = "tiny"
 REQUESTS_PER_SECOND = 30

@@ -15,7 +15,7 @@ from shared.redis_keys import GROUP, RedisKeys
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected, running_fleet
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 64
 NUM_TOKENS_OF_ONE_WORKER = 32  # nobody runs ahead of it

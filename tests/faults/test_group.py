@@ -14,7 +14,7 @@ from tests.engine_worker.execution.reference import write_model_of_words
 from tests.faults.conftest import StartWorld, World
 from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs, steps_of
 
-pytestmark = [pytest.mark.tp, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.tp, pytest.mark.timeout(900)]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
 

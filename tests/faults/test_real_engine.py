@@ -12,7 +12,7 @@ import pytest
 from tests.faults.site import MODEL, Site, running_site
 from tests.faults.stream_client import Answer, StreamClient, empty_answer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 SEED = 7
 PATIENCE_SECONDS = 120.0
 NUM_TOKENS = 64

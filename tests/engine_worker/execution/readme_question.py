@@ -1,12 +1,13 @@
-"""python -m tests.engine_worker.execution.readme_question MODEL DTYPE: README's question, greedy, asked twice.
+"""python -m tests.engine_worker.execution.readme_question MODEL DTYPE...: README's question, greedy, asked twice.
 
-Prints as JSON both answers, and how many tokens of the prompt the second one found in the prefix cache. It is a program
-of its own, because oneDNN reads ONEDNN_MAX_CPU_ISA when a process begins.
+Prints as JSON, by dtype, both answers and how many tokens of the prompt the second one found in the prefix cache. It is
+a program of its own, because oneDNN reads ONEDNN_MAX_CPU_ISA when a process begins.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from engine_worker.model.architectures import spec_from_directory
 from gateway.text.chat_template import ChatMessage
@@ -18,8 +19,7 @@ from tests.engine_worker.execution.reference import make_engine, make_runner, ru
 QUESTION = "What is the capital of France?"
 
 
-def main() -> None:
-    directory, dtype = Path(sys.argv[1]), sys.argv[2]
+def ask(directory: Path, dtype: str) -> dict[str, Any]:
     encoder = load_served_model(directory).encoder
     question: list[ChatMessage] = [{"role": "user", "content": QUESTION}]
     prompt = encoder.encode_chat(question, add_generation_prompt=True, continue_final_message=False)
@@ -35,7 +35,12 @@ def main() -> None:
         cached = end.usage.cached_tokens
         answer = [token_id for token_id in transcript.tokens[name] if token_id not in eos_token_ids]
         answers.append(encoder.decode(answer))
-    print(json.dumps({"answers": answers, "cached_tokens": cached}))
+    return {"answers": answers, "cached_tokens": cached}
+
+
+def main() -> None:
+    directory, *dtypes = sys.argv[1:]
+    print(json.dumps({dtype: ask(Path(directory), dtype) for dtype in dtypes}))
 
 
 if __name__ == "__main__":
