@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
-from engine_worker.watchdog import StepWatchdog, dump_and_exit
+from engine_worker.watchdog import EXIT_CODE_HUNG, StepWatchdog, dump_stacks
 from engine_worker.worker import Worker
 from shared.fleet_clock import FleetClock
 from shared.messages import WorkerPhase
@@ -109,6 +110,7 @@ class WorkerService:
         self._told_to_stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[None] = self._loop.create_future()
+        self._ending: asyncio.Task[None] | None = None
 
     async def run(self, load: LoadEngine) -> None:
         """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once)."""
@@ -214,7 +216,18 @@ class WorkerService:
             logger.warning("what this worker holds is requeued when its heartbeats are missed: %s", error)
 
     def _end_hung(self) -> None:
-        dump_and_exit(self._dump_others)
+        """A step hangs, the event loop does not: stacks, then a hand-over, then the end."""
+        if self._ending is None:
+            dump_stacks(self._dump_others)
+            self._ending = self._loop.create_task(self._hand_over_and_exit())
+
+    async def _hand_over_and_exit(self) -> None:
+        """Not by returning: a hung thread would hold up the end of the interpreter."""
+        try:
+            await self._hand_over()
+        finally:
+            sys.stderr.flush()
+            os._exit(EXIT_CODE_HUNG)
 
     async def _register(self, previous: Incarnation | None) -> Incarnation:
         incarnation = await register(

@@ -9,7 +9,6 @@ It stands beside every step; its end of the process is the beginning of a takeov
 import asyncio
 import faulthandler
 import logging
-import os
 import sys
 from collections.abc import Callable
 
@@ -21,19 +20,16 @@ EXIT_CODE_HUNG = 86
 TICK_SECONDS = 1.0
 
 
-def dump_and_exit(dump_others: Callable[[], None] | None = None) -> None:
-    """Not sys.exit: a hung thread would hold up the end of the interpreter.
-
-    `dump_others` has the other processes of this worker write their stacks, into the same log.
-    """
+def dump_stacks(dump_others: Callable[[], None] | None = None) -> None:
+    """`dump_others` has the other processes of this worker write their stacks, into the same log."""
     if dump_others is not None:
         dump_others()
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    os._exit(EXIT_CODE_HUNG)
 
 
 class StepWatchdog:
-    def __init__(self, engine: EngineThread, timeout_ticks: int, on_hung: Callable[[], None] = dump_and_exit) -> None:
+    def __init__(self, engine: EngineThread, timeout_ticks: int, on_hung: Callable[[], None]) -> None:
+        """`on_hung`: called with each tick from then on, until the process ends."""
         self._engine = engine
         self._timeout_ticks = timeout_ticks
         self._on_hung = on_hung

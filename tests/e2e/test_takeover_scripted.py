@@ -65,6 +65,20 @@ async def test_a_hung_step_ends_the_process_and_dumps_the_stacks(
     await reader.check_complete()
 
 
+async def test_others_go_on_at_once_with_what_a_worker_that_hangs_held(
+    start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
+) -> None:
+    """Nobody reaps it, and the other one would miss its heartbeats for ten minutes first."""
+    hung = start("w0", "--script-hang-at-step", "5", "--step-timeout-seconds", "2")
+    reader = Reader(client, max_tokens=30)
+    assert await exit_status(hung) == 86
+    start("w1", "--dead-after", "600")
+    await reader.check_complete()
+    log = fleet.log("w0")
+    assert log.index("before_step") < log.index("others go on: ReapSummary(requeued=1")
+    assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
+
+
 async def test_an_exception_in_a_step_ends_the_process_with_its_stack(
     start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys, fleet: Fleet
 ) -> None:
