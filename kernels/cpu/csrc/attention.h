@@ -85,11 +85,11 @@ inline void scores_of(Row* rows, const K* const* keys, Range seen, int head_dim,
         for (int row = 0; row < ROWS; row++)
             for (int i = 0; i < KEYS; i++) sums_of[row][i] = splat(0.0f);
         for (int d = 0; d < head_dim; d += WIDTH) {
-            Vec loaded[KEYS];
-            for (int i = 0; i < KEYS; i++) loaded[i] = load(keys[key + i] + d);
-            for (int row = 0; row < ROWS; row++) {
-                const Vec query = load(rows[row].query + d);
-                for (int i = 0; i < KEYS; i++) sums_of[row][i] = fma(query, loaded[i], sums_of[row][i]);
+            Vec query[ROWS];  // these and one vector of keys: with four of keys and one of a query a sum has no register
+            for (int row = 0; row < ROWS; row++) query[row] = load(rows[row].query + d);
+            for (int i = 0; i < KEYS; i++) {
+                const Vec loaded = load(keys[key + i] + d);
+                for (int row = 0; row < ROWS; row++) sums_of[row][i] = fma(query[row], loaded, sums_of[row][i]);
             }
         }
         for (int row = 0; row < ROWS; row++)
@@ -128,11 +128,11 @@ inline void add_values_at(
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < VECS; i++) sums_of[row][i] = times(load(rows[row].sum + d + i * WIDTH), splat(factors[row]));
     for (int key = seen.first; key < seen.end; key++) {
-        Vec loaded[VECS];
-        for (int i = 0; i < VECS; i++) loaded[i] = load(values[key] + d + i * WIDTH);
-        for (int row = 0; row < ROWS; row++) {
-            const Vec weight = splat(weights[row][key]);
-            for (int i = 0; i < VECS; i++) sums_of[row][i] = fma(weight, loaded[i], sums_of[row][i]);
+        Vec weight[ROWS];
+        for (int row = 0; row < ROWS; row++) weight[row] = splat(weights[row][key]);
+        for (int i = 0; i < VECS; i++) {
+            const Vec loaded = load(values[key] + d + i * WIDTH);
+            for (int row = 0; row < ROWS; row++) sums_of[row][i] = fma(weight[row], loaded, sums_of[row][i]);
         }
     }
     for (int row = 0; row < ROWS; row++)
