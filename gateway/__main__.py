@@ -72,12 +72,8 @@ async def serve(settings: GatewaySettings) -> int:
         models = model_options(settings)
         access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
         check_address(settings.host, access, allow_unauthenticated=settings.allow_unauthenticated)
-    except (ApiKeysError, SettingsError) as error:
-        sys.stderr.write(f"pagestream gateway: error: {error}\n")
-        return 2
-    try:
         tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-gateway")
-    except TracingUnavailable as error:
+    except (ApiKeysError, SettingsError, TracingUnavailable) as error:
         sys.stderr.write(f"pagestream gateway: error: {error}\n")
         return 2
     metrics = GatewayMetrics(vllm_names=settings.vllm_metric_names)

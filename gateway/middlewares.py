@@ -27,6 +27,14 @@ from gateway.state import STATE, TRACEPARENT, UNKNOWN_ROUTE, route_name
 from shared.logs import request_id as log_request_id
 from shared.tracing import Tracing, valid_traceparent
 
+logger = logging.getLogger("gateway")
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = web.RequestKey("request_id", str)
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # others share a label
+_CLIENT_GONE = "499"
+GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))  # by POST
+
 
 def trace(tracing: Tracing | None) -> Middleware:
     """Without `tracing` a client's traceparent is handed on as it came, for workers that trace."""
@@ -50,15 +58,6 @@ def trace(tracing: Tracing | None) -> Middleware:
             span.end()
 
     return middleware
-
-
-logger = logging.getLogger("gateway")
-
-REQUEST_ID_HEADER = "x-request-id"
-_REQUEST_ID = web.RequestKey("request_id", str)
-_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))  # others share a label
-_CLIENT_GONE = "499"
 
 
 @web.middleware
@@ -148,7 +147,6 @@ UNCHARGED = MappingProxyType(
     | dict.fromkeys(("/openapi.json", "/", "/ui/{name}"), "bytes that are ready")
     | dict.fromkeys(("/v1/embeddings", UNKNOWN_ROUTE), "refused without a look at it")
 )
-GENERATING = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"))  # by POST
 
 
 @web.middleware

@@ -33,6 +33,9 @@ from shared.model_files import ModelFilesError
 from shared.models_file import ModelEntry, check_names, read_models
 from shared.settings import SettingsError
 
+logger = logging.getLogger("gateway")
+MODEL_POLL_SECONDS = 0.2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
@@ -82,11 +85,6 @@ def _one_of(known: tuple[str, ...], value: str | None, field: str) -> str:
     if value is not None and value not in known:
         raise SettingsError(f"--models-file: {field} is {value!r}; expected one of {', '.join(filter(None, known))}")
     return value or ""
-
-
-logger = logging.getLogger("gateway")
-
-MODEL_POLL_SECONDS = 0.2
 
 
 class ModelService:

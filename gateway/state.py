@@ -37,6 +37,8 @@ from shared.model_files import ModelFilesError
 NUM_PROCESSES = 2  # each has a tokenizer of each model: 110 MB for a vocabulary of 49,152
 
 _Result = TypeVar("_Result")
+TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
+UNKNOWN_ROUTE = "unknown"
 
 
 class GatewayState:
@@ -125,9 +127,6 @@ class GatewayState:
 STATE = web.AppKey("STATE", GatewayState)
 
 
-TRACEPARENT = web.RequestKey("traceparent", str)  # set by a middleware
-
-
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """Who sends a request, and what its headers say. It came over HTTP, or stands for a line of a batch."""
@@ -168,9 +167,6 @@ class RequestContext:
                 "As many requests of this key as may wait to be read.", code="max_waiting_exceeded",
                 retry_after_seconds=1,
             ) from error  # fmt: skip
-
-
-UNKNOWN_ROUTE = "unknown"
 
 
 def route_name(request: web.Request) -> str:

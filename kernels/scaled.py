@@ -8,6 +8,8 @@
     quantise_rows_reference(x), quantise_groups_reference(x)    x [T, K] -> rows, as the kernels of fp8_quantise.py do
 
 The two layouts of scales are those of compressed-tensors' channel and block strategies. It knows no product.
+
+Weights are so from the load on; rows become so within the forward pass, beside the walks.
 """
 
 from dataclasses import dataclass

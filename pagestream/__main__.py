@@ -1,4 +1,4 @@
-"""`python -m pagestream` is `pagestream`."""
+"""`python -m pagestream` is `pagestream`: it begins before every walk, and knows cli.py alone."""
 
 import sys
 

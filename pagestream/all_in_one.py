@@ -5,6 +5,7 @@
     stop    gateway (open streams end) -> workers -> store, on Ctrl-C, SIGTERM, or when a child is given up
 
 Holds the order only: lives are crew.py, the store embedded_store.py, the models served_models.py.
+Every walk crosses what it starts; a takeover begins where it hears of a worker's end. It knows no request.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 /reset    forget what was said      /system TEXT    begin anew, with TEXT as the system's message
 
-It is a client of its own: it meets the gateway through HTTP alone, and knows nothing behind it.
+It is a client of its own, at both ends of a chat's walk: it meets the gateway through HTTP alone, and knows nothing
+behind it.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 `gateway`, `worker` and `bench` are programs of their own: this process becomes them. Only `serve`, `doctor` and
 `config` live in this package, and `new-key`.
 
-It knows the commands by their names, and none of their options.
+It runs before any walk. It knows the commands by their names, and none of their options.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """One process at a time: a lock that the kernel drops with its holder.
 
-It does not know what is guarded.
+Beside the walks: downloads, conversions and run-batch hold one. It does not know what is guarded.
 """
 
 import asyncio

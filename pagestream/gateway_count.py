@@ -4,6 +4,8 @@ A gateway is one process with one event loop: it ends near 30,000 streamed token
 make with an 8B model. A worker on a CPU makes some hundreds. One worker gets one gateway, because the `/metrics` of a
 shared port are those of one gateway only; a small model that makes more than a gateway streams wants `--gateways 2`.
 Each worker and the store need a core of their own, so gateways take those that are left.
+
+It is asked once, at the start of `serve`. It knows counts alone: no process and no port.
 """
 
 import tomllib

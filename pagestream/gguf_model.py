@@ -1,6 +1,7 @@
 """GGUF files become model directories once, in the cache, through the converter's own process.
 
-Knows the converter's command line and its progress lines; knows nothing of GGUF.
+It is used at the start of `serve`, before the workers. It knows the converter's command line and its progress lines,
+and nothing of GGUF.
 """
 
 import asyncio

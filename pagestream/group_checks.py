@@ -1,7 +1,7 @@
 """Can the GPUs of this machine share a model? The checks of `pagestream doctor --tensor-parallel-size N`.
 
-It judges what torch told of its devices and what the system lets processes share. It starts nothing, and knows no
-model: which sizes divide one, `pagestream estimate` says.
+Before any walk it judges what torch told of its devices and what the system lets processes share. It starts nothing,
+and knows no model: which sizes divide one, `pagestream estimate` says.
 """
 
 import os

@@ -4,6 +4,8 @@
 that was begun. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of `hf auth login` mean what
 they mean everywhere. LINK leads to the whole snapshot; it appears when all files are there. A process of its own, so
 that only who downloads imports the library, and so that a download can be stopped at once.
+
+hub_model.py starts it before there are workers. It knows the library's cache, and not what serves the model.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Models named as on the Hugging Face hub: ORG/NAME. Knows the downloader's command line and its progress lines."""
+"""Models named as on the Hugging Face hub: ORG/NAME.
+
+It is used at the start of `serve`, before the workers. It knows the downloader's command line and its progress lines,
+and nothing of networks.
+"""
 
 import asyncio
 import os

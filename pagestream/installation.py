@@ -1,6 +1,8 @@
 """The parts of pagestream in this environment: the extras that a command needs, no other package under its names.
 
 Asks the metadata of installed distributions and Python's own search for modules; imports none of what it looks for.
+
+`doctor` and commands that need an extra ask it before any walk. It knows no command but by its extra.
 """
 
 import importlib.util

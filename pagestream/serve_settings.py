@@ -2,6 +2,8 @@
 
 Every flag of `pagestream gateway` and `pagestream worker` may be given to `serve`. The two programs are other packages,
 whose settings are not imported here; tests/test_architecture.py holds the names below against theirs.
+
+It is read at the start of `serve`. It knows the names of options, and not how one is used.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 llguidance reads all kinds. It bounds its own work by counts, not by time, so that a grammar is refused or accepted
 alike on every machine: the worst known one takes 0.4 s of a core and 100 MB, and 20 ms a mask. Nothing
 here needs a tokenizer. Takes away: white space without end, which is valid JSON and what a small model likes to write.
+
+A chat's way in asks it before the queue, a takeover's and every first claim once more. It knows no request.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 A checkpoint of several parts (text and images, say) keeps what its language model is in `text_config`. That part is all
 that is served, so it is unwrapped here and nobody else knows of it.
+
+It is read at the start of every program, before any walk. It knows no tensor and no tokenizer.
 """
 
 import json

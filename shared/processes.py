@@ -1,4 +1,5 @@
-"""A child process and its parent's end. Linux only where the kernel is asked; knows nothing of supervision."""
+"""A child process and its parent's end. Linux only where the kernel is asked. It is used
+at the start of a program that `serve` started, and knows nothing of supervision."""
 
 import ctypes
 import os

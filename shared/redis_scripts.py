@@ -11,6 +11,8 @@
 
 What each does is told at the top of its .lua file in the folder of the same name. This module only names keys, orders
 arguments and types replies; it decides nothing, and it repeats nothing.
+
+Each walk but a block's calls the store by it. It knows no text and no HTTP.
 """
 
 import struct

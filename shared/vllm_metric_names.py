@@ -2,6 +2,8 @@
 
 Values are ours: sums over the labels that vLLM does not have. What means something else there has no alias.
 docs/metrics.md shows the table below.
+
+Beside every walk, at a scrape. It knows families of metrics, and nothing that they count.
 """
 
 from collections import defaultdict

@@ -3,7 +3,7 @@
     pool [num_blocks, L, 2, Hkv, BS, D]: all layers of a block are one contiguous run, so moving a block is one copy.
     Block 0 is never allocated to a sequence: padded table entries point there, and it stays zero.
 
-Knows nothing of which sequence owns a block.
+A block's walk, where it is copied. It knows nothing of which sequence owns a block.
 """
 
 import numpy as np

@@ -15,7 +15,9 @@ device. So preemption, resume and replay need no random state, and penalties are
 for the same reason. docs/adr/0019 and 0029 have the reasons and the cost.
 
 A row whose logits are not finite, or that has no token left, is None in the answer and named in `failures`; the other
-rows do not notice. Knows nothing of blocks, of the model, or of when a sequence ends.
+rows do not notice.
+
+The first step of a token's way back. It knows nothing of blocks, of the model, or of when a sequence ends.
 """
 
 import math

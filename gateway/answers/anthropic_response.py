@@ -34,6 +34,7 @@ _FIELDS = {
     "thinking": ("thinking", "thinking_delta"),
     "tool_use": ("partial_json", "input_json_delta"),
 }
+_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,6 @@ def _arguments(text: str) -> dict[str, Any]:
         return {}
 
 
-_encode = msgspec.json.encode
 _ERROR_TYPES = {"server_error": "api_error"}  # the others are of one name
 _STOP_REASONS = {FinishReason.LENGTH.value: "max_tokens", "tool_calls": "tool_use"}  # all else is end_turn
 _TEXT_DELTA = (

@@ -44,6 +44,11 @@ _MADE_THE_REQUEST = frozenset(
     )
 )  # fmt: skip
 
+NAME_HEADER = "Idempotency-Key"
+MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is
+PART = b"part"  # the record of every prompt's request but the first, which has the record of all
+_NAME = re.compile(r"[\x21-\x7e]{1,255}")
+
 
 def kept_body(kind: AnswerKind, body: JsonBody, ignored: Sequence[str]) -> bytes:
     """`body`: one that was read; `ignored`: the names in it that nobody knows."""
@@ -95,13 +100,6 @@ def _input(items: Any, given: Mapping[str, Any]) -> Any:
 _PROMPTS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "messages": _messages, "prompt": _prompt, "input": _input
 }  # fmt: skip
-
-
-NAME_HEADER = "Idempotency-Key"
-MIN_GRACE_SECONDS = 15  # a gateway is not given up earlier than a worker is
-PART = b"part"  # the record of every prompt's request but the first, which has the record of all
-
-_NAME = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

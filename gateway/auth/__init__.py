@@ -1,4 +1,4 @@
 """Who may use the gateway, from where, and how much of it.
 
-A chat's way in begins here, before its body is read.
+A chat's way in begins here, before its body is read. Nothing here knows a body.
 """

@@ -32,6 +32,11 @@ from gateway.auth.rate_limits import Account, Charge
 from gateway.errors import Forbidden, Unauthenticated
 
 _OWN_SITES = ("same-origin", "none")  # none: typed, a bookmark
+logger = logging.getLogger("gateway")
+OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
+RELOAD_SECONDS = 2.0
+ACCOUNT = web.RequestKey("account", Account)
+CHARGE = web.RequestKey("charge", Charge)
 
 
 def check_host(headers: Mapping[str, str], allowed_hosts: frozenset[str]) -> None:
@@ -85,13 +90,6 @@ def _is_address(name: str) -> bool:
         return False
     return True
 
-
-logger = logging.getLogger("gateway")
-
-OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
-RELOAD_SECONDS = 2.0
-ACCOUNT = web.RequestKey("account", Account)
-CHARGE = web.RequestKey("charge", Charge)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -40,6 +40,7 @@ MAX_BATCHES_PER_KEY = 10_000  # each keeps a folder of small files until it is d
 
 _record_decoder = msgspec.json.Decoder(BatchRecord)
 _progress_decoder = msgspec.json.Decoder(BatchProgress)
+SWEPT = 1000  # files, and batches, at one time
 
 
 class BatchFolder:
@@ -234,9 +235,6 @@ def _entry(folder: BatchFolder, num_bytes: int, *, expires_at: int | None, is_op
         expires_at=expires_at,
         is_open=is_open,
     )
-
-
-SWEPT = 1000  # files, and batches, at one time
 
 
 class Storage:

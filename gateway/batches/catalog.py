@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from gateway.errors import FilesFull
 
+BUSY_SECONDS = 60.0  # another gateway's transaction: a first index of many files, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -50,7 +52,6 @@ class Quota:
 
 Kind = Literal["part", "file", "batch"]
 
-BUSY_SECONDS = 60.0  # another gateway's transaction: a first index of many files, at most
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 RESERVED_SHARE = 8  # one place in so many is for owners that hold none
+MAX_BYTES = 4 * 2**20  # of one batch's lines: bodies of 2 MiB are none to have 64 of
+TURN_SECONDS = 60.0  # what a batch has for itself while owners without any wait: some hundred lines at least
 
 
 class FairSlots:
@@ -71,9 +73,6 @@ class FairSlots:
         return min(owners, key=lambda owner: self._held[owner], default=None)
 
 
-MAX_BYTES = 4 * 2**20  # of one batch's lines: bodies of 2 MiB are none to have 64 of
-
-
 class Room:
     def __init__(self, max_lines: int) -> None:
         self._max_lines = max_lines
@@ -93,9 +92,6 @@ class Room:
         self._num_lines -= 1
         self._num_bytes -= num_bytes
         self._changed.set()
-
-
-TURN_SECONDS = 60.0  # what a batch has for itself while owners without any wait: some hundred lines at least
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ Words: TypeAlias = tuple[tuple[int, ...], ...]
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 _ChoiceCount: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)]
+PRIORITY_HEADER = "x-priority"  # a class by name; for clients that cannot add a field
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -153,7 +154,6 @@ def check_something_is_allowed(allowed: tuple[int, ...] | None, words: Words) ->
         raise InvalidRequest("bad_words: forbid every one of allowed_token_ids.", param="bad_words")
 
 
-PRIORITY_HEADER = "x-priority"  # a class by name; for clients that cannot add a field
 # What a template is rendered with by the gateway itself; a client's value would stand in for it.
 RESERVED_TEMPLATE_NAMES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")

@@ -37,6 +37,7 @@ Schema: TypeAlias = dict[str, Any] | str  # as a JSON object, or its text
 Choices: TypeAlias = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 
 _ANY_OBJECT = json_schema_grammar({"type": "object"})
+MAX_TOOLS = 128  # OpenAI's limit
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -189,8 +190,6 @@ def _moved(schema: Any, place: str) -> Any:
         moved["$ref"] = place + reference[1:]
     return moved
 
-
-MAX_TOOLS = 128  # OpenAI's limit
 
 FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 

@@ -33,6 +33,13 @@ MAX_FRACTIONS = 2**14
 MAX_EXPONENTS = 2**10
 MAX_DIGITS = 1024
 MAX_VALUES = 2**17  # a model reads two tokens at least for each; lists of token ids are not counted
+_TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
+MAX_BODY_BYTES = 2 * 2**20
+MAX_FIELDS = 256  # top-level names; all APIs together have about a hundred
+_MAX_NAME_CHARS = 256
+_SHOWN_CHARS = 200  # of what msgspec says: it may repeat a value of the client
+_MAX_SEARCHED_BYTES = 2**16  # a lone surrogate's place is looked for value by value
+_MISSING_FIELD = "Object missing required field `"
 
 
 class _Alphabet(NamedTuple):
@@ -52,7 +59,6 @@ def _alphabet(kept: bytes, written: bytes, as_written: bytes) -> _Alphabet:
 _signs = _alphabet(b'[]:."', b"{}", b"[]")
 _commas = _alphabet(b',"', b"", b"")
 _numbers = _alphabet(b'0e,"', b"123456789E", b"000000000e")
-_TOO_MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
 
 
 def check_structure(text: bytes, max_depth: int = MAX_DEPTH) -> None:
@@ -103,14 +109,6 @@ def _check_count(count: int, most: int, what: str) -> None:
     if count > most:
         raise InvalidJson(f"The JSON holds {count} {what}; at most {most}.")
 
-
-MAX_BODY_BYTES = 2 * 2**20
-MAX_FIELDS = 256  # top-level names; all APIs together have about a hundred
-
-_MAX_NAME_CHARS = 256
-_SHOWN_CHARS = 200  # of what msgspec says: it may repeat a value of the client
-_MAX_SEARCHED_BYTES = 2**16  # a lone surrogate's place is looked for value by value
-_MISSING_FIELD = "Object missing required field `"
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _Value = TypeVar("_Value")

@@ -47,6 +47,10 @@ from gateway.requests.responses_body import (
 from shared.messages import SamplingParams
 
 _FORMAT_NAME = "response"  # of a schema whose request did not name it: OpenAI's clients read one
+EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are those of earlier responses
+_LOGPROBS = "message.output_text.logprobs"
+MAX_SUMMARY_TOKENS = 1024  # unless a request says more: a page, for a conversation of many
+USER_ITEMS = "user_items"  # of what is repeated: they stand beside the summary
 
 
 def repeated(fields: ResponsesBody) -> dict[str, Any]:
@@ -110,9 +114,6 @@ def _text(text: TextFields | None) -> dict[str, Any]:
     verbosity = {} if text is None or text.verbosity is None else {"verbosity": text.verbosity}
     return {"format": shown, **verbosity}
 
-
-EARLIER_ITEMS = "earlier_items"  # in a stored body: how many of `input` are those of earlier responses
-_LOGPROBS = "message.output_text.logprobs"
 
 _AS_IN_A_CHAT = (
     *(name for name in SamplingFields.__struct_fields__ if name not in ("detach_seconds", "chat_template_kwargs")),
@@ -224,8 +225,6 @@ def _template_kwargs(fields: ResponsesBody) -> dict[str, Any]:
     return thinking | (fields.chat_template_kwargs or {})
 
 
-MAX_SUMMARY_TOKENS = 1024  # unless a request says more: a page, for a conversation of many
-USER_ITEMS = "user_items"  # of what is repeated: they stand beside the summary
 _ASK = (
     "Sum up our conversation so far for somebody who goes on with it and sees nothing else of it. Keep what was asked, "
     "what was decided and why, facts, names, numbers and results of tools, and what is still to be done. Write the "

@@ -22,6 +22,8 @@ from gateway.http.event_numbers import HEADER
 from gateway.openapi import EVENTS, Operation, Parameter
 from gateway.state import STATE, context_of
 
+_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
+
 
 class RequestBody(msgspec.Struct, kw_only=True):
     """`result` is what the request without `stream` answers; it is there once `state` is finished."""
@@ -80,8 +82,6 @@ async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
     )
     return web.Response(body=msgspec.json.encode(shown), content_type="application/json")
 
-
-_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 OPERATIONS = (
     Operation(

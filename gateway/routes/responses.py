@@ -37,6 +37,7 @@ from gateway.store.inference_client import StoreUnavailable
 _PATH = "/v1/responses/{id}"
 _MAX_NUMBER = 10**8
 _MAX_ITEMS = 100
+_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:
@@ -110,8 +111,6 @@ async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
 async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
     return web.Response(body=await show_again(context_of(http), kept), content_type="application/json")
 
-
-_ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
 OPERATIONS = (
     answering(

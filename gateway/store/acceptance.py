@@ -25,6 +25,8 @@ from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one
+ACCEPT_ATTEMPTS = 3
+ACCEPT_RETRY_SECONDS = 0.1
 
 
 def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share | None:
@@ -52,10 +54,6 @@ def _scores_of_token(sampling: SamplingParams) -> int:
 
 def _scores_bytes(count: int) -> int:
     return SCORES_BYTES + SCORE_BYTES * count
-
-
-ACCEPT_ATTEMPTS = 3
-ACCEPT_RETRY_SECONDS = 0.1
 
 
 class Acceptance:

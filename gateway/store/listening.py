@@ -2,6 +2,8 @@
 
 Pub/sub is the fast path and may lose anything. This task never waits for the store: what may be missing is marked, and
 recovery reads it from the journals.
+
+A token's way back, where it comes from the store. It knows no reader's text and no HTTP.
 """
 
 import asyncio

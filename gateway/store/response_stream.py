@@ -4,7 +4,9 @@ Pure bookkeeping between the client's tasks, which offer what they hear or read 
 keeps every token it has: 4 bytes each, at most max_tokens of them a choice, so a slow reader costs nothing more and a
 store that lost its memory can be given the answer's beginning back. Log-probabilities are hundreds of times as much:
 those that were read are kept only where others may ask for them, and a reader that lags by MAX_UNREAD_SCORES of them
-is given nothing more until it has caught up; then the journal has the rest. Knows no Redis and no text.
+is given nothing more until it has caught up; then the journal has the rest.
+
+A chat's way in ends at it, a token's way back begins there. It knows no Redis and no text.
 """
 
 import asyncio

@@ -40,6 +40,8 @@ MAX_TEXT_CHARS = 8 * 2**20  # four times what a request body holds
 _MAX_BITS = 4096  # of a number
 
 _deadline: ContextVar[float] = ContextVar("_deadline")
+_SHOWN_CHARS = 200  # of what a template says: it may repeat the messages
+_TRIMMED = "\u2003"  # white space to `trim`; no template writes an em space itself
 
 
 class TemplateLimit(jinja2.TemplateRuntimeError):
@@ -142,10 +144,6 @@ _INSTRUCTIONS = (
     "To call one, answer with its name and its arguments as JSON between tags:\n"
     '<tool_call>\n{{"name": "the name", "arguments": {{}}}}\n</tool_call>'
 )
-
-
-_SHOWN_CHARS = 200  # of what a template says: it may repeat the messages
-_TRIMMED = "\u2003"  # white space to `trim`; no template writes an em space itself
 
 
 class ChatMessage(TypedDict, total=False):

@@ -10,7 +10,8 @@ machine on which it was written.
 Defaults of sampling as the model's makers would have them are the fields that vLLM takes from generation_config.json;
 `do_sample` is not among them: a request without a temperature is sampled.
 
-It runs once, before any walk: model_service.py loads with it what a chat is encoded with.
+It runs once, before any walk: model_service.py loads with it what a chat is encoded with. It knows no request
+and no store.
 """
 
 import hashlib

@@ -18,6 +18,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MAX_SPELLED = 65_536  # tokens of each shape, 200 bytes each: those of a text are few of a large vocabulary
+_encode = msgspec.json.encode
 
 
 class TokenBytes:
@@ -63,11 +65,6 @@ def _has_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = json.loads(tokenizer.decoder.__getstate__())
     steps = decoder.get("decoders", [decoder])  # a Sequence has several
     return any(step.get("type") == "ByteLevel" for step in steps)
-
-
-MAX_SPELLED = 65_536  # tokens of each shape, 200 bytes each: those of a text are few of a large vocabulary
-
-_encode = msgspec.json.encode
 
 
 class SpellingTable(dict[int, bytes]):

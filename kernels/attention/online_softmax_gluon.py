@@ -2,6 +2,8 @@
 
 weigh(scores, visible, row_max, scale_log2, SOFTCAP, HAS_KEYS)
 with_sinks(total, row_max, sinks, heads, owned)
+
+A block's walk, where every layer reads it on a GPU. It knows no table of blocks and no launch.
 """
 
 from triton.experimental import gluon

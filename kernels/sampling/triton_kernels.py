@@ -8,6 +8,8 @@
 Masses are sums of exp((score - greatest of the group) / temperature), so that one pass suffices: nothing needs the
 row's maximum beforehand. No program sees more than one row, and its tiles do not depend on the batch: a row's result is
 the same bits wherever it stands. Rows whose scores are not finite end with such a `best`, and some token.
+
+The first step of a token's way back, on a GPU. They know no sequence and no request.
 """
 # Arguments of a launch are flat (ADR 0108). Only NaN is not itself.
 # ruff: noqa: PLR0913, PLR0917, PLR0124

@@ -5,7 +5,9 @@
         head(hidden [1, N, H]) -> logits [1, N, vocab_size]
 
 The head is the model itself with something in the decoder's place that hands out `hidden`, so that its scales and caps
-are the library's own. Knows nothing of attention.
+are the library's own.
+
+It runs once, where a worker loads such a model, before any walk. It knows nothing of attention.
 """
 
 import copy
