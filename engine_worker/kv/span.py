@@ -45,20 +45,27 @@ class KVSpan:
         seen, new = (-(-(count - 1) // self.block_size) for count in (self.window, self.max_new_tokens))
         return min(num_blocks, seen + new + 1)
 
-    def longest_hit(self, start: int, limit: int, is_here: Callable[[int], bool]) -> range:
-        """The blocks to have of the longest prefix of full blocks, more than `start` and `limit` at most.
+    def longest_hit(self, limit: int, find: Callable[[int], int | None], start: int = 0) -> tuple[int, list[int]]:
+        """The longest prefix of at most `limit` full blocks that can be had: its first block to have, and their ids.
 
-        `is_here` says of a block whether it can be had. Without a window all of a prefix must be; with one, what the
-        token behind it sees. Empty at `start` if there is none; no block is asked about twice.
+        `find` gives the id of a block that is here. Without a window all of a prefix must be; with one, what the token
+        behind it sees, and prefixes up to `start` are not looked for. No block is asked for twice.
         """
         if not self.window:
-            end = next((index for index in range(start, limit) if not is_here(index)), limit)
-            return range(end)
+            block_ids = []
+            for index in range(limit):
+                if (block_id := find(index)) is None:
+                    break
+                block_ids.append(block_id)
+            return 0, block_ids
         end = limit
         while end > start:
-            first = self.first_block(end * self.block_size)
-            lost = next((index for index in range(end - 1, first - 1, -1) if not is_here(index)), None)
-            if lost is None:
-                return range(first, end)
-            end = lost
-        return range(start, start)
+            first, block_ids = self.first_block(end * self.block_size), []
+            for index in range(end - 1, first - 1, -1):
+                if (block_id := find(index)) is None:
+                    end = index
+                    break
+                block_ids.append(block_id)
+            else:
+                return first, block_ids[::-1]
+        return start, []

@@ -39,11 +39,12 @@ class BlockTables:
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
-        table = sequence.kv.block_table
+        kv = sequence.kv
+        table = kv.block_table
         if num_tokens > len(table) * self._block_size:
             return True
         is_shared = self._pool.is_shared
-        for block_id in table[sequence.kv.num_computed_tokens // self._block_size :]:  # noqa: SIM110 - any() takes twice as long
+        for block_id in table[kv.num_computed_tokens // self._block_size :]:  # noqa: SIM110 - any() takes twice as long
             if is_shared(block_id):
                 return True
         return False

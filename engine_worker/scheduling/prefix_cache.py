@@ -102,9 +102,8 @@ class PrefixCache:
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
         hashes, find = sequence.kv.block_hashes, self._pool.find
-        hit = self._span.longest_hit(0, num_blocks, lambda index: find(hashes[index]) is not None)
-        block_ids = [block_id for index in hit if (block_id := find(hashes[index])) is not None]
-        return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=hit.start), limit, step)
+        num_behind, block_ids = self._span.longest_hit(num_blocks, lambda index: find(hashes[index]))
+        return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=num_behind), limit, step)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
         """The tokens that need not be computed.

@@ -93,11 +93,12 @@ class StepPlan:
 
     def _add(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool) -> None:
         """The next tokens of `sequence`, and the forks of its group that become due with them."""
-        start = sequence.kv.num_computed_tokens
+        kv = sequence.kv
+        start = kv.num_computed_tokens
         end = start + num_new_tokens
-        if end // self._block_size > sequence.kv.num_published_blocks:  # asked here, as most steps complete no block
+        if end // self._block_size > kv.num_published_blocks:  # asked here, as most steps complete no block
             self._kv_cache.publish(sequence, end)
-        sequence.kv.num_computed_tokens = end
+        kv.num_computed_tokens = end
         sequence.num_inflight_tokens += samples
         self.sequences.append(ScheduledSequence(sequence, start, num_new_tokens, samples))
         if end >= group.num_prompt_tokens and not group.is_forked:

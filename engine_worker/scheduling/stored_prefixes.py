@@ -52,20 +52,20 @@ class StoredPrefixes:
         return found
 
     def _on_host(self, sequence: Sequence, match: PrefixMatch, host: HostTier) -> PrefixMatch:
-        """A longer prefix than `match`, whose other blocks are on the host; without any if there is none."""
-        hashes, on_device = sequence.kv.block_hashes, range(match.num_behind, match.num_blocks)
+        """A longer prefix than `match`, its other blocks on the host; `match` without its copy if there is none."""
+        hashes, num_here = sequence.kv.block_hashes, match.num_blocks
 
-        def is_here(index: int) -> bool:
-            return index in on_device or (index >= match.num_blocks and host.find(hashes[index]) is not None)
+        def find(index: int) -> int | None:
+            if index >= num_here:
+                return host.find(hashes[index])
+            return match.block_ids[index - match.num_behind] if index >= match.num_behind else None
 
         limit = self._cache.num_reusable_tokens(sequence) // self._block_size
-        hit = self._span.longest_hit(match.num_blocks, limit, is_here)
-        ids = [host.find(hashes[index]) for index in hit if index >= match.num_blocks]
-        return PrefixMatch(
-            match.block_ids[max(0, hit.start - match.num_behind) :],
-            host_block_ids=[block_id for block_id in ids if block_id is not None],
-            num_behind=max(match.num_behind, hit.start),
-        )
+        first, ids = self._span.longest_hit(limit, find, num_here)
+        if first + len(ids) <= num_here:
+            return PrefixMatch(match.block_ids, num_behind=match.num_behind)
+        num_shared = max(0, num_here - first)
+        return PrefixMatch(ids[:num_shared], host_block_ids=ids[num_shared:], num_behind=first)
 
     def adopt(self, sequence: Sequence, match: PrefixMatch, num_new: int, step: int) -> None:
         """Begin the table of `sequence` with `match`, and complete it with `num_new` blocks, which are available."""

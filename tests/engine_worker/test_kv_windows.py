@@ -145,21 +145,17 @@ def test_a_prompt_that_forks_is_computed_at_its_end_though_more_of_it_is_cached(
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 9, 100])
 @pytest.mark.parametrize("lost", [set(), {0}, {3}, {7}, {9}, {1, 6}])
 def test_the_longest_hit_is_that_of_trying_every_length(window: int, lost: set[int]) -> None:
-    span = KVSpan(4, window, 8)
-    for start in range(3):
-        expected = [
-            end
-            for end in range(start + 1, 11)
-            if not lost & set(range(span.first_block(end * 4), end)) - set(range(start))
-        ]
-        asked: list[int] = []
+    span, asked = KVSpan(4, window, 8), list[int]()
 
-        def is_here(index: int, start: int = start, asked: list[int] = asked) -> bool:
-            asked.append(index)
-            return index < start or index not in lost
+    def find(index: int) -> int | None:
+        asked.append(index)
+        return None if index in lost else 100 + index
 
-        hit = span.longest_hit(start, 10, is_here)
-        assert hit.stop == max(expected, default=start)
+    for start in range(3) if window else [0]:
+        asked.clear()
+        ends = [end for end in range(start + 1, 11) if not lost & set(range(span.first_block(end * 4), end))]
+        first, block_ids = span.longest_hit(10, find, start)
+        end = max(ends, default=start)
+        assert (first, block_ids) == (first, [100 + index for index in range(first, end)])
+        assert first == (span.first_block(end * 4) if ends else start)
         assert len(asked) == len(set(asked))
-        if expected:
-            assert hit.start == span.first_block(hit.stop * 4)
