@@ -6,6 +6,7 @@
 #              (llama-cpp is the peer of `bench engine --compare llama.cpp`: make .venv/peers/llama-cpp/.installed)
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
+# make sanitizers   the C++ kernels' tests with the sanitizers of addresses and of undefined behaviour
 # make mutants takes each guard of docs/security.md away and sees its tests fail
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
@@ -24,10 +25,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp
 
-.PHONY: help setup dev serve quick unit test weights peers faults faults-group soak mutants fuzz check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers faults faults-group soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | faults | faults-group | soak | mutants | fuzz | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | faults | faults-group | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.kernels-built
 
@@ -53,6 +54,13 @@ test: dev
 
 fuzz: dev
 	$(BIN)/python -m tests.shared.fuzz_frames $(ARGS)
+
+# Python is not linked with them, so they come first; and with C++'s library, or an exception of torch's is none they know.
+SANITIZERS = $(foreach one,libasan.so libubsan.so libstdc++.so.6,$(shell g++ -print-file-name=$(one)))
+
+# Leaks are not looked for: Python keeps what it has until it ends.
+sanitizers: dev
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p tests.kernels.cpu.sanitized tests/kernels/cpu $(ARGS)
 
 peers: dev $(PEERS:%=$(VENV)/peers/%/.installed)
 	$(BIN)/python -m tests.peers $(ARGS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_worker.model.architectures import has_family, spec_from_json
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, weights_bytes
+from engine_worker.model.grouped_bytes import grouped_weights_bytes
 from engine_worker.model.quantisation_config import refuse_quantised
 from engine_worker.model.sharding import check_tensor_parallel_size, sharded, tensor_parts
 from engine_worker.model.spec import ModelSpec
@@ -36,7 +37,10 @@ class NativeBlueprint:
         return sharded(self.shape, 0, size)
 
     def weights_bytes(self, size: int, itemsize: int) -> int:
-        return weights_bytes(self.share(size), itemsize)
+        share = self.share(size)
+        return (
+            grouped_weights_bytes(share, itemsize) if share.quantisation.in_groups else weights_bytes(share, itemsize)
+        )
 
     @property
     def weight_format(self) -> str:

@@ -3,7 +3,7 @@
     method.load(LinearSpec, source) -> Linear        from a checkpoint; a LinearMethod is a way of storing weights
     Linear(x), Linear.gated(x, activation, scaling)  the product, and the product of a gated MLP's first half
     Linear.scaling                                   how it quantises its inputs: who makes them may do it for it
-    method.head(weight, name) -> Head                the product whose outputs are logits
+    method.head(weight, name, source) -> Head        the product whose outputs are logits
 
 A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
 method knows alone (quantisation/): nobody else looks at a weight.
@@ -95,5 +95,8 @@ class LinearMethod(Protocol):
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         """Raises ValueError with the name of a tensor that is missing or of another shape."""
 
-    def head(self, weight: Tensor, name: str) -> Head:
-        """`weight` [V, H], perhaps the embedding's own; `name`: of its tensor in the checkpoint."""
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
+        """`weight` [V, H], perhaps the embedding's own; `name`: of its tensor in the checkpoint.
+
+        `source` is told what the head keeps beside `weight`.
+        """

@@ -153,7 +153,7 @@ class Network:
         self._norm = shapes.of_sum(weights.get(names.norm, (spec.hidden_size,)))
         self._embedding_scale = _embedding_scale(spec, self.dtype)
         name = names.embedding if spec.tie_word_embeddings else names.head
-        self._head = method.head(self._head_weight(weights), name)
+        self._head = method.head(self._head_weight(weights), name, weights)
         self._kv_scales = read_kv_scales(weights, spec)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:

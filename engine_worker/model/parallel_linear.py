@@ -57,8 +57,8 @@ class ParallelMethod:
         linear = self._method.load(partial, source)
         return ReducedOver(linear, self._all_reduce) if spec.is_summed else linear
 
-    def head(self, weight: Tensor, name: str) -> Head:
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         """`weight`: the rank's rows of the head, perhaps none; all ranks compute equally many."""
         missing = padded_head_rows(self._vocab_size, self._ranks.size) - len(weight)
         padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        return VocabParallelHead(self._method.head(padded, name), self._ranks, self._vocab_size)
+        return VocabParallelHead(self._method.head(padded, name, source), self._ranks, self._vocab_size)

@@ -20,7 +20,16 @@ from pathlib import Path
 SOURCES = Path(__file__).with_name("csrc")
 COMPILERS = ("g++", "clang++", "c++")
 # -ffp-contract=off: product and sum are rounded together only where a source says so, or instruction sets would differ.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+FLAGS: tuple[str, ...] = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+)
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 FLAGS_BY_SUFFIX = {"_avx2": AVX2, "_avx512": AVX512}  # of a source's name

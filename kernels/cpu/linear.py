@@ -28,6 +28,8 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/linear_weight.h's
 _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
 _PLAIN = "pagestream_linear_plain"
 _NO_MEMORY = 1
+_QUANTISED_AT_ONCE = 2**14  # numbers: they stay in a cache, and operators of so few wake no threads
+_ROUNDING = 1.5 * 2**23  # a float32 beside it has no fraction: as round(), which wakes threads for 2,048 numbers
 
 Product = Any  # a function of the library
 
@@ -52,7 +54,7 @@ class GroupedWeight:
     """[N, K] in groups; K is a multiple of 32, or the last group ends with zeros that no input belongs to."""
 
     format: GroupFormat
-    quants: Tensor  # [N, groups, 32], int8 of INT8, else uint8 from 0 to 15
+    quants: Tensor  # [N, groups, 32] int8 of INT8, else [N, groups, 16] uint8: lower halves are the first 16 numbers
     scales: Tensor  # [N, groups] float16
     minima: Tensor | None = None  # [N, groups] float16, of INT4_MINIMUM
 
@@ -65,7 +67,9 @@ class GroupedWeight:
 
     def values(self) -> Tensor:
         """[N, groups * 32] float32, exactly what is stored."""
-        quants, scales = self.quants.float(), self.scales.float()[..., None]
+        scales = self.scales.float()[..., None]
+        is_int8 = self.format is GroupFormat.INT8
+        quants = (self.quants if is_int8 else torch.cat((self.quants & 15, self.quants >> 4), -1)).float()
         if self.format is GroupFormat.INT4_ZERO_8:
             quants -= 8
         exact = quants * scales
@@ -90,13 +94,25 @@ def quantised(weight: Tensor) -> GroupedWeight:
 
     Numbers are rounded against the scale as it is stored, as ggml's quantize_row_q8_0_ref() does not.
     """
-    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(2) / _INT8_MOST).half()
+    num_groups = -(-weight.shape[1] // GROUP)
+    quants = torch.empty((len(weight), num_groups, GROUP), dtype=torch.int8)
+    scales = torch.empty((len(weight), num_groups), dtype=torch.float16)
+    rows = max(1, _QUANTISED_AT_ONCE // max(1, weight.shape[1]))
+    for part, of_quants, of_scales in zip(weight.split(rows), quants.split(rows), scales.split(rows), strict=True):
+        _quantise(part, of_quants, of_scales)
     if not scales.isfinite().all():
         raise ValueError("weights are too large, infinite or NaN: scales of groups in 8 bits are float16")
+    return GroupedWeight(GroupFormat.INT8, quants, scales)
+
+
+def _quantise(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
+    groups = F.pad(weight.float(), (0, quants.shape[1] * GROUP - weight.shape[1])).unflatten(1, (-1, GROUP))
+    scales.copy_(groups.abs().amax(2) / _INT8_MOST)
     exact = scales.float()[..., None]
-    quants = torch.where(exact > 0, groups / exact, 0.0).round_().clamp_(-_INT8_MOST, _INT8_MOST)
-    return GroupedWeight(GroupFormat.INT8, quants.to(torch.int8), scales)
+    # Where a scale is zero as a float16 the numbers are less than a millionth: by one instead of it they round to zero.
+    quants.copy_(
+        (groups / exact.masked_fill_(exact == 0, 1)).add_(_ROUNDING).sub_(_ROUNDING).clamp_(-_INT8_MOST, _INT8_MOST)
+    )
 
 
 class _LinearWeight(ctypes.Structure):
@@ -165,19 +181,20 @@ def _packed(weight: GroupedWeight, is_gated: bool) -> tuple[Tensor, Tensor, Tens
     """Quants, scales and minima by blocks of 16 outputs; of a gated weight a block of gate, then one of up."""
     minima = None if weight.minima is None else _in_blocks(weight.minima, is_gated).transpose(1, 2).contiguous()
     scales = _in_blocks(weight.scales, is_gated).transpose(1, 2).contiguous()
-    lines = _in_blocks(weight.quants, is_gated).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)  # [B, groups, 8, 16, 4]
-    if weight.format is not GroupFormat.INT8:
-        lines = lines[:, :, :4] | lines[:, :, 4:] << 4
+    fours = weight.quants.contiguous().view(torch.int32)  # moved as they are: bytes one by one took 10 s for 135 M
+    lines = _in_blocks(fours, is_gated).permute(0, 2, 3, 1)  # [B, groups, 8 or 4, 16]
     return lines.contiguous(), scales, minima
 
 
 def _in_blocks(rows: Tensor, is_gated: bool) -> Tensor:
     """[N, ...] -> [blocks, 16, ...], outputs that are missing in the last block zero."""
-    parts = [
-        torch.cat((part, part.new_zeros(-len(part) % _OUTPUTS, *part.shape[1:]))).unflatten(0, (-1, _OUTPUTS))
-        for part in rows.chunk(2 if is_gated else 1)
-    ]
-    return torch.stack(parts, 1).flatten(0, 1)
+    parts = [_whole_blocks(part).unflatten(0, (-1, _OUTPUTS)) for part in rows.chunk(2 if is_gated else 1)]
+    return torch.stack(parts, 1).flatten(0, 1) if is_gated else parts[0]
+
+
+def _whole_blocks(rows: Tensor) -> Tensor:
+    missing = -len(rows) % _OUTPUTS
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 @cache
@@ -205,11 +222,12 @@ def is_right(product: Product) -> bool:
     """Whether small products of every format have the bits that plain loops have."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((9, 70), generator=generator)
-    for format_, numbers in ((GroupFormat.INT8, (-127, 128)), *((one, (0, 16)) for one in _FOUR_BITS)):
-        dtype = torch.int8 if format_ is GroupFormat.INT8 else torch.uint8
+    for format_ in GroupFormat:
+        is_int8 = format_ is GroupFormat.INT8
+        numbers, dtype, width = ((-127, 128), torch.int8, GROUP) if is_int8 else ((0, 256), torch.uint8, GROUP // 2)
         weight = GroupedWeight(
             format_,
-            torch.randint(*numbers, (36, 3, GROUP), generator=generator).to(dtype),
+            torch.randint(*numbers, (36, 3, width), generator=generator).to(dtype),
             torch.rand((36, 3), generator=generator).half(),
             -torch.rand((36, 3), generator=generator).half() if format_ is GroupFormat.INT4_MINIMUM else None,
         )
@@ -221,9 +239,6 @@ def is_right(product: Product) -> bool:
             if not torch.equal(found, wanted):
                 return False
     return True
-
-
-_FOUR_BITS = (GroupFormat.INT4_ZERO_8, GroupFormat.INT4_MINIMUM)
 
 
 def _function(name: str) -> Product:

@@ -44,7 +44,7 @@ class DenseMethod:
         self._tell(spec.role, weight, spec.role is Role.GATE_UP)
         return self._linear(weight, rows_of(spec, source, "bias", ()) if spec.bias else None)
 
-    def head(self, weight: Tensor, name: str) -> Head:
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         self._tell("head", weight, False)
         return self._head(weight)
 

@@ -46,8 +46,8 @@ class DequantisedMethod:
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         return self._dense.load(spec, DequantisedWeights(source, self._format))
 
-    def head(self, weight: Tensor, name: str) -> Head:
-        return self._dense.head(weight, name)
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
+        return self._dense.head(weight, name, source)
 
 
 class Fp8Method:
@@ -68,8 +68,8 @@ class Fp8Method:
         bias = dense.rows_of(spec, source, "bias", ()) if spec.bias else None
         return self._linear(weight, scale, bias, input_scale=factor, is_gated=spec.role is Role.GATE_UP)
 
-    def head(self, weight: Tensor, name: str) -> Head:
-        return self._dense.head(weight, name)
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
+        return self._dense.head(weight, name, source)
 
 
 def _quantised(spec: LinearSpec, source: WeightSource) -> tuple[Tensor, Tensor, None]:

@@ -64,12 +64,14 @@ class GroupedMethod:
         weight = joined_rows(there)
         return weight if spec.row_order is None else weight.rows(spec.row_order)
 
-    def head(self, weight: Tensor, name: str) -> Head:
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         stored = quantised(weight) if self._blocks is None else self._blocks.get(name, (len(weight), weight.shape[1]))
         if stored is None:
             logger.info("%s: multiplied in 16 bits: it is not stored in 4 or 8", name)
-            return self._dense.head(weight, name)
-        return GroupedHead(PackedLinear(stored, weight.shape[1]))
+            return self._dense.head(weight, name, source)
+        packed = PackedLinear(stored, weight.shape[1])
+        source.keep_as(0, packed.nbytes)
+        return GroupedHead(packed)
 
 
 def _quantised(spec: LinearSpec, source: WeightSource) -> GroupedWeight:

@@ -142,3 +142,14 @@ def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
         with pytest.raises(ValueError, match=f"--quantization {quantization}: for a CPU; on cuda: auto, none, fp8"):
             check_quantization(quantization, "cuda")
         check_quantization(quantization, "cpu")
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", ["as-stored", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_estimate_has_the_bytes_that_are_held(directory: Path, quantization: str, dtype: torch.dtype) -> None:
+    """There are several formats, a head beside its embedding, and a number of tokens that is no multiple of 16."""
+    blueprint = blueprint_from_directory(directory, quantization=quantization)
+    source = SafetensorsWeights(directory, CPU, dtype, lambda progress, detail: None)
+    blueprint.build(source, 64, False)
+    assert blueprint.weights_bytes(1, dtype.itemsize) == source.loaded_bytes

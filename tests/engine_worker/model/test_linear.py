@@ -53,7 +53,7 @@ class Int8Method:
         parts = [(name, size) for name, size in zip(spec.names, spec.outputs, strict=True)]
         return Int8Linear(torch.cat([source.get(f"{name}.weight", (size, spec.inputs)) for name, size in parts]))
 
-    def head(self, weight: Tensor, name: str) -> CpuHead:
+    def head(self, weight: Tensor, name: str, source: WeightSource) -> CpuHead:
         return CpuHead(weight)
 
 
@@ -107,5 +107,5 @@ def test_which_kernel_serves_a_product_is_said_once(caplog: pytest.LogCaptureFix
     for index in range(3):
         names = (f"{index}.gate", f"{index}.up")
         method.load(LinearSpec(role=Role.GATE_UP, names=names, outputs=(41, 41), inputs=43, bias=False), source)
-    method.head(torch.zeros(47, 43), "head")
+    method.head(torch.zeros(47, 43), "head", source)
     assert caplog.messages == ["gate_up, 82 x 43: the library's product", "head, 47 x 43: the library's product"]

@@ -59,8 +59,10 @@ def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is
     """`is_exact`: scales and minima are powers of two, so that no sum of a few groups is rounded."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-inputs // GROUP)
-    least, end, dtype = (-128, 128, torch.int8) if format_ is GroupFormat.INT8 else (0, 16, torch.uint8)
-    quants = torch.randint(least, end, (outputs, groups, GROUP), generator=generator).to(dtype)
+    is_int8 = format_ is GroupFormat.INT8
+    least, end, dtype = (-128, 128, torch.int8) if is_int8 else (0, 256, torch.uint8)  # two numbers of 4 bits a byte
+    width = GROUP if is_int8 else GROUP // 2
+    quants = torch.randint(least, end, (outputs, groups, width), generator=generator).to(dtype)
 
     def numbers() -> Tensor:
         if is_exact:

@@ -1,0 +1,60 @@
+"""README's question over HTTP, by weights of 4 and of 8 bits: one answer, streamed or not, cached or not."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving.own_server import OwnServer, own_server
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.linear import linear_products
+from tests.patience import PATIENCE_SECONDS
+
+MODEL = "demo"
+ANSWER = "The capital of France is Paris."
+FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--num-threads", "1", "--max-model-len", "1K"]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def has_library() -> bool:
+    try:
+        return bool(linear_products())
+    except NoLibrary:
+        return False
+
+
+def asked(server: OwnServer, salt: str, stream: bool) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were cached. `salt`: prompts share a prefix within it alone."""
+    body = {
+        "model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0,
+        "max_tokens": 24, "cache_salt": salt, "stream": stream,
+    } | ({"stream_options": {"include_usage": True}} if stream else {})  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
+        if not stream:
+            whole = json.load(response)
+            return whole["choices"][0]["message"]["content"], cached_tokens(whole)
+        lines = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {")]
+    chunks = [json.loads(line) for line in lines]
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    return text, cached_tokens(chunks[-1])
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+@pytest.mark.skipif(not has_library(), reason="no C++ kernels here: `python -m kernels.cpu` says why")
+@pytest.mark.parametrize("quantization", ["as-stored", "int8"])
+def test_few_bits_answer_as_the_readme_says(demo_model_dir: Path, quantization: str) -> None:
+    with own_server(demo_model_dir, MODEL, [*FLAGS, "--quantization", quantization]) as server:
+        for stream in (False, True):
+            salt = f"stream {stream}"
+            for is_cached in (False, True):
+                text, cached = asked(server, salt, stream)
+                assert (text, cached > 0) == (ANSWER, is_cached)
