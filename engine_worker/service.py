@@ -23,6 +23,7 @@ from engine_worker.engine import Engine
 from engine_worker.engine_thread import EngineThread
 from engine_worker.grammar_gate import Compile
 from engine_worker.health import HealthServer, PortUnavailable
+from engine_worker.last_will import LastWill
 from engine_worker.metrics import EngineInfo, WorkerMetrics
 from engine_worker.request_spans import RequestSpans
 from engine_worker.request_times import RequestClock, TimesSink
@@ -104,6 +105,8 @@ class WorkerService:
             raise CannotStart(str(error)) from error
         if self._tracing is not None:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
+        is_group = settings.execution.tensor_parallel_size > 1
+        self._last_will = LastWill(settings.redis_url, settings.model_name) if is_group else None
         self._worker: Worker | None = None
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
@@ -240,6 +243,8 @@ class WorkerService:
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
         )
         self._status.worker_id = incarnation.worker_id
+        if self._last_will is not None:
+            self._last_will.name(incarnation.worker_id)
         self._metrics.incarnation_began()
         self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0, self._note)
         return incarnation

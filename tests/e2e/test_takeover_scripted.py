@@ -105,6 +105,19 @@ async def test_others_go_on_at_once_with_what_a_worker_that_failed_held(
     assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
 
 
+async def test_others_go_on_at_once_with_what_rank_0_of_a_group_held_when_it_was_killed(
+    start: Start, client: InferenceClient, connections: RedisConnections, keys: RedisKeys
+) -> None:
+    """It can say nothing, nobody supervises it, and the other one would miss its heartbeats for ten minutes first."""
+    killed = start("w0", "--script-step-seconds", "0.02", "--tensor-parallel-size", "2")
+    reader = Reader(client, max_tokens=200)
+    await reader.has(5)
+    start("w1", "--dead-after", "600")
+    killed.kill()
+    await reader.check_complete()
+    assert await connections.commands.hget(keys.request(reader.request.request_id), "attempt") == b"2"
+
+
 async def test_sigterm_lets_running_requests_end(start: Start, client: InferenceClient) -> None:
     worker = start("w0", "--script-step-seconds", "0.01")
     reader = Reader(client, max_tokens=60)
