@@ -8,6 +8,7 @@ sequence and no sampling.
 import torch
 from torch import Tensor
 
+from engine_worker.model.compiled_attention import CompiledAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Scaling
 from engine_worker.model.model_input import ModelInput
@@ -28,11 +29,11 @@ def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -
 
 
 class CompiledDevice:
-    """The state that outlives a step: the layers' views of the KV pool."""
+    """The state that outlives a step: attention over the KV pool."""
 
     def __init__(self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels) -> None:
-        self.spec, self.kv_pool, self.kernels = spec, kv_pool, kernels
-        self.layers = [kv_pool[:, layer, 0] for layer in range(spec.num_layers)]
+        self.spec, self.kernels = spec, kernels
+        self.attention = CompiledAttention(spec, kv_pool, kernels)
 
     def begin_step(self, model_input: ModelInput) -> "CompiledStep":
         return CompiledStep(self, model_input)
@@ -40,19 +41,10 @@ class CompiledDevice:
 
 class CompiledStep:
     def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
-        spec, self._kernels, self._layers = device.spec, device.kernels, device.layers
-        self._head_dim = spec.head_dim
+        spec, self._kernels = device.spec, device.kernels
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
-        self._arguments = device.kernels.begin(
-            device.kv_pool,
-            spec.num_heads,
-            model_input.block_tables,
-            model_input.query_start_loc,
-            model_input.seq_lens,
-            model_input.positions,
-            model_input.slot_mapping,
-        )
+        self._plan = device.attention.begin(model_input)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """-> (normed, x + residual)."""
@@ -72,10 +64,10 @@ class CompiledStep:
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None:
         """qkv [T, (Hq + 2 Hkv) * D]; norms and rotates inside it."""
         self._norm_queries_and_keys(qkv, attention)
-        self._kernels.rotate_and_store(self._arguments, qkv, attention.cos_sin_table, self._layers[layer])
+        self._plan.rotate_and_store(qkv, layer, attention.cos_sin_table)
 
     def store(self, qkv: Tensor, layer: int) -> None:
-        self._kernels.rotate_and_store(self._arguments, qkv, None, self._layers[layer])
+        self._plan.rotate_and_store(qkv, layer)
 
     def _norm_queries_and_keys(self, qkv: Tensor, attention: AttentionWeights) -> None:
         """A weight of one head norms each of them, one of all heads norms all together."""
@@ -92,5 +84,4 @@ class CompiledStep:
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor:
         """qkv as rotate_and_store() left it -> [T, Hq * D], or of `rows` alone."""
-        keys = self._layers[layer]
-        return self._kernels.attend(self._arguments, qkv, keys, scale, rows, rules.window, rules.softcap, rules.sinks)
+        return self._plan.attend(qkv[:, : self._query_size], layer, scale, rules, rows)

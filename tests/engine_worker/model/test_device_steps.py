@@ -10,7 +10,7 @@ import torch
 
 from engine_worker.model import compiled_step, cuda_attention
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.attention_backend import refuse_attention
+from engine_worker.model.attention_backend import AttentionBackend, refuse_attention
 from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
@@ -165,7 +165,10 @@ def test_attach_chooses_by_the_pool(model: Network) -> None:
     except NoLibrary:
         assert isinstance(model.attach(pool), CpuDevice)
     else:
-        assert isinstance(model.attach(pool), CompiledDevice)
+        compiled = model.attach(pool)
+        assert isinstance(compiled, CompiledDevice)
+        backend: AttentionBackend = compiled.attention  # that it is one is mypy's to say
+        assert all(not backend.supports(layer, "float32") for layer in config.attentions)
     # The kernels read no e4m3.
     assert isinstance(model.attach(pool.to(torch.float8_e4m3fn)), CpuDevice)
 

@@ -1,0 +1,48 @@
+"""Attention on a CPU by the C++ kernels, over the block table where the keys lie: the AttentionBackend of CompiledStep.
+
+compiled_step.py stores keys and values through its plan and attends. It knows no network, no sequence and no sampling.
+"""
+
+from torch import Tensor
+
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.spec import AttentionSpec, ModelShape
+from kernels.attention.score_rules import ScoreRules
+from kernels.cpu.step import StepKernels
+
+
+class CompiledAttention:
+    """The layers' views of the KV pool."""
+
+    def __init__(self, shape: ModelShape, kv_pool: Tensor, kernels: StepKernels) -> None:
+        self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
+        self.layers = [kv_pool[:, layer, 0] for layer in range(shape.num_layers)]
+
+    @staticmethod
+    def supports(spec: AttentionSpec, dtype: str) -> str:
+        return ""  # what StepKernels does not take is attended to by torch's operators
+
+    def begin(self, model_input: ModelInput) -> "CompiledAttentionPlan":
+        return CompiledAttentionPlan(self, model_input)
+
+
+class CompiledAttentionPlan:
+    def __init__(self, attention: CompiledAttention, model_input: ModelInput) -> None:
+        self._kernels, self._layers = attention.kernels, attention.layers
+        self._arguments = attention.kernels.begin(
+            attention.kv_pool,
+            attention.num_heads,
+            model_input.block_tables,
+            model_input.query_start_loc,
+            model_input.seq_lens,
+            model_input.positions,
+            model_input.slot_mapping,
+        )
+
+    def rotate_and_store(self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]: turned in place by `cos_sin` [max_len, D]; keys and values are stored."""
+        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, self._layers[layer])
+
+    def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
+        keys = self._layers[layer]
+        return self._kernels.attend(self._arguments, query, keys, scale, rows, rules.window, rules.softcap, rules.sinks)
