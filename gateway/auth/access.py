@@ -134,11 +134,7 @@ class Access:
         key = self._ring.find(_presented(headers))
         if key is None:
             raise Unauthenticated("A valid API key is needed: Authorization: Bearer KEY.")
-        account = self._accounts.get(key.sha256)
-        if account is None or account.key != key:  # a key whose limits have changed begins anew
-            account = self._accounts[key.sha256] = Account(key, self._clock)
-        account.store_ratio = self._ring.store_ratio(key)
-        return account
+        return self._known(self._accounts, key)
 
     def batch_account(self, owner_key_hash: str) -> Account | None:
         """The account of a key's batches: its limits once more, so that they do not shut out its requests.
@@ -148,9 +144,13 @@ class Access:
         key = next((key for key in self._ring.keys if key.sha256 == owner_key_hash), None)
         if key is None and (owner_key_hash or self.needs_key):
             return None
-        account = self._batch_accounts.get(owner_key_hash)
-        if account is None or account.key != key:
-            account = self._batch_accounts[owner_key_hash] = Account(key, self._clock)
+        return self._known(self._batch_accounts, key)
+
+    def _known(self, accounts: dict[str, Account], key: ApiKey | None) -> Account:
+        digest = key.sha256 if key else ""
+        account = accounts.get(digest)
+        if account is None or account.key != key:  # a key whose limits have changed begins anew
+            account = accounts[digest] = Account(key, self._clock)
         if key is not None:
             account.store_ratio = self._ring.store_ratio(key)
         return account

@@ -3,9 +3,11 @@
 Beside the walks: routes that read read their queries by it. It knows no route, and nothing of what is listed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from gateway.errors import InvalidRequest
 
@@ -44,23 +46,23 @@ class Asked:
     after: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Page(Generic[_Item]):
-    items: Sequence[_Item]
-    has_more: bool
-
-
 def asked_page(query: Mapping[str, str], *, default: int, most: int) -> Asked:
     """Raises InvalidRequest."""
     limit = query_number(query, "limit", 1, most)
     return Asked(default if limit is None else limit, query.get("after") or None)
 
 
-def page_of(found: Sequence[_Item] | None, asked: Asked) -> Page[_Item]:
-    """`found`: one more than was asked for, if there are so many; None if `after` is not in the list.
+def page_of(
+    kind: Callable[..., msgspec.Struct], found: Sequence[_Item] | None, asked: Asked, shown: Callable[[_Item], Any]
+) -> bytes:
+    """The page as JSON. `kind`: its form; `found`: one more than was asked for, if there are so many; None if `after`
+    is not in the list; `shown`: an entry as clients see it.
 
     Raises InvalidRequest.
     """
     if found is None:
         raise InvalidRequest(f"after: {(asked.after or '')[:100]!r} is not in this list.", param="after")
-    return Page(found[: asked.limit], has_more=len(found) > asked.limit)
+    data = [shown(item) for item in found[: asked.limit]]
+    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+    page = kind(data=data, first_id=first_id, last_id=last_id, has_more=len(found) > asked.limit)
+    return msgspec.json.encode(page)

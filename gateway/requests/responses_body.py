@@ -28,6 +28,7 @@ from gateway.requests.grammar_fields import (
     MAX_TOOLS,
     CalledFunction,
     FunctionFields,
+    FunctionName,
     NamedFunction,
     NamedTool,
     ToolCallFields,
@@ -168,7 +169,7 @@ def unwrapped(content: str) -> str:
 
 class ResponseTool(msgspec.Struct, kw_only=True):
     type: str
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None = None
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -25,7 +25,7 @@ from gateway.http.query_fields import asked_page, page_of
 from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
-from gateway.routes.files import PAGING_PARAMETERS, checked_expiry, find_file, full_disk_told
+from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, find_file, full_disk_told
 from gateway.state import STATE, context_of, read_body
 
 
@@ -75,13 +75,10 @@ async def list_batches(http: web.Request) -> web.Response:
     batches, owner = http.app[BATCHES].storage.batches, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
-        page = page_of(batches.page(owner, limit=asked.limit + 1, after=asked.after), asked)
-        data = [folder.body() for folder in page.items]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return msgspec.json.encode(BatchListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+        found = batches.page(owner, limit=asked.limit + 1, after=asked.after)
+        return page_of(BatchListBody, found, asked, BatchFolder.body)
 
-    body = await context_of(http).work(None, listed)
-    return web.Response(body=body, content_type="application/json")
+    return as_json(await context_of(http).work(None, listed))
 
 
 async def retrieve_batch(http: web.Request) -> web.Response:
@@ -105,9 +102,7 @@ async def delete_batch(http: web.Request) -> web.Response:
     if not progress.has_ended:
         raise BatchNotEnded("A batch that has not ended cannot be deleted: cancel it first.")
     await to_the_end(http.app[BATCHES].storage.batches.delete, folder.record.id)
-    return web.Response(
-        body=msgspec.json.encode(DeletedBody(id=folder.record.id, object="batch")), content_type="application/json"
-    )
+    return as_json(DeletedBody(id=folder.record.id, object="batch"))
 
 
 async def _find(http: web.Request) -> BatchFolder:
@@ -119,8 +114,7 @@ async def _find(http: web.Request) -> BatchFolder:
 
 
 async def _shown(folder: BatchFolder, headers: dict[str, str] | None = None) -> web.Response:
-    body = msgspec.json.encode(await asyncio.to_thread(folder.body))
-    return web.Response(body=body, content_type="application/json", headers=headers)
+    return as_json(await asyncio.to_thread(folder.body), headers)
 
 
 def _no_input() -> InvalidRequest:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal
 
@@ -24,7 +24,7 @@ from gateway.batches.records import DeletedBody, FileBody, FileListBody, FileRec
 from gateway.batches.service import BATCHES, BatchService
 from gateway.batches.uploads import MULTIPART, receive_upload
 from gateway.errors import DiskFull, FileNotFound, FilesFull, InvalidRequest, MissingParameter
-from gateway.http.query_fields import asked_page, page_of
+from gateway.http.query_fields import asked_page, page_of, query_choice
 from gateway.openapi import Operation, Parameter
 from gateway.state import STATE, context_of
 
@@ -45,7 +45,7 @@ class UploadForm(msgspec.Struct, kw_only=True):
 async def create_file(http: web.Request) -> web.Response:
     try:
         with full_disk_told():
-            return _json(file_body(await _received(http)))
+            return as_json(file_body(await _received(http)))
     except FilesFull as error:
         error.param = "file"
         raise
@@ -71,26 +71,20 @@ async def _received(http: web.Request) -> FileRecord:
 
 
 async def list_files(http: web.Request) -> web.Response:
-    purpose, order = http.query.get("purpose"), http.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: expected asc or desc; got {order[:40]!r}.", param="order")
+    purpose, order = http.query.get("purpose"), query_choice(http.query, "order", ("asc", "desc"), "desc")
     asked = asked_page(http.query, default=MAX_LISTED, most=MAX_LISTED)
     files, owner = http.app[BATCHES].storage.files, http[ACCOUNT].owner_key_hash
 
     def listed() -> bytes:
         records = files.page(owner, limit=asked.limit + 1, purpose=purpose, after=asked.after, ascending=order == "asc")
-        page = page_of(records, asked)
-        data = [file_body(record) for record in page.items]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return msgspec.json.encode(FileListBody(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+        return page_of(FileListBody, records, asked, file_body)
 
     # A page of 10,000 takes a moment, a twentieth of which holds the interpreter.
-    body = await context_of(http).work(None, listed)
-    return web.Response(body=body, content_type="application/json")
+    return as_json(await context_of(http).work(None, listed))
 
 
 async def retrieve_file(http: web.Request) -> web.Response:
-    return _json(file_body(await _find(http)))
+    return as_json(file_body(await _find(http)))
 
 
 async def download_file(http: web.Request) -> web.StreamResponse:
@@ -102,7 +96,7 @@ async def download_file(http: web.Request) -> web.StreamResponse:
 async def delete_file(http: web.Request) -> web.Response:
     record = await _find(http)
     await asyncio.to_thread(http.app[BATCHES].storage.files.delete, record.id)
-    return _json(DeletedBody(id=record.id))
+    return as_json(DeletedBody(id=record.id))
 
 
 async def find_file(service: BatchService, file_id: str, owner_key_hash: str) -> FileRecord | None:
@@ -155,8 +149,10 @@ def full_disk_told() -> Iterator[None]:
         raise DiskFull("The server's disk is full; its operator has to make room.") from error
 
 
-def _json(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+def as_json(body: msgspec.Struct | bytes, headers: Mapping[str, str] | None = None) -> web.Response:
+    """`body`: to be encoded, or JSON already."""
+    encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(body=encoded, content_type="application/json", headers=headers)
 
 
 PAGING_PARAMETERS = (
