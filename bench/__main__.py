@@ -27,6 +27,7 @@ PROGRAMS = {
     "http-cases": "serving.http_cases",  # servers in turn under the same loads
     "http-share": "serving.http_share",  # what of the engine's speed is left through HTTP
     "served-exactness": "serving.served_exactness",  # what is served against what transformers says
+    "two-serves": "serving.two_serves",  # what a server takes idle, and beside a second one on the same cores
     "takeover": "serving.takeover",  # texts of bf16 before and behind a worker's death
     "delivery-cost": "serving.delivery_cost",  # CPU time of a token between the engine and the client
     "gateway-load": "serving.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory

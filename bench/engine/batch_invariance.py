@@ -1,14 +1,18 @@
-"""Whether a sequence's bits depend on its batch, through a whole network of Llama-3.1-8B's layers on one GPU.
+"""Whether a sequence's bits depend on its batch, through a whole network.
 
     python -m bench batch-invariance --out DIR [--deterministic] [--num-layers 32]
+    python -m bench batch-invariance --out DIR --device cpu [--model DIR] [--quantization as-stored] [--dtype bfloat16]
 
-Compares logits bit by bit: a sequence that decodes alone, among others and among 256; a prompt in one piece and in
-chunks; a token decoded and the same token as the end of a prompt. Then times decode steps (as CUDA graphs) and a
-prefill, so that two runs give the cost of --deterministic. Writes DIR/batch_invariance.json.
+On one GPU it is made of Llama-3.1-8B's layers; on a CPU it is a model with its weights, the demo unless told. Compares
+logits bit by bit: a sequence that decodes alone, among others and among all; a prompt in one piece, in chunks and in
+other slots of the KV pool; a token decoded and the same token as the end of a prompt. Ends with 1 where a bit differs
+on a CPU. On a GPU decode steps (as CUDA graphs) and a prefill are timed, so that two runs give the cost of
+--deterministic. Writes DIR/batch_invariance.json.
 """
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +20,36 @@ import torch
 from torch import Tensor
 
 from bench.kernel.graph_time import graph_microseconds
+from bench.provenance import provenance
 from engine_worker.execution.load_replica import use_batch_invariant_products
+from engine_worker.execution.settings import QUANTIZATIONS
 from engine_worker.model.architectures import spec_from_json
+from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
+from engine_worker.model.served_model import ServedModel
 from engine_worker.model.spec import ModelSpec
-from engine_worker.model.weights import RandomWeights
+from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+from pagestream.demo_model import ensure_demo_model
 
-BLOCK_SIZE, MAX_LEN, NUM_SEQUENCES = 16, 8192, 256
-NUM_BLOCKS = 1 + NUM_SEQUENCES * 66
-PROMPT = 700
-# The cuts of a prompt: one leaves a single token, which another attention kernel serves by default.
-CHUNKS = (33, 35, 300, 301, 698, 700)
-BATCHES = (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 200)
+BLOCK_SIZE, MAX_LEN = 16, 8192
+
+
+@dataclass(frozen=True)
+class Cases:
+    num_sequences: int
+    most_tokens: int  # of a sequence that decodes
+    chunks: tuple[int, ...]  # ends; the last is the prompt's. Of CUDA one chunk is a single token: another kernel's
+    batches: tuple[int, ...]
+    alone: tuple[int, ...]
+    prefilled_together: int  # sequences
+    blocks_each: int
+
+
+CUDA_CASES = Cases(
+    256, 500, (33, 35, 300, 301, 698, 700), (1, 2, 7, 16, 17, 33, 64, 65, 100, 128, 200), (5, 99, 255), 16, 66
+)
+CPU_CASES = Cases(64, 200, (1, 7, 64, 65, 130, 248, 250), tuple(range(1, 64)), (5, 40, 63), 8, 18)
 
 
 def llama_8b(num_layers: int) -> ModelSpec:
@@ -41,19 +62,18 @@ def llama_8b(num_layers: int) -> ModelSpec:
 
 
 class Bench:
-    """The model, a KV pool, and a table of blocks for each of NUM_SEQUENCES sequences of random tokens."""
+    """The model, a KV pool, and a table of blocks for each of the sequences of random tokens."""
 
-    def __init__(self, num_layers: int, is_deterministic: bool = False) -> None:
-        self.device = torch.device("cuda")
-        config = llama_8b(num_layers)
-        weights = RandomWeights(self.device, torch.bfloat16)
-        self.model = Network(config, weights, MAX_LEN, is_deterministic)
-        shape = (NUM_BLOCKS, num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        self.pool = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-        self.kv = self.model.attach(self.pool)
+    def __init__(self, model: ServedModel, device: torch.device, cases: Cases) -> None:
+        spec = model.spec
+        self.device, self.model, self.cases = device, model, cases
+        num_blocks = 1 + cases.num_sequences * cases.blocks_each  # one is padding
+        shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+        self.pool = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.kv = model.attach(self.pool)
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(config.vocab_size, (NUM_SEQUENCES, MAX_LEN), generator=generator)
-        self.tables = 1 + torch.randperm(NUM_BLOCKS - 1, generator=generator).view(NUM_SEQUENCES, -1)
+        self.tokens = torch.randint(spec.vocab_size, (cases.num_sequences, MAX_LEN), generator=generator)
+        self.tables = 1 + torch.randperm(num_blocks - 1, generator=generator).view(cases.num_sequences, -1)
 
     def model_input(self, pieces: list[tuple[int, int, int]]) -> ModelInput:
         """The input of pieces (sequence, first token, end); it wants the logits of every piece's last token."""
@@ -85,27 +105,33 @@ class Bench:
 
 
 def other_bits(network: Bench) -> dict[str, Any]:
-    """Return the cases whose bits differ: sequences in a decode step, cuts of a prompt, decode against prefill."""
-    lens = [1 + (37 * sequence) % 500 for sequence in range(NUM_SEQUENCES)]
-    for first in range(0, NUM_SEQUENCES, 16):
-        network.logits([(sequence, 0, lens[sequence]) for sequence in range(first, first + 16)])
+    """Return the cases whose bits differ: a decode step's batches, cuts of a prompt, slots, decode against prefill."""
+    cases = network.cases
+    lens = [1 + (37 * sequence) % cases.most_tokens for sequence in range(cases.num_sequences)]
+    for first in range(0, cases.num_sequences, cases.prefilled_together):
+        together_at_first = range(first, first + cases.prefilled_together)
+        network.logits([(sequence, 0, lens[sequence]) for sequence in together_at_first])
     step = [(sequence, length, length + 1) for sequence, length in enumerate(lens)]
     together = network.logits(step)
-    batches = [size for size in BATCHES if not torch.equal(network.logits(step[:size]), together[:size])]
-    alone = [number for number in (5, 99, 255) if not torch.equal(network.logits([step[number]])[0], together[number])]
+    batches = [size for size in cases.batches if not torch.equal(network.logits(step[:size]), together[:size])]
+    alone = [number for number in cases.alone if not torch.equal(network.logits([step[number]])[0], together[number])]
 
-    whole = network.logits([(0, 0, PROMPT)])
+    prompt = cases.chunks[-1]
+    whole = network.logits([(0, 0, prompt)])
     start, in_chunks = 0, whole
-    for end in CHUNKS:
+    for end in cases.chunks:
         # A neighbour in the step: another number of rows than the chunk's own.
         in_chunks = network.logits([(0, start, end), (1, 0, 50)])[:1]
         start = end
-    decoded = network.logits([(0, PROMPT - 1, PROMPT)])
+    decoded = network.logits([(0, prompt - 1, prompt)])
+    network.tables = network.tables.flip(0, 1)
+    elsewhere = network.logits([(0, 0, prompt)])
     return {
         "decode_batches": batches,
         "alone": alone,
         "chunks": not torch.equal(in_chunks, whole),
         "decode_against_prefill": not torch.equal(decoded, whole),
+        "slots": not torch.equal(elsewhere, whole),
     }
 
 
@@ -123,24 +149,45 @@ def times(network: Bench) -> dict[str, float]:
     return result
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for batch_invariance.json")
-    parser.add_argument("--deterministic", action="store_true", help="with the worker's settings of that name")
-    parser.add_argument("--num-layers", type=int, default=32)
-    options = parser.parse_args(argv)
+def on_cuda(options: argparse.Namespace) -> Bench:
     if options.deterministic:
         use_batch_invariant_products()
-    network = Bench(options.num_layers, options.deterministic)
+    device = torch.device("cuda")
+    weights = RandomWeights(device, torch.bfloat16)
+    return Bench(Network(llama_8b(options.num_layers), weights, MAX_LEN, options.deterministic), device, CUDA_CASES)
+
+
+def on_cpu(options: argparse.Namespace) -> Bench:
+    directory = options.model or ensure_demo_model(lambda phase, progress, detail: None)
+    blueprint = blueprint_from_directory(directory, quantization=options.quantization)
+    device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
+    weights = SafetensorsWeights(directory, device, dtype, lambda progress, detail: None)
+    return Bench(blueprint.build(weights, CPU_CASES.chunks[-1], False), device, CPU_CASES)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench batch-invariance", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for batch_invariance.json")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--deterministic", action="store_true", help="with the worker's settings of that name; of CUDA")
+    parser.add_argument("--num-layers", type=int, default=32, help="of CUDA")
+    parser.add_argument("--model", type=Path, default=None, help="model directory, of a CPU; default: the demo model")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of a CPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a CPU")
+    options = parser.parse_args(argv)
+    is_cuda = options.device == "cuda"
+    network = on_cuda(options) if is_cuda else on_cpu(options)
+    found = other_bits(network)
     result = {
-        "device": torch.cuda.get_device_name(),
+        **provenance(["batch-invariance", *argv]),
+        "device": torch.cuda.get_device_name() if is_cuda else torch.backends.cpu.get_cpu_capability(),
         "deterministic": options.deterministic,
-        "num_layers": options.num_layers,
-        "other_bits": other_bits(network),
-        "times": times(network),
+        "num_layers": network.model.spec.num_layers,
+        "other_bits": found,
+        **({"times": times(network)} if is_cuda else {}),
     }
     print(json.dumps(result, indent=1))
     options.out.mkdir(parents=True, exist_ok=True)
     name = "batch_invariance_deterministic.json" if options.deterministic else "batch_invariance.json"
     (options.out / name).write_text(json.dumps(result, indent=1))
-    return 0
+    return 1 if not is_cuda and any(found.values()) else 0

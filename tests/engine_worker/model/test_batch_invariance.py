@@ -18,4 +18,5 @@ def test_logits_depend_on_the_sequence_alone(tmp_path: Path) -> None:
     command = ["-m", "bench", "batch-invariance", "--deterministic", "--num-layers", "2", "--out", str(tmp_path)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     result = json.loads((tmp_path / "batch_invariance_deterministic.json").read_text())
-    assert result["other_bits"] == {"decode_batches": [], "alone": [], "chunks": False, "decode_against_prefill": False}
+    same = {"decode_batches": [], "alone": [], "chunks": False, "decode_against_prefill": False, "slots": False}
+    assert result["other_bits"] == same
