@@ -29,7 +29,7 @@ from shared.redis_scripts import RedisScripts
 from tests import needs, request_ids
 from tests.applications import forget_applications
 from tests.parallel import WholeFiles, make_schedule, num_processes, share_cores, turn
-from tests.process_state import left_behind, process_state
+from tests.process_state import FileWatch
 
 share_cores()
 # Hypothesis's limits are of time on an idle machine: 0.2 s an example, 1 s for the first ten of them. Its examples are
@@ -95,8 +95,7 @@ def pytest_runtest_logfinish() -> None:
     forget_applications()
 
 
-_running_file: list[Path] = []
-_state_before: dict[str, object] = {}  # the file that runs
+_watch = FileWatch()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,15 +103,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """The last test of a file fails for whatever the file leaves in the process."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        left = left_behind(_state_before, process_state())
+        left = _watch.ends(item.path)
         assert not left, "\n".join([f"a test of {item.path.name} leaves", *left])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _running_file != [item.path]:
-        _running_file[:] = [item.path]
-        _state_before.clear()
-        _state_before.update(process_state())
+    _watch.begins(item.path)
     needs.begin(item)
     request_ids.restart()
 

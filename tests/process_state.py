@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 State = Mapping[str, object]
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOME", "LD_", "OMP_", "PAGESTREAM_", "PATH", "PYTHON", "TMPDIR", "XDG_")
@@ -39,6 +40,23 @@ def left_behind(before: State, now: State) -> list[str]:
     """Return what is no longer as it was, a line each."""
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
+
+
+class FileWatch:
+    """What the file whose tests run now changes for good."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._before: State = {}
+
+    def begins(self, test_file: Path) -> None:
+        """Called before each test that runs; the first one of a file counts."""
+        if self._file != test_file:
+            self._file, self._before = test_file, process_state()
+
+    def ends(self, test_file: Path) -> list[str]:
+        """What the file has left, a line each. One whose tests were all skipped never began."""
+        return left_behind(self._before, process_state()) if self._file == test_file else []
 
 
 def _is_in_a_group() -> bool:

@@ -4,10 +4,11 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.process_state import left_behind, process_state
+from tests.process_state import FileWatch, left_behind, process_state
 
 
 def set_variable(value: str) -> None:
@@ -42,3 +43,15 @@ def test_what_is_left_is_named(
     finally:
         undo()
     assert left_behind(before, process_state()) == []
+
+
+def test_a_file_is_watched_from_its_first_test_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    watch = FileWatch()
+    assert watch.ends(Path("all_skipped.py")) == []  # the first one of a process
+    watch.begins(Path("first.py"))
+    monkeypatch.setenv("PYTHONPATH", "/a")
+    watch.begins(Path("first.py"))
+    assert watch.ends(Path("first.py")) == ["os.environ['PYTHONPATH']: '' -> '/a'"]
+    watch.begins(Path("second.py"))
+    assert watch.ends(Path("second.py")) == watch.ends(Path("all_skipped.py")) == []
