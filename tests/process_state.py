@@ -43,7 +43,7 @@ def left_behind(before: State, now: State) -> list[str]:
 
 
 class FileWatch:
-    """What the file whose tests run now changes for good."""
+    """A watch on the process: it names what the file whose tests run now has changed for good."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -55,7 +55,7 @@ class FileWatch:
             self._file, self._before = test_file, process_state()
 
     def ends(self, test_file: Path) -> list[str]:
-        """What the file has left, a line each. One whose tests were all skipped never began."""
+        """Return what the file has left, a line each. One whose tests were all skipped never began."""
         return left_behind(self._before, process_state()) if self._file == test_file else []
 
 
