@@ -120,6 +120,15 @@ class ChoiceProgress:
         reason = FinishReason.STOP if self._output.stopped else reason
         return [*updates, self._end(text, reason, shown, held_ids)]
 
+    def take_plain(self, token_id: int) -> ChoiceUpdate | None:
+        """take() of one token that can neither end the text nor be held back, without log-probabilities, as nearly all;
+        None: nothing is taken."""
+        text = self._output.push_plain(token_id)
+        if text is None:
+            return None
+        self._record_tokens(time.monotonic())
+        return ChoiceUpdate(self._index, text, None, (), (token_id,))
+
     def record_end(self, reason: str) -> None:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()

@@ -76,24 +76,23 @@ class _Chunks:
         return event if self._numbers is None else self._numbers.of_choice(0, event)
 
     def of(self, updates: Sequence[ChoiceUpdate]) -> bytes:
-        chunks = []
-        for update in updates:
-            is_first = update.index not in self._begun
-            is_text = update.reason is None and not update.reasoning and not update.tool_calls
-            if is_text and self._is_plain and not is_first:  # as nearly all are: no end, no reasoning, no call
-                chunks.append(self._format.text(update))
-                continue
-            events = self._first(update.index) if is_first else b""
-            usage = None if self._counts is None else self._counts.with_tokens_of(update)
-            if update.reasoning or update.tool_calls:
-                events += self._format.delta(update, usage)
-            extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
-            if update.reason is None:
-                events += self._said(update, usage, extra)
-            else:
-                events += self._ended(update, usage, extra)
-            chunks.append(events if self._numbers is None else self._numbers.of_choice(update.index, events))
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return self._of(updates[0]) if len(updates) == 1 else b"".join(map(self._of, updates))
+
+    def _of(self, update: ChoiceUpdate) -> bytes:
+        is_text = update.reason is None and not update.reasoning and not update.tool_calls
+        if is_text and self._is_plain and update.index in self._begun:  # as nearly all are
+            return self._format.text(update)
+        is_first = update.index not in self._begun
+        events = self._first(update.index) if is_first else b""
+        usage = None if self._counts is None else self._counts.with_tokens_of(update)
+        if update.reasoning or update.tool_calls:
+            events += self._format.delta(update, usage)
+        extra = self._extras.of_chunk(update, is_first=is_first) if self._extras else None
+        if update.reason is None:
+            events += self._said(update, usage, extra)
+        else:
+            events += self._ended(update, usage, extra)
+        return events if self._numbers is None else self._numbers.of_choice(update.index, events)
 
     def _first(self, index: int) -> bytes:
         self._begun.add(index)
@@ -145,6 +144,9 @@ class _LiveEvents(Sink):
     def end_turn(self) -> bool:
         data, self._data = self._data, b""
         return self._stream.push(data)
+
+    def take_whole(self, updates: Sequence[ChoiceUpdate]) -> bool:
+        return self._stream.push(self._chunks.of(updates))
 
     async def caught_up(self) -> None:
         await self._stream.drain()

@@ -27,7 +27,7 @@ from gateway.answers.choice_progress import (
     reads_special_mark,
 )
 from gateway.answers.openai_response import UsageCount
-from gateway.answers.reading import Reading, Sink
+from gateway.answers.reading import Reading, Sink, nothing_plain
 from gateway.errors import DeadlineExceeded, GatewayError, GenerationFailed, InvalidRequest
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
@@ -90,6 +90,11 @@ class Generation:
             )
             for first_choice, stream in zip(itertools.count(0, request.n), streams, strict=False)
         ]
+        first = self._requests[0]
+        is_plain = len(streams) == 1 and first.is_plain and self._echo is None and not request.stops
+        # How nearly all are read: what ready() would give, if that is of one event of plain tokens, which end nothing,
+        # and no more is there; None: ready(). An attribute, since it is called once a token.
+        self.read_plain: Callable[[], Sequence[ChoiceUpdate] | None] = first.read_plain if is_plain else nothing_plain
         self._num_choices = request.n
         self._num_open = len(self._requests)  # kept, since it is asked once a token
         self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
@@ -212,6 +217,23 @@ class _RequestProgress:
 
     def has_all_tokens(self, choice: int) -> bool:
         return self._choices[choice].num_tokens >= self.stream.request.sampling.max_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Its only choice is told as it comes and as it is; so read_plain() may be asked, where no stop strings are
+        looked for."""
+        return len(self._choices) == 1 and self._best_of is None and not self.parsers
+
+    def read_plain(self) -> Sequence[ChoiceUpdate] | None:
+        """read() of plain tokens behind which nothing waits; None: that is not so, and nothing is read."""
+        event = self.stream.read_whole()
+        if event is None:
+            return None
+        token_ids = event.token_ids
+        choice = self._choices[0]
+        if len(token_ids) == 1 and (update := choice.take_plain(token_ids[0])) is not None:
+            return (update,)
+        return choice.take(token_ids, None)  # which does not end it: there is no reason, and there are no stop strings
 
     def read(self) -> list[ChoiceUpdate] | None:
         """The updates of the stream's next event; None: there is none now, or nothing more is wanted."""

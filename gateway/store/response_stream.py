@@ -61,7 +61,7 @@ class _ChoiceTokens:
         token_ids = event.token_ids
         if self.is_queued or event.index != len(self.tokens) or not 0 < len(token_ids) <= MAX_READ_TOKENS:
             return False
-        if event.logprobs or event.finish_reason is not None:
+        if event.logprobs or event.finish_reason is not None or event.choice != self.index:
             return False
         self.tokens.extend(token_ids)
         self._next, self.is_queued = event, True
@@ -76,11 +76,16 @@ class _ChoiceTokens:
             return True
         return bool(token_ids)
 
-    def read(self, request_id: str) -> TokenEvent:
-        """The tokens that came since the last read, or the first of them: then it is still queued."""
+    def read_whole(self) -> TokenEvent | None:
+        """All that waits, if it is one event of plain tokens; else None, and nothing is read."""
         if (event := self._next) is not None:
             self._num_read = len(self.tokens)
             self._next, self.is_queued = None, False
+        return event
+
+    def read(self, request_id: str) -> TokenEvent:
+        """The tokens that came since the last read, or the first of them: then it is still queued."""
+        if (event := self.read_whole()) is not None:
             return event
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
@@ -134,6 +139,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self._is_exhausted = False
         scores = request.sampling.prompt_logprobs is not None
         self._num_prompt_scores = len(request.prompt_token_ids) - 1 if scores else 0
+        self._only = self._choices[0] if num_choices == 1 and not scores else None
         self.on_news: Callable[[], None] = _nobody_listens  # something can be read; must not raise
 
     @property
@@ -167,6 +173,9 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         if self._terminal is not None or self.lags or self.is_torn:
             return
         if isinstance(event, TokenEvent):
+            if self._only is not None and self._only.takes_whole(event):
+                self._unread.append(self._only)
+                return
             if event.prompt_logprobs:
                 self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
             if self._num_prompt_scores and event.token_ids and len(self.prompt_logprobs) < self._num_prompt_scores:
@@ -225,6 +234,16 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             return None
         self._is_exhausted = True
         return self._terminal
+
+    def read_whole(self) -> TokenEvent | None:
+        """All there is to read, if that is one event of plain tokens, as nearly always; else None: read()."""
+        unread = self._unread
+        if len(unread) != 1 or self._terminal is not None or self.lags:
+            return None
+        event = unread[0].read_whole()
+        if event is not None:
+            unread.clear()
+        return event
 
     async def __anext__(self) -> StreamEvent:
         while (event := self.read()) is None:

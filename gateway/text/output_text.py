@@ -221,6 +221,16 @@ class OutputText:
         """Whether a token that ended the sequence is text of the output."""
         return reason is not FinishReason.STOP or self._include_stop_token
 
+    def push_plain(self, token_id: int) -> str | None:
+        """push() of a token that can neither end the text nor be held back, as most. None: it was not consumed."""
+        if self._has_stops or self._held_terminal is not None or token_id in self._terminal_token_ids:
+            return None
+        self.num_tokens += 1
+        self.token_start = self._num_characters
+        text = self._detokenizer.push(token_id)
+        self._num_characters += len(text)
+        return text
+
     def push(self, token_id: int) -> str:
         """Nothing is consumed behind a stop string."""
         released = "" if self._held_terminal is None else self._release_terminal()

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from gateway.admission import ready_workers
 from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
+from gateway.store.response_stream import MAX_READ_TOKENS
 from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.kv_snapshot import KVSnapshot
@@ -64,6 +65,16 @@ class FakeStream:
             self.prompt_logprobs |= scores_by_index(event.prompt_logprobs)
         self._events.append(event)
         self.on_news()
+
+    def read_whole(self) -> TokenEvent | None:
+        """As ResponseStream has it."""
+        event = self._events[0] if len(self._events) == 1 else None
+        if not isinstance(event, TokenEvent) or event.choice or not 0 < len(event.token_ids) <= MAX_READ_TOKENS:
+            return None
+        if event.logprobs or event.finish_reason is not None:
+            return None
+        self._events.clear()
+        return event
 
     def read(self) -> StreamEvent | None:
         return self._events.popleft() if self._events else None

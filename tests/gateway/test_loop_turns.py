@@ -139,6 +139,9 @@ class Tokens:
     def listen(self, listener: Callable[[], None]) -> None:
         self.listener = listener
 
+    def read_plain(self) -> Sequence[ChoiceUpdate] | None:
+        return None
+
     def ready(self) -> Iterator[Sequence[ChoiceUpdate]]:
         while self.waiting:
             yield [self.waiting.popleft()]
@@ -190,6 +193,30 @@ async def test_a_slow_reader_costs_its_own_answer_alone() -> None:
     taker.may_go_on.set()
     await reading
     assert loop.log.count("slow") == 100
+
+
+class OneByOne(Tokens):
+    """The tokens are plain ones, each heard of when the one before it was read."""
+
+    def read_plain(self) -> Sequence[ChoiceUpdate] | None:
+        return [self.waiting.popleft()] if len(self.waiting) > 1 else None
+
+
+async def test_a_slow_reader_is_waited_for_between_plain_tokens() -> None:
+    loop = CountedLoop()
+    slow = OneByOne(loop.turns.of("a"), 100)
+    taker = Taker(loop, "slow", refuses=1)
+    reading = asyncio.create_task(Reading(slow, taker).to_end())
+    await asyncio.sleep(0)
+    assert slow.listener is not None
+    for _ in range(5):
+        slow.listener()
+    assert loop.log == ["slow"], "it has one, and has not caught up"
+    taker.may_go_on.set()
+    while not reading.done():
+        slow.listener()
+        await asyncio.sleep(0)
+    assert loop.log == ["slow"] * 100
 
 
 async def test_what_goes_wrong_is_raised_where_the_answer_is_read() -> None:

@@ -19,6 +19,7 @@ from shared.messages import (
     PromptLogprobs,
     SamplingParams,
     StoredChoice,
+    StreamEvent,
     TokenEvent,
     TokenLogprobs,
     Usage,
@@ -60,6 +61,27 @@ async def test_joins_what_came_since_the_last_read():
     stream.offer(finish(4))
     assert await everything(stream) == [token(3, 8), finish(4)]
     assert await everything(stream) == []
+
+
+async def test_an_event_of_plain_tokens_is_read_as_it_came_if_nothing_else_waits() -> None:
+    stream = ResponseStream(REQUEST)
+    assert stream.read_whole() is None
+    event = token(0, 5, 6)
+    stream.offer(event)
+    assert stream.read_whole() is event and stream.read_whole() is None and stream.read() is None
+    batches: list[list[StreamEvent]] = [[token(2, 7), token(3, 8)], [scored(4, 9)], [token(5, 10), finish(6)]]
+    for batch in batches:
+        for other in batch:
+            stream.offer(other)
+        assert stream.read_whole() is None, "read() has it"
+        assert stream.read() is not None
+    assert stream.read() == finish(6)
+
+
+async def test_a_choice_that_was_not_asked_for_is_none() -> None:
+    stream = ResponseStream(REQUEST)
+    stream.offer(TokenEvent("a", 0, [5], choice=1))
+    assert stream.read_whole() is None and stream.read() is None and not stream.num_tokens
 
 
 def scored(index: int, *token_ids: int) -> TokenEvent:
