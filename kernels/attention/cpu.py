@@ -1,8 +1,7 @@
 """Paged attention and the KV store on a CPU, from plain torch operators that are fast there.
 
-    paged_attention_cpu(...)     the arguments and the result of kernels.attention.paged_attention's reference
-    PagedAttentionPlan           the same split in two: what all layers of a step with one window share is computed
-                                 once, then store_kv_cpu() and plan.attend() run per layer
+    PagedAttentionPlan      what all layers of a step with one window share, computed once; then store_kv_cpu() and
+                            plan.attend() run per layer
 
 Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, per layer, operators alone):
   - One index_select of [BS * D] rows gathers K and V of all sequences, 42 us for 16 of them; `cache[blocks]` takes
@@ -28,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -264,32 +262,6 @@ def store_kv_cpu(key_value: Tensor, layer: LayerKV, store_rows: Tensor) -> None:
         keys, values = key_value.chunk(2, dim=1)
         key_value = torch.cat((to_e4m3(keys, layer.scales.key), to_e4m3(values, layer.scales.value)), dim=1)
     layer.slots.index_put_((store_rows,), key_value.to(layer.slots.dtype))
-
-
-def paged_attention_cpu(  # noqa: PLR0913, PLR0917 - the contract of the kernel
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    kv_scales: KVScales = UNIT_SCALES,
-    rules: ScoreRules = NO_RULES,
-) -> Tensor:
-    query_lens = query_start_loc.diff()
-    order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
-    tokens = torch.cat([torch.arange(int(query_start_loc[s]), int(query_start_loc[s + 1])) for s in order])
-    starts = F.pad(query_lens[order].cumsum(0), (1, 0))
-    layout = CacheLayout.of(key_cache, value_cache)
-    tables, lengths = block_tables[order], seq_lens[order]
-    plan = PagedAttentionPlan(layout, tables, starts, lengths, query.dtype, GatherBuffer(), rules.window)
-    output = torch.empty_like(query)
-    attended = plan.attend(query[tokens].flatten(1), layout.layer(key_cache, kv_scales), scale, rules)
-    output[tokens] = attended.view_as(query)
-    return output
 
 
 def _similar_lengths(lengths: list[int]) -> Iterator[tuple[int, int]]:

@@ -8,8 +8,8 @@ import torch
 
 from kernels.attention import cpu, cpu_scores
 from kernels.attention.paged_attention import paged_attention_reference
-from kernels.attention.score_rules import ScoreRules
-from kernels.fp8_kv import E4M3, KVScales, to_e4m3
+from kernels.attention.score_rules import NO_RULES, ScoreRules
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 # (query_len, seq_len) of each sequence
 BATCHES = {
@@ -41,6 +41,24 @@ def random_batch(
     return query, pool[:, layer, 0], pool[:, layer, 1], tables, starts, seq_lens, *longest, head_dim**-0.5
 
 
+def paged_attention_cpu(
+    *arguments: Any, kv_scales: KVScales = UNIT_SCALES, rules: ScoreRules = NO_RULES
+) -> torch.Tensor:
+    """A layer of a step by PagedAttentionPlan: the arguments and the result of the kernel's reference."""
+    query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, _, _, scale = arguments
+    query_lens = query_start_loc.diff()
+    order = sorted(range(len(seq_lens)), key=lambda s: (query_lens[s] > 1, seq_lens[s]))
+    tokens = torch.cat([torch.arange(int(query_start_loc[s]), int(query_start_loc[s + 1])) for s in order])
+    starts = torch.nn.functional.pad(query_lens[order].cumsum(0), (1, 0))
+    layout = cpu.CacheLayout.of(key_cache, value_cache)
+    tables, lengths = block_tables[order], seq_lens[order]
+    plan = cpu.PagedAttentionPlan(layout, tables, starts, lengths, query.dtype, cpu.GatherBuffer(), rules.window)
+    output = torch.empty_like(query)
+    attended = plan.attend(query[tokens].flatten(1), layout.layer(key_cache, kv_scales), scale, rules)
+    output[tokens] = attended.view_as(query)
+    return output
+
+
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 4), (3, 3), (4, 1)])
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -48,7 +66,7 @@ def test_equals_the_reference(name: str, num_kv_heads: int, group: int, block_si
     arguments = random_batch(
         BATCHES[name], block_size=block_size, num_kv_heads=num_kv_heads, group=group, dtype=torch.float32
     )
-    torch.testing.assert_close(cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
+    torch.testing.assert_close(paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
 
 
 RULES = {
@@ -60,7 +78,6 @@ RULES = {
     "softcap": ScoreRules(softcap=1.5),
     "softcap and window": ScoreRules(window=9, softcap=0.5),
 }
-ON_CPU: Callable[..., torch.Tensor] = cpu.paged_attention_cpu
 REFERENCE: Callable[..., torch.Tensor] = paged_attention_reference
 LONG_PROMPTS = {"long_prompts": [(700, 700), (330, 1000)], "many_pieces": [(1, 20), (520, 531)]}
 
@@ -70,7 +87,7 @@ LONG_PROMPTS = {"long_prompts": [(700, 700), (330, 1000)], "many_pieces": [(1, 2
 def test_rules_of_scores_equal_the_reference(name: str, rules: ScoreRules) -> None:
     lengths = (BATCHES | LONG_PROMPTS)[name]
     arguments = random_batch(lengths, block_size=16, num_kv_heads=2, group=3, dtype=torch.float32)
-    torch.testing.assert_close(ON_CPU(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
+    torch.testing.assert_close(paged_attention_cpu(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -78,7 +95,7 @@ def test_rules_of_scores_equal_the_reference(name: str, rules: ScoreRules) -> No
 def test_sinks_equal_the_reference(name: str, window: int) -> None:
     rules = ScoreRules(window=window, sinks=torch.linspace(-3, 3, 6))
     arguments = random_batch(BATCHES[name], block_size=8, num_kv_heads=2, group=3, dtype=torch.float32)
-    torch.testing.assert_close(ON_CPU(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
+    torch.testing.assert_close(paged_attention_cpu(*arguments, rules=rules), REFERENCE(*arguments, rules=rules))
 
 
 def test_blocks_behind_a_window_are_not_read() -> None:
@@ -87,12 +104,12 @@ def test_blocks_behind_a_window_are_not_read() -> None:
         [(1, 100), (20, 90)], block_size=8, num_kv_heads=2, group=2, dtype=torch.float32
     )
     rules = ScoreRules(window=20)
-    expected = ON_CPU(query, keys, values, tables, *rest, rules=rules)
+    expected = paged_attention_cpu(query, keys, values, tables, *rest, rules=rules)
     for sequence, first_seen in enumerate((100 - 20, 90 - 20 - 20 + 1)):
         behind = tables[sequence, : first_seen // 8].long()
         keys[behind] = values[behind] = torch.nan
         tables[sequence, : first_seen // 8] = 10**6
-    assert torch.equal(ON_CPU(query, keys, values, tables, *rest, rules=rules), expected)
+    assert torch.equal(paged_attention_cpu(query, keys, values, tables, *rest, rules=rules), expected)
 
 
 @pytest.mark.parametrize("max_fused_work", [0, 10**9], ids=["bmm", "fused"])
@@ -101,14 +118,14 @@ def test_both_ways_of_decoding_equal_the_reference(max_fused_work: int, monkeypa
     arguments = random_batch(
         BATCHES["decode_at_block_edges"], block_size=16, num_kv_heads=3, group=3, dtype=torch.float32
     )
-    torch.testing.assert_close(cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
+    torch.testing.assert_close(paged_attention_cpu(*arguments), paged_attention_reference(*arguments))
 
 
 def test_bf16_stays_within_its_rounding() -> None:
     arguments = random_batch(BATCHES["many_decodes"], block_size=16, num_kv_heads=3, group=3, dtype=torch.bfloat16)
     # Scores of up to 4 are rounded to 8 bits before the softmax: 2^-7 in each weight; outputs are at most 2.
     torch.testing.assert_close(
-        cpu.paged_attention_cpu(*arguments), paged_attention_reference(*arguments), atol=2**-6, rtol=2**-6
+        paged_attention_cpu(*arguments), paged_attention_reference(*arguments), atol=2**-6, rtol=2**-6
     )
 
 
@@ -152,7 +169,7 @@ def test_a_cache_in_e4m3_equals_its_numbers_dequantised(name: str, block_size: i
     dequantised = stored[:, 0, 0].float() * scales.key, stored[:, 0, 1].float() * scales.value
     expected = paged_attention_reference(query, *dequantised, *rest)
     cached = stored[:, 0, 0], stored[:, 0, 1]
-    both: list[Callable[..., torch.Tensor]] = [cpu.paged_attention_cpu, paged_attention_reference]
+    both: list[Callable[..., torch.Tensor]] = [paged_attention_cpu, paged_attention_reference]
     for attention in both:
         torch.testing.assert_close(attention(query, *cached, *rest, kv_scales=scales), expected)
 

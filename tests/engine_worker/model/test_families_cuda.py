@@ -31,6 +31,8 @@ SCHEDULES = {"all at once": (64, 512), "chunks": (64, 24), "preempted": (14, 512
 def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path, CASES[name])
     layout = kv_layout(blueprint_from_directory(directory, "auto").shape, 16, "float32")
+    # A sequence that every layer sees through a window holds few blocks, and is let in when there is room for all.
+    must_yield = set() if layout.groups[0].window else {"preempted"}
     outputs = {}
     for mode in CUDAGRAPH_MODES:
         for schedule, (num_blocks, max_num_batched_tokens) in SCHEDULES.items():
@@ -52,7 +54,7 @@ def test_greedy_tokens_on_the_gpu_are_those_of_transformers(name: str, tmp_path:
                 for index, prompt in enumerate(prompts(runner.model_spec.vocab_size))
             ]
             outputs[mode, schedule] = run_engine_to_end(engine, requests).tokens
-            assert (sum(engine.stats().counters.preemptions.values()) > 0) == (schedule == "preempted")
+            assert (sum(engine.stats().counters.preemptions.values()) > 0) == (schedule in must_yield)
     # The library's attention through torch's function leaves softcaps out in some versions (5.17), and says nothing.
     reference = Reference(directory, attention="eager")
     for way, found in outputs.items():
