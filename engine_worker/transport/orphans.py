@@ -84,16 +84,17 @@ class Orphans:
 
     async def _next_page(self) -> list[_Waiting]:
         redis, keys = self._scripts.redis, self._scripts.keys
-        is_new_round = not self._cursors
-        request_ids: list[str] = []
-        for queue in keys.queues:
-            if not is_new_round and queue not in self._cursors:
-                continue
-            after = self._cursors.pop(queue, None)
-            page: Any = await redis.xrange(queue, f"({after}" if after else "-", "+", count=PAGE_ENTRIES)
-            request_ids += [fields[b"r"].decode() for _, fields in page if fields]
-            if len(page) == PAGE_ENTRIES:
-                self._cursors[queue] = page[-1][0].decode()
+        starts = {queue: f"({after}" for queue, after in self._cursors.items()} or dict.fromkeys(keys.queues, "-")
+        async with redis.pipeline(transaction=False) as pipeline:
+            for queue, start in starts.items():
+                pipeline.xrange(queue, start, "+", count=PAGE_ENTRIES)
+            pages = await pipeline.execute()
+        self._cursors = {
+            queue: page[-1][0].decode() for queue, page in zip(starts, pages, strict=True) if len(page) == PAGE_ENTRIES
+        }
+        request_ids = [fields[b"r"].decode() for page in pages for _, fields in page if fields]
+        if not request_ids:
+            return []
         async with redis.pipeline(transaction=False) as pipeline:
             for request_id in request_ids:
                 pipeline.hmget(keys.request(request_id), ["gateway", "grace", "class"])
