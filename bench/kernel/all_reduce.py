@@ -30,6 +30,7 @@ SIZES = tuple(2**exponent for exponent in (13, 14, 16, 18, 19, 20, 21, 22, 23, 2
 LARGEST_ONE_SHOT = 2**22  # every rank reads all of every other rank's
 NUM_CALLS, NUM_REPLAYS = 64, 20
 AllReduce = Callable[[Tensor], Tensor]  # the sum, perhaps in place
+Measure = Callable[[int, int, str, Path], None]  # rank, ranks, folder where they meet, folder for the result
 
 
 def ways(ranks: ProcessGroup, num_bytes: int, device: torch.device) -> dict[str, AllReduce]:
@@ -99,7 +100,12 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    return run_ranks(argv, __doc__, measure)
+
+
+def run_ranks(argv: list[str], description: str | None, measure: Measure) -> int:
+    """Run `measure` in a process for each GPU; the exit status of the one that ended worst."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs (%(default)s)")
     options = parser.parse_args(argv)

@@ -6,11 +6,7 @@ Both ways as a worker takes them (peer_norm.py, paired_memory.py); their results
 before either is timed as one of 64 in a graph. Writes DIR/sum_norm_N.json.
 """
 
-import argparse
 import json
-import multiprocessing
-import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from bench.kernel.all_reduce import graph_microseconds
+from bench.kernel.all_reduce import graph_microseconds, run_ranks
 from engine_worker.model.paired_memory import peer_memory
 from engine_worker.model.peer_norm import peer_norm
 from engine_worker.model.tensor_parallel import ProcessGroup, join_by
@@ -72,16 +68,4 @@ def measure(rank: int, size: int, directory: str, out: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs (%(default)s)")
-    options = parser.parse_args(argv)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as directory:
-        start = partial(context.Process, target=measure)
-        processes = [start(args=(rank, options.ranks, directory, options.out)) for rank in range(options.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    return max(abs(process.exitcode or 0) for process in processes)
+    return run_ranks(argv, __doc__, measure)

@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_worker.model.implementation import blueprint
-from engine_worker.model.spec import kv_layout
 from engine_worker.model.tensor_parallel import ProcessGroup, TensorParallel
 from kernels.rms_norm import add_rms_norm_reference
 from kernels.scaled import Scaled
-from tests.engine_worker.model.named_weights import BLOCK_SIZE, NamedWeights, step
 from tests.engine_worker.model.ranks import Ranks
-from tests.engine_worker.model.test_tensor_parallel import CASES, PROMPT, SHAPE
+from tests.engine_worker.model.test_tensor_parallel import CASES, SHAPE, three_steps
 
 pytestmark = pytest.mark.tp
 
@@ -81,22 +78,13 @@ def test_where_a_rank_has_none_no_rank_uses_its_own(ranks: Ranks) -> None:
 def answers(
     ranks: ProcessGroup, config: dict[str, Any], at_once: bool, is_deterministic: bool
 ) -> tuple[list[Tensor], int]:
-    """Logits of a prompt, of a token after it, of rows that are looked at on the way; and how many sums were normed."""
+    """Logits of three steps, and how many sums were normed."""
     rows = Rows(ranks)
     ranks.peer_norm = rows if at_once else None
     try:
-        model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
-        layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-        device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
-        looked: list[Tensor] = []
-        found = [
-            model.forward(step(0, PROMPT), device),
-            model.forward(step(len(PROMPT), [5]), device),
-            model.forward(step(len(PROMPT) + 1, [9, 8]), device, lambda of: looked.append(of(torch.tensor([1, 0])))),
-        ]
+        return three_steps(ranks, config, is_deterministic), rows.calls
     finally:
         ranks.peer_norm = None
-    return [*found, *looked], rows.calls
 
 
 # Two layers have four sums a step, of a prompt with too many rows; a look norms once more what the last layer leaves.

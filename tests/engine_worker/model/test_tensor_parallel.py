@@ -51,9 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 PROMPT = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(21)]
 
 
-def logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
-    """Logits of a prompt, of one token after it, and of rows that are asked for on the way."""
-    model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic=False, tensor_parallel=ranks)
+def three_steps(ranks: TensorParallel, config: dict[str, Any], is_deterministic: bool = False) -> list[Tensor]:
+    """Logits of a prompt, of one token after it, of two more, and of rows that are asked for on the way."""
+    model = blueprint(config, {}, "native").build(NamedWeights(), 64, is_deterministic, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
     device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 5)))
     looked: list[Tensor] = []
@@ -62,7 +62,11 @@ def logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
         model.forward(step(len(PROMPT), [5]), device),
         model.forward(step(len(PROMPT) + 1, [9, 8]), device, lambda of: looked.append(of(torch.tensor([1, 0])))),
     ]
-    return torch.cat([*found, *looked])
+    return [*found, *looked]
+
+
+def logits(ranks: TensorParallel, config: dict[str, Any]) -> Tensor:
+    return torch.cat(three_steps(ranks, config))
 
 
 @pytest.fixture(scope="module")
