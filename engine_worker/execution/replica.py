@@ -19,6 +19,7 @@ from engine_worker.execution.cuda_graphs import GraphInputs, GraphKey, StepGraph
 from engine_worker.execution.input_builder import StepInputs
 from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.step_description import StepDescription
+from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import LogitsOf, ServedModel
 from engine_worker.model.spec import ModelShape
@@ -75,6 +76,7 @@ class Replica:
         self._device = model.attach(kv_cache.pool)
         self._inputs = inputs
         self._graphs: StepGraphs | None = None
+        self._programs = decode_programs(model, self._device)
 
     def capture_graphs(
         self, inputs: GraphInputs, keys: list[GraphKey], *, has_logits: bool = True
@@ -109,6 +111,10 @@ class Replica:
     def run(self, prepared: PreparedStep, look: Callable[[LogitsOf], None] | None = None) -> Tensor:
         if self._graphs is not None and prepared.graph is not None:
             return self._graphs.replay(prepared.graph)[: len(prepared.model_input.logits_indices)]
+        if look is None and self._programs is not None:
+            logits = self._programs.logits_of(prepared.model_input)
+            if logits is not None:
+                return logits
         return self._model.forward(prepared.model_input, self._device, look)
 
     def keep_samples(self, token_ids: Tensor) -> None:

@@ -29,15 +29,11 @@ class CompiledAttention:
 class CompiledAttentionPlan:
     def __init__(self, attention: CompiledAttention, model_input: ModelInput) -> None:
         self._kernels, self._layers = attention.kernels, attention.layers
-        self._arguments = attention.kernels.begin(
-            attention.kv_pool,
-            attention.num_heads,
-            model_input.block_tables,
-            model_input.query_start_loc,
-            model_input.seq_lens,
-            model_input.positions,
-            model_input.slot_mapping,
-        )
+        self._arguments = attention.kernels.begin(attention.kv_pool, attention.num_heads, *_described(model_input))
+
+    def follow(self, model_input: ModelInput) -> None:
+        """Take another step of the same shape: for a program of what was called with this plan."""
+        self._arguments.point_to(*_described(model_input))
 
     def rotate_and_store(self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None) -> None:
         """qkv [T, (Hq + 2 Hkv) * D]: turned in place by `cos_sin` [max_len, D]; keys and values are stored."""
@@ -46,3 +42,14 @@ class CompiledAttentionPlan:
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
         keys = self._layers[layer]
         return self._kernels.attend(self._arguments, query, keys, scale, rows, rules.window, rules.softcap, rules.sinks)
+
+
+def _described(model_input: ModelInput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of a step that kernels read."""
+    return (
+        model_input.block_tables,
+        model_input.query_start_loc,
+        model_input.seq_lens,
+        model_input.positions,
+        model_input.slot_mapping,
+    )

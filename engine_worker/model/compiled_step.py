@@ -46,6 +46,10 @@ class CompiledStep:
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
         self._plan = device.attention.begin(model_input)
 
+    def follow(self, model_input: ModelInput) -> None:
+        """Take another step of the same shape: for a program of what was called with this one."""
+        self._plan.follow(model_input)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """-> (normed, x + residual)."""
         return self._kernels.add_rms_norm(x, residual, norm.scaled_weight, norm.eps), x

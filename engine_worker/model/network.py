@@ -129,6 +129,7 @@ class Network:
         `spec`, `weights` and `method` are those of a rank where there are several `ranks`.
         """
         self.spec, self._is_deterministic = spec, is_deterministic
+        self.is_whole = ranks.size == 1  # and no rank's part
         method = method or linear_method(spec.quantisation, weights.device.type, is_deterministic)
         names = spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
@@ -180,24 +181,45 @@ class Network:
     ) -> Tensor:
         """See ServedModel."""
         step = device.begin_step(model_input)
-        residual = F.embedding(model_input.token_ids, self._embedding)
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
-        hidden = torch.zeros_like(residual)
-        for layer in self._layers[:-1]:
-            hidden, residual = layer(step, hidden, residual)
-        # What the last layer computes after its keys and values is read for logits alone: of a prompt's part for one
-        # token or none.
+        residual = self.embed(model_input.token_ids)
         wanted = model_input.logits_indices
-        hidden, residual = self._layers[-1](step, hidden, residual, wanted if look is None else None)
+        hidden, residual = self.through_layers(
+            step, torch.zeros_like(residual), residual, wanted if look is None else None
+        )
         if look is None:
             return self._logits_of(step, hidden, residual, logits)
         look(lambda rows: self._logits_of(step, hidden[rows], residual[rows]))
         return self._logits_of(step, hidden[wanted], residual[wanted], logits)
 
-    def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        embedded = F.embedding(token_ids, self._embedding)
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+    def through_layers(
+        self, step: DeviceStep, hidden: Tensor, residual: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> the last summand of the residual and the residual without it, of `rows` if they are given.
+
+        `hidden`: zeros like `residual`, which is embed()'s. Both may be overwritten.
+        """
+        for layer in self._layers[:-1]:
+            hidden, residual = layer(step, hidden, residual)
+        # What the last layer computes after its keys and values is read for logits alone: of a prompt's part for one
+        # token or none.
+        return self._layers[-1](step, hidden, residual, rows)
+
+    def multiplied_by_head(
+        self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None
+    ) -> Tensor:
         normed, _ = add_norm(step, hidden, residual, self._norm)
-        logits = self._head(normed, logits)
+        return self._head(normed, logits)
+
+    def _logits_of(self, step: DeviceStep, hidden: Tensor, residual: Tensor, logits: Tensor | None = None) -> Tensor:
+        return self.scaled_logits(self.multiplied_by_head(step, hidden, residual, logits))
+
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """In their place."""
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         cap = self.spec.logit_softcap

@@ -46,10 +46,11 @@ class DenseProduct:
         pack(weight.data_ptr(), *weight.shape, self.packed.data_ptr(), num_threads(), *types)
         self._bias = None if bias is None else bias.float().contiguous()
 
-    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`dtype`: of the result."""
+    def __call__(self, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """`dtype`: of the result, which is written to `out` if that is given."""
         exact = x.float().contiguous()
-        output = torch.empty(len(x), self.outputs, dtype=dtype)
+        output = torch.empty(len(x), self.outputs, dtype=dtype) if out is None else out
+        assert output.shape == (len(x), self.outputs) and output.dtype == dtype and output.is_contiguous()
         self._multiply(
             exact.data_ptr(), len(x), self.packed.data_ptr(), address(self._bias), self.outputs, self.inputs,
             output.data_ptr(), num_threads(), DTYPES[self.packed.dtype], DTYPES[dtype],

@@ -26,11 +26,14 @@ _WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements o
 SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 
 
+_TENSORS = ("block_tables", "query_start_loc", "seq_lens", "positions", "slots")
+
+
 class _Step(Structure):
     """The fields of csrc/attention.h's Step."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("block_tables", "query_start_loc", "seq_lens", "positions", "slots")),
+        *((name, c_void_p) for name in _TENSORS),
         *((name, c_int64) for name in ("table_stride", "block_stride", "value_offset", "num_tokens")),
         *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads")),
     )
@@ -57,7 +60,7 @@ def served_instruction_sets(library: CpuLibrary, head_dim: int) -> list[Instruct
     return [one for one in library.instruction_sets if head_dim % _WIDTHS[one] == 0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepArguments:
     """The calls of a step share it; `held` are the tensors that it points to."""
 
@@ -65,6 +68,17 @@ class StepArguments:
     items: NDArray[np.int32]
     query_start_loc: NDArray[np.int32]
     held: tuple[Tensor, ...]
+
+    def point_to(
+        self, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        """Describe another step, of as many sequences and tokens each: for a program of the calls that shared it."""
+        held = (block_tables, query_start_loc, seq_lens, positions, slots)
+        assert block_tables.stride(1) == 1 and [len(one) for one in held] == [len(one) for one in self.held]
+        for name, tensor in zip(_TENSORS, held, strict=True):
+            setattr(self.step, name, tensor.data_ptr())
+        self.step.table_stride = block_tables.stride(0)
+        self.held = held
 
 
 class StepKernels:

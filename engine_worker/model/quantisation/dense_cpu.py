@@ -110,6 +110,8 @@ class CpuHead:
         self._product = cpu_product(weight if weight.dtype == torch.bfloat16 else weight.float())
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        if isinstance(self._product, DenseProduct):
+            return self._product(x, torch.float32, logits)
         computed = self._product(x, torch.float32)
         return computed if logits is None else logits.copy_(computed)
 

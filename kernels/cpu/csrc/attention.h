@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "operation.h"
 #include "simd.h"
 
 // What all layers of a step share. The fields are kernels/cpu/step.py's.
@@ -246,18 +247,16 @@ void attend_item(
 
 template <typename T, typename K>
 void attend(
-    const Step& step, const Rules& rules, const Item* items, int64_t num_items, const void* query,
+    const Step& of_step, const Rules& rules, const Item* items, int64_t num_items, const void* query,
     int64_t query_stride, const void* pool, void* output) {
-    const int64_t count = num_items * step.num_kv_heads;
-#pragma omp parallel num_threads(step.num_threads) if (count > 1)
-    {
+    const Step* step = &of_step;
+    const int64_t count = num_items * step->num_kv_heads;
+    perform_parts(count, 1, step->num_threads, [=](int64_t part, uint8_t*) {
         static thread_local Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t index = 0; index < count; index++)
-            attend_item<T, K>(
-                step, rules, items[index / step.num_kv_heads], (int)(index % step.num_kv_heads), (const T*)query,
-                query_stride, (const K*)pool, (T*)output, scratch);
-    }
+        attend_item<T, K>(
+            *step, rules, items[part / step->num_kv_heads], (int)(part % step->num_kv_heads), (const T*)query,
+            query_stride, (const K*)pool, (T*)output, scratch);
+    });
 }
 
 }  // namespace

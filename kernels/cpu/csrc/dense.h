@@ -75,14 +75,13 @@ void multiply_dense(
     void* output, int num_threads) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
     const int64_t chunk = larger<int64_t>(1, panels / (num_threads * 8));
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, chunk)
-    for (int64_t item = 0; item < blocks * panels; item++) {
-        const int64_t panel = item % panels, first_row = item / panels * ROWS_IN_CACHE, first = panel * PANEL;
+    perform_parts(blocks * panels, chunk, num_threads, [=](int64_t part, uint8_t*) {
+        const int64_t panel = part % panels, first_row = part / panels * ROWS_IN_CACHE, first = panel * PANEL;
         multiply_rows(
             x + first_row * inputs, smaller(ROWS_IN_CACHE, rows - first_row), (const W*)packed + first * inputs,
             bias ? bias + first : nullptr, inputs, outputs, (int)smaller<int64_t>(PANEL, outputs - first),
             (T*)output + first_row * outputs + first);
-    }
+    });
 }
 
 }  // namespace

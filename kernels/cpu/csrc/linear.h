@@ -14,10 +14,10 @@
 
 #include <immintrin.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "linear_weight.h"
+#include "operation.h"
 #include "processor.h"
 
 namespace {
@@ -239,54 +239,39 @@ void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, 
     }
 }
 
-// Memory of this thread that outlives a call: an allocation of 100 KB costs as much as quantising into it.
-uint8_t* scratch(size_t bytes) {
-    static thread_local uint8_t* memory = nullptr;
-    static thread_local size_t size = 0;
-    if (size < bytes) {
-        free(memory);
-        memory = (uint8_t*)aligned_alloc(64, (bytes + 63) / 64 * 64);
-        size = memory ? bytes : 0;
-    }
-    return memory;
+Rows rows_in(uint8_t* memory, int64_t num_rows, int64_t groups) {
+    const int64_t all_groups = num_rows * groups;
+    float* scales = (float*)(memory + all_groups * 2 * GROUP);
+    return {(int8_t*)memory, scales, (int32_t*)(scales + all_groups), scales + 2 * all_groups, groups};
 }
 
 // x [rows, inputs] -> out [rows, outputs]; strides are of rows, in elements. Returns 0, or 1 where memory is missing.
 template <class Set>
-int linear(const LinearWeight& weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows, void* out,
+int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows, void* out,
            int64_t out_stride, int out_type, int num_threads) {
-    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, all_groups = num_rows * groups;
-    uint8_t* memory = scratch(all_groups * (2 * GROUP + 12));
     if (num_rows == 0) return 0;
-    if (!memory) return 1;
-    float* scales = (float*)(memory + all_groups * 2 * GROUP);
-    const Rows rows = {(int8_t*)memory, scales, (int32_t*)(scales + all_groups), scales + 2 * all_groups, groups};
+    const LinearWeight weight = of_weight;
+    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
-    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, chunk = blocks / (num_threads * 8) + 1;
-    auto quantise = [&](int64_t row) {
+    const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_A_PASS - 1) / ROWS_A_PASS;
+    auto quantise = [=](int64_t row, uint8_t* shared) {
+        const Rows rows = rows_in(shared, num_rows, groups);
         if (x_type == FLOAT32)
-            quantise_row((const float*)x + row * x_stride, weight.inputs, rows, row);
+            quantise_row((const float*)x + row * x_stride, inputs, rows, row);
         else
-            quantise_row((const uint16_t*)x + row * x_stride, weight.inputs, rows, row);
+            quantise_row((const uint16_t*)x + row * x_stride, inputs, rows, row);
     };
-    const bool is_shared = num_rows >= ROWS_BY_ONE;
-    if (!is_shared)
-        for (int64_t row = 0; row < num_rows; row++) quantise(row);
-#pragma omp parallel num_threads(num_threads)
-    {
-        if (is_shared) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; row++) quantise(row);
-        }
-        for (int64_t row = 0; row < num_rows; row += ROWS_A_PASS) {
-            const int64_t end = row + ROWS_A_PASS < num_rows ? row + ROWS_A_PASS : num_rows;
-            // Blocks go to whoever is free: on a busy machine one thread may get half of a processor.
-#pragma omp for schedule(dynamic, chunk) nowait
-            for (int64_t block = 0; block < blocks; block++)
-                compute_block<Set>(weight, block, rows, row, end, (uint8_t*)out, out_stride, out_type);
-        }
-    }
-    return 0;
+    auto multiply_block = [=](int64_t part, uint8_t* shared) {
+        const int64_t row = part / blocks * ROWS_A_PASS, left = num_rows - row;
+        compute_block<Set>(weight, part % blocks, rows_in(shared, num_rows, groups), row,
+                           row + (left < ROWS_A_PASS ? left : ROWS_A_PASS), (uint8_t*)out, out_stride, out_type);
+    };
+    const Operation operations[2] = {
+        operation(num_rows, num_rows < ROWS_BY_ONE ? num_rows : num_rows / (4 * num_threads), quantise),
+        // Blocks go to whoever is free: on a busy machine one thread may get half of a processor.
+        operation(passes * blocks, blocks / (num_threads * 8), multiply_block, num_rows * groups * (2 * GROUP + 12)),
+    };
+    return perform(operations, 2, num_threads) ? 0 : 1;
 }
 
 }  // namespace

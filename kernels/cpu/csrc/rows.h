@@ -48,9 +48,9 @@ void add_rms_norm(
     void* x, const void* residual, const float* weight, float eps, int64_t rows, int64_t size, void* normed,
     int num_threads) {
     num_threads = threads_for(rows * size, num_threads);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t row = 0; row < rows; row++)
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
         add_norm_row((T*)x + row * size, (const T*)residual + row * size, weight, eps, size, (T*)normed + row * size);
+    });
 }
 
 // `parts` rows of `size` elements lie one after another in each of `tokens` rows of `stride` elements.
@@ -59,12 +59,12 @@ void rms_norm(
     const void* x, const float* weight, float eps, int64_t tokens, int64_t stride, int64_t parts, int64_t size,
     void* normed, int64_t normed_stride, int num_threads) {
     num_threads = threads_for(tokens * parts * size, num_threads);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t token = 0; token < tokens; token++)
+    perform_parts(tokens, tokens / (4 * num_threads), num_threads, [=](int64_t token, uint8_t*) {
         for (int64_t part = 0; part < parts; part++)
             norm_row(
                 (const T*)x + token * stride + part * size, weight, eps, size,
                 (T*)normed + token * normed_stride + part * size);
+    });
 }
 
 template <typename T>
@@ -83,24 +83,27 @@ inline void copy(const T* from, int size, K* to) {
 
 // `cos_sin` [max_len, D], or null: queries and keys stay as they are.
 template <typename T, typename K>
-void rotate_and_store(const Step& step, void* qkv, const float* cos_sin, void* pool) {
+inline void rotate_and_store_row(const Step& step, T* row, const float* cos_sin, K* pool, int64_t token) {
     const int D = step.head_dim, kv_size = step.num_kv_heads * D;
-    const int64_t stride = (int64_t)step.num_heads * D + 2 * kv_size;
-    const int num_threads = threads_for(step.num_tokens * stride, step.num_threads);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t token = 0; token < step.num_tokens; token++) {
-        T* row = (T*)qkv + token * stride;
-        const int num_rotated = cos_sin ? step.num_heads + step.num_kv_heads : 0;
-        for (int head = 0; head < num_rotated; head++)
-            rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2);
-        const int64_t block = step.slots[token] / step.block_size, offset = step.slots[token] % step.block_size;
-        const T* key = row + (int64_t)step.num_heads * D;
-        for (int head = 0; head < step.num_kv_heads; head++) {
-            K* to = (K*)pool + block * step.block_stride + (head * step.block_size + offset) * D;
-            copy(key + head * D, D, to);
-            copy(key + kv_size + head * D, D, to + step.value_offset);
-        }
+    const int num_rotated = cos_sin ? step.num_heads + step.num_kv_heads : 0;
+    for (int head = 0; head < num_rotated; head++) rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2);
+    const int64_t block = step.slots[token] / step.block_size, offset = step.slots[token] % step.block_size;
+    const T* key = row + (int64_t)step.num_heads * D;
+    for (int head = 0; head < step.num_kv_heads; head++) {
+        K* to = pool + block * step.block_stride + (head * step.block_size + offset) * D;
+        copy(key + head * D, D, to);
+        copy(key + kv_size + head * D, D, to + step.value_offset);
     }
+}
+
+template <typename T, typename K>
+void rotate_and_store(const Step& of_step, void* qkv, const float* cos_sin, void* pool) {
+    const Step* step = &of_step;
+    const int64_t stride = (int64_t)(step->num_heads + 2 * step->num_kv_heads) * step->head_dim, rows = step->num_tokens;
+    const int num_threads = threads_for(rows * stride, step->num_threads);
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t token, uint8_t*) {
+        rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, (K*)pool, token);
+    });
 }
 
 inline Vec sigmoid_input(Vec x, bool is_gelu) {
@@ -108,26 +111,29 @@ inline Vec sigmoid_input(Vec x, bool is_gelu) {
     return is_gelu ? times(x + cube, splat(1.5957691216057308f)) : x;  // 2 * sqrt(2 / pi)
 }
 
+template <typename T>
+inline void gate_and_mul_row(const T* gate, int64_t size, T* to, bool is_gelu) {
+    const T* up = gate + size;
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+        const Vec x = load(gate + i), input = sigmoid_input(x, is_gelu);
+        store(to + i, times(x / (splat(1.0f) + exponential(splat(0.0f) - input)), load(up + i)));
+    }
+    for (; i < size; i++) {
+        float input[WIDTH];
+        const float x = widened(gate[i]);
+        store(input, sigmoid_input(splat(x), is_gelu));
+        narrow(to + i, x / (1.0f + exponential(-input[0])) * widened(up[i]));
+    }
+}
+
 // gate_up [rows, 2 * size] -> silu(gate) * up [rows, size]; or gelu by tanh, which is x * sigmoid(2 * u).
 template <typename T>
 void gate_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output, int is_gelu, int num_threads) {
     num_threads = threads_for(rows * size, num_threads);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *gate = (const T*)gate_up + row * 2 * size, *up = gate + size;
-        T* to = (T*)output + row * size;
-        int64_t i = 0;
-        for (; i + WIDTH <= size; i += WIDTH) {
-            const Vec x = load(gate + i), input = sigmoid_input(x, is_gelu);
-            store(to + i, times(x / (splat(1.0f) + exponential(splat(0.0f) - input)), load(up + i)));
-        }
-        for (; i < size; i++) {
-            float input[WIDTH];
-            const float x = widened(gate[i]);
-            store(input, sigmoid_input(splat(x), is_gelu));
-            narrow(to + i, x / (1.0f + exponential(-input[0])) * widened(up[i]));
-        }
-    }
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
+        gate_and_mul_row((const T*)gate_up + row * 2 * size, size, (T*)output + row * size, is_gelu);
+    });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ import torch
 
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.compiled_step import CompiledDevice, step_kernels
+from engine_worker.model.decode_programs import decode_programs
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation.dense_cpu import rows_are_independent
@@ -21,11 +22,11 @@ CHUNKS = (0, 1, 7, 40, 104, 150)
 class Engine:
     """A network of two layers and the KV of many sequences."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, **changed: object) -> None:
         shape = {
             "model_type": "qwen3", "vocab_size": 300, "hidden_size": 72, "intermediate_size": 100, "head_dim": 24,
             "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True,
-            "max_position_embeddings": LONGEST, "dtype": "bfloat16",
+            "max_position_embeddings": LONGEST, "dtype": "bfloat16", **changed,
         }  # fmt: skip
         spec = spec_from_json(shape, {"eos_token_id": 2})
         torch.manual_seed(0)
@@ -38,12 +39,15 @@ class Engine:
 
     def logits(self, *pieces: tuple[int, int, int]) -> torch.Tensor:
         """Return those of the last token of each piece (sequence, first token, end)."""
+        return self.model.forward(self.step(*pieces), self.device)
+
+    def step(self, *pieces: tuple[int, int, int]) -> ModelInput:
         owners = torch.cat([torch.full((end - first,), sequence) for sequence, first, end in pieces])
         positions = torch.cat([torch.arange(first, end) for _, first, end in pieces])
         lengths = torch.tensor([end - first for _, first, end in pieces])
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         blocks = self.tables[owners, positions // BLOCK_SIZE]
-        step = ModelInput(
+        return ModelInput(
             token_ids=self.tokens[owners, positions],
             positions=positions,
             slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
@@ -54,7 +58,6 @@ class Engine:
             max_query_len=int(lengths.max()),
             max_seq_len=max(end for _, _, end in pieces),
         )
-        return self.model.forward(step, self.device)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
@@ -85,6 +88,35 @@ def test_a_prompt_has_the_same_bits_in_any_chunks_and_decoded(engine: Engine) ->
         in_chunks = engine.logits((1, 0, 50), (0, first, end))[1:]
     assert torch.equal(in_chunks, whole)
     assert torch.equal(engine.logits((0, CHUNKS[-1] - 1, CHUNKS[-1])), whole)
+
+
+def test_a_program_of_a_decode_has_the_bits_of_its_operators(engine: Engine) -> None:
+    programs = decode_programs(engine.model, engine.device)
+    assert programs is not None
+    if engine.model.dtype != torch.float32:  # its dense products begin with an operator of torch
+        with torch.inference_mode():
+            assert programs.logits_of(engine.step((0, 3, 4))) is None
+        return
+    engine.logits(*((sequence, 0, 40 + sequence) for sequence in range(NUM_SEQUENCES)))
+    for first, size in ((0, 1), (7, 3), (20, 1), (0, 32), (31, 3), (40, 17)):
+        pieces = [(sequence, 40 + sequence, 41 + sequence) for sequence in range(first, first + size)]
+        logits = programs.logits_of(engine.step(*pieces))
+        assert logits is not None
+        assert torch.equal(logits, engine.logits(*pieces))
+    assert programs.logits_of(engine.step((0, 0, 9))) is None
+    assert programs.logits_of(engine.step(*((sequence, 3, 4) for sequence in range(33)))) is None
+
+
+def test_a_network_of_other_operators_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(torch.float32, model_type="granite", residual_multiplier=0.5, attention_multiplier=0.1)
+    programs = decode_programs(engine.model, engine.device)
+    if programs is None:
+        pytest.skip("no C++ kernels")
+    with caplog.at_level("INFO", "worker"):
+        assert programs.logits_of(engine.step((0, 3, 4))) is None
+    assert "aten.mul_" in caplog.text
+    assert programs.logits_of(engine.step((0, 3, 4))) is None
+    assert engine.logits((0, 3, 4)).isfinite().all()
 
 
 def test_rows_that_depend_on_their_number_are_found() -> None:

@@ -28,6 +28,7 @@ def emulated(source: str, directory: Path) -> ctypes.CDLL:
         header,
         "-shared",
         str(build.SOURCES / source),
+        str(build.SOURCES / "program.cpp"),
         "-o",
         str(library),
     ]

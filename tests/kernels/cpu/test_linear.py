@@ -5,10 +5,7 @@ AVX-512's runs on any machine: its source is compiled against SIMDe, which says 
 
 import ctypes
 import math
-import shlex
-import subprocess
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,29 +16,19 @@ from torch import Tensor
 from kernels.cpu import build, linear
 from kernels.cpu.library import InstructionSet
 from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
+from tests.kernels.cpu.emulation import emulated as emulated_functions
 
 try:
     linear.linear_products()
 except build.NoLibrary as error:
     pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
 
-EMULATED = "AVX-512 by SIMDe"
-SIMDE = Path("/usr/include/simde/x86/avx512.h")
 Product = linear.Product
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Product:
-    if not SIMDE.is_file():
-        pytest.skip("no SIMDe to emulate AVX-512 with: apt-get install libsimde-dev")
-    library = tmp_path_factory.mktemp("simde") / "library.so"
-    header = Path(__file__).with_name("simde_avx512.h")
-    source = build.SOURCES / "linear_avx512.cpp"
-    flags = [*(flag for flag in build.FLAGS if not flag.startswith(("-O", "-W"))), *build.AVX2, "-O1"]
-    command = [*build.compiler(), *flags, "-include", str(header), "-shared", str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[:2000]}"
-    function = ctypes.CDLL(str(library)).pagestream_linear_avx512
+    function = emulated_functions("linear_avx512.cpp", tmp_path_factory.mktemp("simde")).pagestream_linear_avx512
     function.argtypes = linear.plain_product().argtypes
     return function
 

@@ -1,0 +1,94 @@
+"""Decode steps on a CPU as programs: all kernels of the network recorded once for a number of rows, then run as one.
+
+    programs = decode_programs(model, device)    None where there is nothing to record
+    programs.logits_of(model_input)              None: run it operator by operator
+
+At one row the operators of a step are shorter than what wakes a thread for each of them, and than the Python around
+them. As CUDA graphs (execution/cuda_graphs.py), but of the exact number of rows, and recorded when it is first met.
+
+It stands between the replica and the network. It knows no sequence, no family and no sampling.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from engine_worker.model.compiled_step import CompiledDevice
+from engine_worker.model.devices import Device
+from engine_worker.model.model_input import ModelInput
+from engine_worker.model.network import Network
+from engine_worker.model.served_model import ServedModel
+from kernels.cpu.library import cpu_library
+from kernels.cpu.program import Buffers, NotRecordable, recording
+
+logger = logging.getLogger("worker")
+
+# More rows take long enough for their operators to be called one by one.
+MOST_ROWS = 32
+
+
+def decode_programs(model: ServedModel, device: Device) -> "DecodePrograms | None":
+    if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice):
+        return DecodePrograms(model, device)
+    return None
+
+
+class DecodePrograms:
+    def __init__(self, network: Network, device: CompiledDevice) -> None:
+        self._network, self._device = network, device
+        self._by_rows: dict[int, _DecodeProgram] = {}
+        self._buffers = Buffers()
+        self._logits: Tensor | None = None  # [MOST_ROWS, V], of all programs
+        self._is_recordable = True
+
+    def logits_of(self, model_input: ModelInput) -> Tensor | None:
+        """[T, V] float32, overwritten by the next call; None where a step is none of one token a sequence."""
+        num_rows = len(model_input.token_ids)
+        if not self._is_recordable or num_rows > MOST_ROWS or not _only_decodes(model_input):
+            return None
+        if num_rows not in self._by_rows:
+            try:
+                self._by_rows[num_rows] = self._recorded(model_input)
+            except NotRecordable as error:
+                self._is_recordable = False
+                logger.info("decode steps run operator by operator: %s", error)
+                return None
+        return self._by_rows[num_rows].run(model_input)
+
+    def _recorded(self, model_input: ModelInput) -> "_DecodeProgram":
+        if self._logits is None:
+            self._logits = torch.empty(MOST_ROWS, self._network.spec.vocab_size)
+        return _DecodeProgram(self._network, self._device, model_input, self._buffers, self._logits)
+
+
+class _DecodeProgram:
+    def __init__(
+        self, network: Network, device: CompiledDevice, model_input: ModelInput, buffers: Buffers, logits: Tensor
+    ) -> None:
+        """Raises NotRecordable."""
+        num_rows = len(model_input.token_ids)
+        size, dtype = (num_rows, network.spec.hidden_size), network.dtype
+        self._network, self._logits = network, logits[:num_rows]
+        self._hidden, self._residual = buffers.take(size, dtype), buffers.take(size, dtype)
+        self._step = device.begin_step(model_input)
+        with recording(cpu_library(), buffers) as recorded:
+            hidden, residual = network.through_layers(self._step, self._hidden, self._residual)
+            network.multiplied_by_head(self._step, hidden, residual, self._logits)
+        self._program = recorded.program
+
+    def run(self, model_input: ModelInput) -> Tensor:
+        self._step.follow(model_input)
+        self._hidden.zero_()
+        self._residual.copy_(self._network.embed(model_input.token_ids))
+        self._program.run()
+        return self._network.scaled_logits(self._logits)
+
+
+def _only_decodes(model_input: ModelInput) -> bool:
+    """Whether every sequence has one token, whose logits are wanted in the same order."""
+    return (
+        model_input.max_query_len == 1
+        and len(model_input.seq_lens) == len(model_input.token_ids) == len(model_input.logits_indices)
+        and model_input.logits_indices.tolist() == list(range(len(model_input.logits_indices)))
+    )
