@@ -10,8 +10,11 @@ KVSpan is the one rule of it: for the table of a running sequence, for a prefix 
 room for. Block ids and tokens are not known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +48,26 @@ class KVSpan:
         seen, new = (-(-(count - 1) // self.block_size) for count in (self.window, self.max_new_tokens))
         return min(num_blocks, seen + new + 1)
 
-    def longest_hit(self, limit: int, find: Callable[[int], int | None], start: int = 0) -> tuple[int, list[int]]:
-        """The longest prefix of at most `limit` full blocks that can be had: its first block to have, and their ids.
+    def longest_hit(
+        self, keys: Sequence[Key], find: Callable[[Key], int | None], start: int = 0
+    ) -> tuple[int, list[int]]:
+        """The longest prefix of the full blocks `keys` that can be had: its first block to have, and their ids.
 
         `find` gives the id of a block that is here. Without a window all of a prefix must be; with one, what the token
         behind it sees, and prefixes up to `start` are not looked for. No block is asked for twice.
         """
         if not self.window:
             block_ids = []
-            for index in range(limit):
-                if (block_id := find(index)) is None:
+            for key in keys:
+                if (block_id := find(key)) is None:
                     break
                 block_ids.append(block_id)
             return 0, block_ids
-        end = limit
+        end = len(keys)
         while end > start:
             first, block_ids = self.first_block(end * self.block_size), []
             for index in range(end - 1, first - 1, -1):
-                if (block_id := find(index)) is None:
+                if (block_id := find(keys[index])) is None:
                     end = index
                     break
                 block_ids.append(block_id)

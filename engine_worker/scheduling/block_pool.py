@@ -49,6 +49,8 @@ class BlockPool:
         self._free_block_ids = list(range(num_blocks - 1, PADDING_BLOCK_ID, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # block ids, least recently used first
         self._by_hash: dict[bytes, int] = {}  # published blocks, active or cached
+        # The block with this content, if there is one. Asked for each block of a prompt: without a call between.
+        self.find: Callable[[bytes], int | None] = self._by_hash.get
         self._num_references = 0
         self._held: set[int] = set()
         self._on_evict = on_evict
@@ -96,9 +98,9 @@ class BlockPool:
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One reference more for each of these active or cached blocks: another block table holds them now."""
-        now = self._durations.clock()
+        now, blocks = self._durations.clock(), self._blocks
         for block_id in block_ids:
-            block = self._blocks[block_id]
+            block = blocks[block_id]
             if block.ref_count == 0 and block_id not in self._held:
                 assert block_id in self._cached, f"block {block_id} is neither active nor cached"
                 del self._cached[block_id]
@@ -127,18 +129,16 @@ class BlockPool:
         self._by_hash[block_hash] = block_id
         return True
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, active or cached."""
-        return self._by_hash.get(block_hash)
-
-    def hash_of(self, block_id: int) -> bytes | None:
-        return self._blocks[block_id].block_hash
+    def published(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of them that find() gives."""
+        blocks = self._blocks
+        return [block_id for block_id in block_ids if blocks[block_id].block_hash is not None]
 
     def free(self, block_ids: Iterable[int]) -> None:
         """One reference less for each; a block without references is cached if it is published, and free if not."""
-        now = self._durations.clock()
+        now, blocks = self._durations.clock(), self._blocks
         for block_id in block_ids:
-            block = self._blocks[block_id]
+            block = blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
             block.ref_count -= 1
             self._num_references -= 1

@@ -27,15 +27,14 @@ class BlockTables:
     def __init__(self, pool: BlockPool, span: KVSpan) -> None:
         self.copies: list[BlockCopy] = []
         self._pool = pool
+        self._is_shared = pool.is_shared
         self._span = span
         self._block_size = span.block_size
         self._advanced: list[Sequence] = []  # with a window, since release_behind()
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that `sequence` needs to compute all its tokens: beyond its table, and to replace shared ones."""
-        kv = sequence.kv
-        num_blocks = self._span.num_blocks(kv.num_computed_tokens, sequence.num_tokens)
-        return num_blocks - len(kv.block_table) + len(self._to_replace(sequence))
+        return self._num_lacking(sequence) + len(self._to_replace(sequence))
 
     def needs_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` has missing blocks. Of one that decodes, it looks at its last block."""
@@ -43,11 +42,10 @@ class BlockTables:
         table = kv.block_table
         if num_tokens > len(table) * self._block_size:
             return True
-        is_shared = self._pool.is_shared
-        for block_id in table[kv.num_computed_tokens // self._block_size :]:  # noqa: SIM110 - any() takes twice as long
-            if is_shared(block_id):
-                return True
-        return False
+        first = kv.num_computed_tokens // self._block_size
+        if first == len(table) - 1:  # of most sequences in most steps
+            return self._is_shared(table[first])
+        return any(map(self._is_shared, table[first:]))
 
     def can_allocate(self, *sequences: Sequence) -> bool:
         """Whether all blocks that these miss together are available.
@@ -65,7 +63,7 @@ class BlockTables:
     def allocate(self, sequence: Sequence) -> None:
         """Complete the block table and make its end writable; the caller has asked can_allocate."""
         self._replace_shared(sequence)
-        sequence.kv.block_table += self._pool.allocate(self.missing(sequence))
+        sequence.kv.block_table += self._pool.allocate(self._num_lacking(sequence))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """`child` begins with `num_tokens` of the computed tokens of `parent`, and shares their blocks.
@@ -142,4 +140,10 @@ class BlockTables:
         """Indices of shared blocks in the part of the table that is not computed yet."""
         table = sequence.kv.block_table
         first = sequence.kv.num_computed_tokens // self._block_size
-        return [index for index in range(first, len(table)) if self._pool.is_shared(table[index])]
+        is_shared = self._is_shared
+        return [index for index in range(first, len(table)) if is_shared(table[index])]
+
+    def _num_lacking(self, sequence: Sequence) -> int:
+        """Blocks that its table lacks at its end."""
+        kv = sequence.kv
+        return self._span.num_blocks(kv.num_computed_tokens, sequence.num_tokens) - len(kv.block_table)

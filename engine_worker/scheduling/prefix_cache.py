@@ -101,8 +101,7 @@ class PrefixCache:
         limit = self.num_reusable_tokens(sequence)
         num_blocks = limit // self._block_size
         extend_block_hashes(sequence, num_blocks, self._block_size)
-        hashes, find = sequence.kv.block_hashes, self._pool.find
-        num_behind, block_ids = self._span.longest_hit(num_blocks, lambda index: find(hashes[index]))
+        num_behind, block_ids = self._span.longest_hit(sequence.kv.block_hashes[:num_blocks], self._pool.find)
         return self._with_copy(sequence, PrefixMatch(block_ids, num_behind=num_behind), limit, step)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
@@ -116,15 +115,18 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence, num_computed_tokens: int, step: int) -> None:
         """The blocks of `sequence` that `step` completes, as far as their tokens are known."""
-        num_full = min(num_computed_tokens, sequence.num_known_tokens) // self._block_size
-        if num_full <= sequence.kv.num_published_blocks:
+        kv, block_size = sequence.kv, self._block_size
+        num_full = min(num_computed_tokens, sequence.num_known_tokens) // block_size
+        first = kv.num_published_blocks
+        if num_full <= first:
             return
-        extend_block_hashes(sequence, num_full, self._block_size)
-        for index in range(sequence.kv.num_published_blocks, num_full):
-            start = index * self._block_size
-            packed = pack_token_ids(sequence.token_ids(start, start + self._block_size))
-            self._publish(sequence, index, sequence.kv.block_hashes[index], packed, step)
-        sequence.kv.num_published_blocks = num_full
+        extend_block_hashes(sequence, num_full, block_size)
+        packed = pack_token_ids(sequence.token_ids(first * block_size, num_full * block_size))
+        size = block_size * _TOKEN_BYTES
+        for index in range(first, num_full):
+            start = (index - first) * size
+            self._publish(sequence, index, kv.block_hashes[index], packed[start : start + size], step)
+        kv.num_published_blocks = num_full
 
     def publish_end(self, sequence: Sequence, step: int) -> None:
         """`sequence` gives up its blocks: what it has computed up to `step`, the partly filled last block too."""
@@ -139,7 +141,7 @@ class PrefixCache:
 
     def want(self, block_ids: Iterable[int]) -> None:
         """These blocks, as far as they are published, are used by one sequence more, or will be."""
-        self._wanted.update(block_id for block_id in block_ids if self._pool.hash_of(block_id) is not None)
+        self._wanted.update(self._pool.published(block_ids))
 
     def forget(self, block_id: int) -> tuple[bool, bool]:
         """The pool gives the block to somebody else; whether it was a full one, and whether it was wanted."""
@@ -152,8 +154,9 @@ class PrefixCache:
         return is_full, is_wanted
 
     def _publish(self, sequence: Sequence, index: int, block_hash: bytes, packed: bytes, step: int) -> bool:
-        block_id = sequence.kv.block_table[index]
-        if index < sequence.kv.num_released_blocks or not self._pool.publish(block_id, block_hash):
+        kv = sequence.kv
+        block_id = kv.block_table[index]
+        if index < kv.num_released_blocks or not self._pool.publish(block_id, block_hash):
             return False
         parent = parent_hash(sequence, index)
         if (older := self._children.get(parent)) is not None:

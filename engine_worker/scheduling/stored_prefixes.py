@@ -61,7 +61,7 @@ class StoredPrefixes:
             return match.block_ids[index - match.num_behind] if index >= match.num_behind else None
 
         limit = self._cache.num_reusable_tokens(sequence) // self._block_size
-        first, ids = self._span.longest_hit(limit, find, num_here)
+        first, ids = self._span.longest_hit(range(limit), find, num_here)
         if first + len(ids) <= num_here:
             return PrefixMatch(match.block_ids, num_behind=match.num_behind)
         num_shared = max(0, num_here - first)

@@ -154,7 +154,7 @@ def test_the_longest_hit_is_that_of_trying_every_length(window: int, lost: set[i
     for start in range(3) if window else [0]:
         asked.clear()
         ends = [end for end in range(start + 1, 11) if not lost & set(range(span.first_block(end * 4), end))]
-        first, block_ids = span.longest_hit(10, find, start)
+        first, block_ids = span.longest_hit(range(10), find, start)
         end = max(ends, default=start)
         assert (first, block_ids) == (first, [100 + index for index in range(first, end)])
         assert first == (span.first_block(end * 4) if ends else start)
