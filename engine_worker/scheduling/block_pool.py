@@ -130,7 +130,7 @@ class BlockPool:
         return True
 
     def published(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of them that find() gives."""
+        """The blocks of these whose content find() gives."""
         blocks = self._blocks
         return [block_id for block_id in block_ids if blocks[block_id].block_hash is not None]
 
