@@ -354,8 +354,7 @@ class Scheduler:
         return SequenceUpdate(sequence, error=error)
 
     def _update(self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None) -> SequenceUpdate:
-        request_id = sequence.request_id
-        group = self._running.get(request_id) or self._policy.get(request_id)  # for each token: _group() is a call more
+        group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # mostly without a call
         assert group is not None
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
         sequence.output_token_ids.append(token_id)
