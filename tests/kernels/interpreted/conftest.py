@@ -1,11 +1,14 @@
 """Outputs start poisoned: every tensor that a launcher allocates is NaN, so that an element nobody writes is seen.
 
-The interpreter's language is patched once a launch, not once a call of a function within it.
+The interpreter's language is patched once a launch, not once a call of a function within it, and a shape is described
+once: these two were more than half of the time of these tests, and no element of a tensor depends on them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton import language as tl
@@ -34,6 +37,46 @@ def language_patched_once_a_launch() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shapes_described_once() -> Iterator[None]:
+    """Triton 3.6 builds the tuple of constants, and of their types, that is a shape anew for each result of each
+    operation (1.1 million of them in test_paged_attention), and a table of all types whenever it wants numpy's for one.
+    """
+    describe_type, look_up = tl.block_type.__init__, interpreter._get_np_dtype
+    numpy_types: dict[str, np.dtype[Any]] = {}
+
+    @cache
+    def described(dims: tuple[int, ...]) -> tl.block_type:
+        described = object.__new__(tl.block_type)
+        describe_type(described, tl.float32, list(dims))
+        return described
+
+    @cache
+    def constants(dims: tuple[int, ...]) -> tl.tuple:
+        return tl.tuple([tl.constexpr(size) for size in dims])
+
+    def init_type(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+        like = described(tuple(tl.core._unwrap_if_constexpr(size) for size in shape))
+        self.element_ty, self.shape, self.numel = element_ty, like.shape, like.numel
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    def init_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape = constants(tuple(type.shape.values) if type.is_block() else ())
+        self.numel = tl.constexpr(type.numel if type.is_block() else 1)
+
+    def numpy_type(type: tl.dtype) -> np.dtype[Any]:
+        if type.scalar.name not in numpy_types:
+            numpy_types[type.scalar.name] = look_up(type.scalar)
+        return numpy_types[type.scalar.name]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tl.block_type, "__init__", init_type)
+        monkeypatch.setattr(tl.tensor, "__init__", init_tensor)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
         yield
 
 
