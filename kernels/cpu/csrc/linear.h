@@ -32,7 +32,8 @@ constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while
 constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
 
 struct Rows {  // quantised
-    int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE times the first byte and the second
+    int8_t* quants;      // [rows][groups][2][GROUP]: a quant is BASE times the first byte and the second; or whole in
+                         // 16 bits, of each four the first, third, second and fourth
     float* scales;       // [rows][groups]
     int32_t* sums;       // of a group's quants
     float* scaled_sums;  // scales * sums
@@ -70,10 +71,21 @@ inline __m256i bytes_of(const __m256i (&integers)[4]) {
     return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
 }
 
-// Quants from -MOST to MOST, as two bytes from -127 to 127, and the scale that makes them the group again. A group that holds NaN or an infinity has the
-// scale NaN, so its row's outputs are NaN and no other row's; one too small for a scale is zeros.
+inline void store_whole(const __m256i (&integers)[4], int8_t* quants) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                           0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    for (int half = 0; half < 2; half++) {
+        const __m256i packed = _mm256_packs_epi32(integers[2 * half], integers[2 * half + 1]);  // works on each half
+        const __m256i words = _mm256_permute4x64_epi64(packed, 0xd8);
+        _mm256_storeu_si256((__m256i*)(quants + half * GROUP), _mm256_shuffle_epi8(words, order));
+    }
+}
+
+// Quants from -MOST to MOST, as two bytes from -127 to 127 or whole, and the scale that makes them the group again. A
+// group that holds NaN or an infinity has the scale NaN, so its row's outputs are NaN and no other row's; one too small
+// for a scale is zeros.
 template <class Element>
-void quantise_group(const Element* from, int64_t count, int8_t* quants, float* scale, int32_t* sum) {
+void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* quants, float* scale, int32_t* sum) {
     __m256 values[4];
     __m256i bits = _mm256_setzero_si256();  // the largest magnitude: of floats in the order of their bits, NaN last
     for (int part = 0; part < 4; part++) {
@@ -88,9 +100,9 @@ void quantise_group(const Element* from, int64_t count, int8_t* quants, float* s
     const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
     const float factor = is_finite && !is_zero ? MOST / most : 0.0f;
     *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / MOST;
-    __m256i upper[4], lower[4], sums = _mm256_setzero_si256();
+    __m256i integers[4], upper[4], lower[4], sums = _mm256_setzero_si256();
     for (int part = 0; part < 4; part++) {
-        const __m256i whole = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
+        const __m256i whole = integers[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
                                         : _mm256_setzero_si256();
         // BASE is odd, so no quotient lies between two integers, and 1 / BASE may be rounded.
         upper[part] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_set1_ps(1.0f / BASE)));
@@ -98,16 +110,17 @@ void quantise_group(const Element* from, int64_t count, int8_t* quants, float* s
         sums = _mm256_add_epi32(sums, whole);
     }
     *sum = total(sums);
+    if (is_whole) return store_whole(integers, quants);
     _mm256_storeu_si256((__m256i*)quants, bytes_of(upper));
     _mm256_storeu_si256((__m256i*)(quants + GROUP), bytes_of(lower));
 }
 
 template <class Element>
-void quantise_row(const Element* from, int64_t inputs, const Rows& rows, int64_t row) {
+void quantise_row(const Element* from, int64_t inputs, bool is_whole, const Rows& rows, int64_t row) {
     for (int64_t group = 0; group < rows.groups; group++) {
         const int64_t at = row * rows.groups + group;
-        quantise_group(from + group * GROUP, inputs - group * GROUP, rows.quants + at * 2 * GROUP, rows.scales + at,
-                       rows.sums + at);
+        quantise_group(from + group * GROUP, inputs - group * GROUP, is_whole, rows.quants + at * 2 * GROUP,
+                       rows.scales + at, rows.sums + at);
         rows.scaled_sums[at] = rows.scales[at] * (float)rows.sums[at];
     }
 }
@@ -172,17 +185,17 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
         for (int64_t group = 0; group < rows.groups; group++) {
             const int64_t of_block = block * rows.groups + group;
             const uint8_t* quants = weight.quants + of_block * BYTES + first * Set::LANES * 4;
-            typename Set::Integers exact[2 * ROWS][PARTS];  // of upper and lower bytes, which are like rows each
-            Set::template dot<FORMAT, 2 * ROWS, PARTS>(quants, rows.quants + (row * rows.groups + group) * 2 * GROUP,
-                                                       rows.groups * 2 * GROUP, exact);
+            typename Set::Integers exact[ROWS][PARTS];
+            Set::template dot<FORMAT, ROWS, PARTS>(quants, rows.quants + (row * rows.groups + group) * 2 * GROUP,
+                                                   rows.groups * 2 * GROUP, exact);
             for (int part = 0; part < PARTS; part++) {
                 const int64_t lane = of_block * OUTPUTS + (first + part) * Set::LANES;
                 const typename Set::Floats scale = Set::load(weight.scales + lane);
                 for (int r = 0; r < ROWS; r++) {
                     const int64_t at = (row + r) * rows.groups + group;
                     const typename Set::Floats factor = Set::multiply(scale, Set::all(rows.scales[at]));
-                    sum[r][part] = Set::multiply_add(
-                        Set::template without_zero<FORMAT>(Set::joined(exact[2 * r][part], exact[2 * r + 1][part]), rows.sums[at]), factor, sum[r][part]);
+                    const typename Set::Floats exact_float = Set::template without_zero<FORMAT>(exact[r][part], rows.sums[at]);
+                    sum[r][part] = Set::multiply_add(exact_float, factor, sum[r][part]);
                     if (FORMAT == INT4_MINIMUM)
                         sum[r][part] = Set::multiply_add(Set::load(weight.minima + lane), Set::all(rows.scaled_sums[at]),
                                                          sum[r][part]);
@@ -254,12 +267,13 @@ int linear(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x
     const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
     const int64_t blocks = (width + OUTPUTS - 1) / OUTPUTS, passes = (num_rows + ROWS_A_PASS - 1) / ROWS_A_PASS;
+    const bool is_whole = Set::has_whole_rows(weight.format);
     auto quantise = [=](int64_t row, uint8_t* shared) {
         const Rows rows = rows_in(shared, num_rows, groups);
         if (x_type == FLOAT32)
-            quantise_row((const float*)x + row * x_stride, inputs, rows, row);
+            quantise_row((const float*)x + row * x_stride, inputs, is_whole, rows, row);
         else
-            quantise_row((const uint16_t*)x + row * x_stride, inputs, rows, row);
+            quantise_row((const uint16_t*)x + row * x_stride, inputs, is_whole, rows, row);
     };
     auto multiply_block = [=](int64_t part, uint8_t* shared) {
         const int64_t row = part / blocks * ROWS_A_PASS, left = num_rows - row;

@@ -7,6 +7,7 @@ struct Avx2 {
     using Floats = __m256;
     using Integers = __m256i;
     static constexpr int LANES = 8, MOST_ROWS = 2;
+    static constexpr bool has_whole_rows(int format) { return format == INT8; }
     static constexpr int parts(int rows) { return rows == 1 ? 2 : 1; }  // as many sums as 16 registers have room for
 
     static Floats zero() { return _mm256_setzero_ps(); }
@@ -23,44 +24,70 @@ struct Avx2 {
         return _mm256_set1_epi32(quants);
     }
 
+    // Of sums of upper and of lower bytes, pairs in 16 bits.
     static Integers joined(Integers upper, Integers lower) {
-        return _mm256_add_epi32(_mm256_sub_epi32(_mm256_slli_epi32(upper, 8), upper), lower);
+        const Integers base = _mm256_set1_epi16(BASE), ones = _mm256_set1_epi16(1);
+        return _mm256_add_epi32(_mm256_madd_epi16(upper, base), _mm256_madd_epi16(lower, ones));
     }
 
-    template <int FORMAT, int ROWS, int PARTS>
-    static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+    // The compiler adds a chain as it stands: reordered, its products would wait in memory for their turn.
+    static void in_order(Integers& sum) { asm("" : "+x"(sum)); }
+
+    // Bytes are widened, for a pair of them times 16 bits fits 32: the row's quants are whole.
+    template <int ROWS, int PARTS>
+    static inline void dot_bytes(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++)
             for (int part = 0; part < PARTS; part++) sum[r][part] = _mm256_setzero_si256();
-        const Integers ones = _mm256_set1_epi16(1), half_bytes = _mm256_set1_epi8(15);
-        if (FORMAT == INT8) {
-            // The instruction multiplies unsigned by signed bytes and adds pairs in 16 bits, which saturate. Signs go
-            // to the row, whose quants are 127 at most: 2 * 128 * 127 = 32,512 is no overflow.
-            for (int quad = 0; quad < QUADS; quad++)
-                for (int part = 0; part < PARTS; part++) {
-                    const Integers weight = line(quants + quad * LINE + part * 32), magnitude = _mm256_abs_epi8(weight);
-                    for (int r = 0; r < ROWS; r++) {
-                        const Integers signed_row = _mm256_sign_epi8(four(row + r / 2 * stride + r % 2 * GROUP + quad * 4), weight);
-                        const Integers pairs = _mm256_maddubs_epi16(magnitude, signed_row);
-                        sum[r][part] = _mm256_add_epi32(sum[r][part], _mm256_madd_epi16(pairs, ones));
-                    }
+        for (int quad = 0; quad < QUADS; quad++)
+            for (int part = 0; part < PARTS; part++) {
+                const Integers weight = line(quants + quad * LINE + part * 32);
+                const Integers even = _mm256_srai_epi16(_mm256_slli_epi16(weight, 8), 8), odd = _mm256_srai_epi16(weight, 8);
+                for (int r = 0; r < ROWS; r++) {
+                    const int8_t* at = row + r * stride + quad * 8;
+                    sum[r][part] = _mm256_add_epi32(sum[r][part], _mm256_madd_epi16(even, four(at)));
+                    in_order(sum[r][part]);
+                    sum[r][part] = _mm256_add_epi32(sum[r][part], _mm256_madd_epi16(odd, four(at + 4)));
+                    in_order(sum[r][part]);
                 }
-            return;
-        }
-        // Pairs of half bytes: 8 * 2 * 15 * 127 = 30,480, so a whole group is added in 16 bits.
+            }
+    }
+
+    // Half bytes times bytes: 8 * 2 * 15 * 127 = 30,480, so a whole group is added in 16 bits.
+    template <int ROWS, int PARTS>
+    static inline void dot_half_bytes(
+        const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+        Integers upper[ROWS][PARTS], lower[ROWS][PARTS];
+        for (int r = 0; r < ROWS; r++)
+            for (int part = 0; part < PARTS; part++) upper[r][part] = lower[r][part] = _mm256_setzero_si256();
+        const Integers half_bytes = _mm256_set1_epi8(15);
         for (int quad = 0; quad < QUADS / 2; quad++)
             for (int part = 0; part < PARTS; part++) {
                 const Integers both = line(quants + quad * LINE + part * 32);
                 const Integers low = _mm256_and_si256(both, half_bytes);
                 const Integers high = _mm256_and_si256(_mm256_srli_epi16(both, 4), half_bytes);
                 for (int r = 0; r < ROWS; r++) {
-                    const int8_t* at = row + r / 2 * stride + r % 2 * GROUP + quad * 4;
-                    const Integers pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low, four(at)),
-                                                            _mm256_maddubs_epi16(high, four(at + GROUP / 2)));
-                    sum[r][part] = _mm256_add_epi16(sum[r][part], pairs);
+                    const int8_t* at = row + r * stride + quad * 4;
+                    add_products(upper[r][part], low, high, at);
+                    add_products(lower[r][part], low, high, at + GROUP);
                 }
             }
         for (int r = 0; r < ROWS; r++)
-            for (int part = 0; part < PARTS; part++) sum[r][part] = _mm256_madd_epi16(sum[r][part], ones);
+            for (int part = 0; part < PARTS; part++) sum[r][part] = joined(upper[r][part], lower[r][part]);
+    }
+
+    static void add_products(Integers& sum, Integers low, Integers high, const int8_t* at) {
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, four(at)));
+        in_order(sum);
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, four(at + GROUP / 2)));
+        in_order(sum);
+    }
+
+    template <int FORMAT, int ROWS, int PARTS>
+    static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+        if (FORMAT == INT8)
+            dot_bytes<ROWS, PARTS>(quants, row, stride, sum);
+        else
+            dot_half_bytes<ROWS, PARTS>(quants, row, stride, sum);
     }
 
     // The integer sum of a group as a float, `row_sum` times the format's zero less.

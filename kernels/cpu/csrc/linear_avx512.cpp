@@ -7,6 +7,7 @@ struct Avx512 {
     using Floats = __m512;
     using Integers = __m512i;
     static constexpr int LANES = 16, MOST_ROWS = 8;
+    static constexpr bool has_whole_rows(int) { return false; }
     static constexpr int parts(int) { return 1; }
 
     static Floats zero() { return _mm512_setzero_ps(); }
@@ -30,6 +31,13 @@ struct Avx512 {
     // dpbusd multiplies unsigned by signed bytes and adds four products in 32 bits: nothing saturates.
     template <int FORMAT, int ROWS, int PARTS>
     static inline void dot(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
+        Integers halves[2 * ROWS][PARTS];  // of upper and lower bytes, which are like rows each
+        dot_halves<FORMAT, 2 * ROWS, PARTS>(quants, row, stride, halves);
+        for (int r = 0; r < ROWS; r++) sum[r][0] = joined(halves[2 * r][0], halves[2 * r + 1][0]);
+    }
+
+    template <int FORMAT, int ROWS, int PARTS>
+    static inline void dot_halves(const uint8_t* quants, const int8_t* row, int64_t stride, Integers (&sum)[ROWS][PARTS]) {
         for (int r = 0; r < ROWS; r++) sum[r][0] = _mm512_setzero_si512();
         if (FORMAT == INT8) {
             // -128..127 become 0..255. A byte's sum has 128 times the byte's own too much, and once the two are joined
