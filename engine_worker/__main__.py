@@ -1,6 +1,7 @@
 """`python -m engine_worker`: settings -> ModelRunner -> Scheduler -> Engine -> WorkerService, wired here alone.
 
-torch is imported in the engine's thread, after the health routes and the first heartbeat: it takes seconds.
+torch is imported in the engine's thread, after the health routes and the first heartbeat: it takes seconds. It is the
+start of a worker, before any walk: it knows which parts there are, and nothing of what they do.
 """
 
 import asyncio

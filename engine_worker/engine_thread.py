@@ -5,7 +5,8 @@ go to the event loop as a Turn. It stores and publishes them while the next step
 Steps run ahead of it by MAX_STEPS_AHEAD at most: a store that is away stops the engine instead of filling memory.
 
 A step may return the events of an earlier one: an engine that schedules ahead only keeps has_work true meanwhile. Knows
-nothing of Redis or metrics.
+nothing of Redis or metrics. A token's way back goes through here between two steps, and a takeover asks here how much
+the engine wants.
 """
 
 import asyncio

@@ -4,7 +4,8 @@
     gate.drop(request_id)         it will not be passed on
 
 Without a grammar a request passes at once; one whose grammar cannot be compiled passes with the reason. Compiling ends
-by limits of its own (shared/grammars.py), so the thread is never stuck. Lives in the event loop. Knows no engine.
+by limits of its own (shared/grammars.py), so the thread is never stuck. Lives in the event loop. Knows no engine. A
+takeover, and every other request, passes here between its claim and the engine.
 """
 
 import asyncio

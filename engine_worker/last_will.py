@@ -6,7 +6,7 @@ counted, and no other reader could mistake a slow worker for a dead one. It says
 each life, the worker's id; an input without an id was of a worker that never served.
 
 A worker of several ranks has one: a supervisor requeues for its workers as soon, but not every group has one. It knows
-no request and no rank.
+no request and no rank. It is started with a worker, and its word is the first step of a takeover.
 """
 
 import asyncio

@@ -3,7 +3,8 @@
     --rendezvous-endpoint HOST:PORT --rank R --tensor-parallel-size N [--model DIRECTORY]
 
 It has no store and no HTTP; it loads what rank 0 was told to, carries out its messages, and ends when rank 0 does. A
-cluster starts all ranks of a group, and all anew when one has ended. It hears no SIGTERM: rank 0 drains for all.
+cluster starts all ranks of a group, and all anew when one has ended. It hears no SIGTERM: rank 0 drains for all. It
+knows no request and no sampling.
 """
 
 import argparse

@@ -5,7 +5,8 @@
     decode    until its end was stored
 
 Times of several machines are compared, so nothing decides by them. A request that changed its owner has a queue and a
-prefill with each. Knows neither Prometheus nor OpenTelemetry.
+prefill with each. Knows neither Prometheus nor OpenTelemetry. It stands beside a token's way back: the worker tells it
+when something was stored.
 """
 
 import time

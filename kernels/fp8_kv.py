@@ -4,7 +4,8 @@
     to_e4m3(x, scale)    x / scale, rounded to the nearest even, and beyond +-448 to +-448
 
 Numbers become smaller in the cache alone: whatever reads it computes in 16 bits or more, with sums in float32. Plain
-torch, for a CPU and for tests; the kernels have the same in Triton (rotary_embedding.py, attention/operands.py).
+torch, for a CPU and for tests; the kernels have the same in Triton (rotary_embedding.py, attention/operands.py). It is
+on a block's walk, where it is written and read by a layer. It knows no block and no layer.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ row's result does not depend on its neighbours, nor on T with tiles of as many h
 skinny_linear.py: a ring of steps filled by TMA, each program an even share of the tiles, weights asked for before the
 kernel before has ended. Where long rows have few tiles, two programs have half of K each, and the second to end adds
 the other's sums. Does not quantise (fp8_quantise.py does), nor know which tiles are fast (fp8_tiles.py does). Gluon has
-no interpreter.
+no interpreter. It is used in every step, for products of a network.
 """
 # Arguments of a launch are flat (ADR 0108).
 # Tuples in kernels have no star expressions.

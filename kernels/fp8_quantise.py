@@ -5,7 +5,8 @@
 
 A scale is the largest magnitude of what it scales / 448, the largest float8_e4m3fn; where all is 0 it is tiny, and the
 values are 0. Values are divided by it in float32 and rounded to nearest even, so none is beyond 448. A row's values
-depend on the row alone. Rows may be strided, columns are contiguous. Knows no product.
+depend on the row alone. Rows may be strided, columns are contiguous. Knows no product. It is used in every step, before
+a product of 8 bits.
 """
 
 from typing import Any

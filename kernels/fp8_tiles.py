@@ -4,8 +4,8 @@
     most_fp8_rows(shape, is_grouped)          up to how many rows there are tiles
 
 The rule was fitted to the products of two 8B models, whole and halved, at 1 to 256 rows, each in a graph of weights
-that exceed the L2 cache (bench/results/h200/fp8_linear.jsonl). Nothing is tuned while serving.
-It knows shapes, no weights.
+that exceed the L2 cache (bench/results/h200/fp8_linear.jsonl). Nothing is tuned while serving. It knows shapes, no
+weights. It is used in each step, for each weight, where nothing is captured.
 """
 
 from kernels.fp8_linear import MAX_ROWS, Fp8Tiles

@@ -6,7 +6,8 @@
         block_copies   [P, 2]     int32 or int64, on the pools' device: (source, destination) pairs
 
 Destinations are distinct and, inside one pool, none is also a source in the same call: the pairs run in any order. All
-layers, keys and values of a block at once; does not know layouts.
+layers, keys and values of a block at once; does not know layouts. It is on a block's walk, where it is copied before a
+step.
 """
 
 import triton

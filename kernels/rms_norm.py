@@ -5,9 +5,10 @@
     add_rms_norm_quantised(..., is_grouped)                                    -> (normed as Scaled, new_residual)
 
 normed = x / sqrt(mean(x^2) + eps) * weight in float32 with one rounding at the end, to the dtype of x. The sum x +
-residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may
-be strided, the last dimension is contiguous. Inputs are not modified. What is quantised is normed, in the dtype of x,
-as quantise_rows() or quantise_groups() would (fp8_quantise.py). Does not know what a layer is.
+residual is rounded to that dtype before it is normed, so add_rms_norm(x, r) equals rms_norm(x + r) exactly. Rows may be
+strided, the last dimension is contiguous. Inputs are not modified. What is quantised is normed, in the dtype of x, as
+quantise_rows() or quantise_groups() would (fp8_quantise.py). Does not know what a layer is. It is used twice a layer in
+every step.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

@@ -9,6 +9,7 @@ in the order of the ranks in float32, round to their type. From there on it is a
 who sums two ranks by other means and norms then has the same. As in all_reduce.py a buffer has two slots that take
 turns, what is counted is counted on the device, and launches are the same on all GPUs, in the same order; where a row
 lies depends neither on how many there are nor on how wide they are. It knows no process: peer_norm.py maps the memory.
+It is used in every step of a group of ranks, twice a layer.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

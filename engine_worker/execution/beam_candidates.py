@@ -1,7 +1,8 @@
 """Logits of one step -> the best continuations of each beam search in it, selected on the device.
 
 All beams of a request stand side by side in the batch. Their scores are sums of log-probabilities in fp32, as those of
-`transformers`; the candidates of a request come best first. Knows nothing of which of them go on.
+`transformers`; the candidates of a request come best first. Knows nothing of which of them go on. It is used in a step,
+behind the forward pass, where the sampler draws for all other rows.
 """
 
 import math

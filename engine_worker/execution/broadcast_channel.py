@@ -1,7 +1,8 @@
 """The step channel of a group that spans hosts: rank 0's messages, as broadcasts of a group of torch.distributed.
 
 It says what step_channel.py says of one host, over gloo: a number, a length and a CRC32, then the message. A rank whose
-peer has died gets an error with its next message. It knows no step; ranks meet in spanning_group.py.
+peer has died gets an error with its next message. It knows no step; ranks meet in spanning_group.py. It is used at a
+start and in every step of a group that spans hosts.
 """
 
 import time

@@ -1,4 +1,7 @@
-"""How the ranks of a worker are, as values for who tells of them. Made by its group; it knows no process."""
+"""How the ranks of a worker are, as values for who tells of them. Made by its group; it knows no process.
+
+It is used beside every walk: heartbeats, metrics and log lines tell of it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

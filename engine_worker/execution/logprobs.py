@@ -3,7 +3,7 @@ those of tokens that the request names.
 
 They are the log-softmax of the model's own logits: before bias, penalties, temperature and truncation, which is what
 OpenAI and vLLM report. Of equal ones the chosen token is listed first, then the one of the lower id. Knows nothing of
-how a token was chosen.
+how a token was chosen. It is used by the sampler on a token's way back, in steps where a row asks.
 """
 
 import math

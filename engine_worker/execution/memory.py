@@ -1,6 +1,7 @@
 """How much memory the device has and has left, measured. A container's limit counts as the machine's.
 
-Who else uses the device is not known, only how much.
+Who else uses the device is not known, only how much. It is used at a worker's start, where the KV pool is sized, and
+for its metrics. It knows no tensor.
 """
 
 from collections.abc import Mapping

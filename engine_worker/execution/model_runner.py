@@ -1,8 +1,9 @@
 """Carries out one ScheduledBatch: block moves, forward pass, sampling. The only code that drives a replica.
 
 submit() enqueues all of it; on CUDA nothing in it waits for the device, and collect() waits for the answer. A small
-batch runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing
-of the queue, of finishing, or of which sequence comes next.
+batch runs as a CUDA graph if one was captured for its size. Implements engine.BatchExecutor. Knows nothing of the
+queue, of finishing, or of which sequence comes next. It is in the middle of every step: a block's walk comes in by
+submit(), a token's way back begins at collect().
 """
 
 import time

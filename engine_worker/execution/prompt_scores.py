@@ -1,7 +1,8 @@
 """Log-probabilities of prompt tokens, each given the tokens before it, for the requests of a step that ask for them.
 
 The logits of a prompt would be its length times the vocabulary (8,192 x 128,256 floats are 4 GB), so they are computed
-and reduced ROWS_AT_ONCE at a time. Knows nothing of prompts in chunks: a step scores what it computes.
+and reduced ROWS_AT_ONCE at a time. Knows nothing of prompts in chunks: a step scores what it computes. It is used in a
+step, beside a token's way back: behind the forward pass that computes a prompt.
 """
 
 from collections.abc import Iterator

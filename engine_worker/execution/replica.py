@@ -5,7 +5,7 @@
 
 A rank has one; who drives it drives a group of them alike (StepReplica). It is driven by values alone, which may come
 from another process; it knows nothing of sequences, of the scheduler's batch or of sampling, but that sampled tokens
-are the next step's input.
+are the next step's input. A block's walk goes through here, where its moves and then its step reach the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """Whether all ranks of a group see one model: of several hosts each may have a directory of its own.
 
 It is asked at a start, before weights are read. It reads what says how weights are read (config.json, and modelopt's
-file beside it), and the names and sizes of weight files.
+file beside it), and the names and sizes of weight files. It knows no value of a weight.
 """
 
 import zlib

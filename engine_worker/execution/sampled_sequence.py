@@ -1,5 +1,7 @@
 """A sequence as the sampler sees it: how it wants to be sampled, and the tokens that it has. It is itself, by identity,
-as long as it runs. Knows nothing of blocks or of schedules."""
+as long as it runs. Knows nothing of blocks or of schedules. It is used in every step, between the scheduler's batch
+and the sampler.
+"""
 
 from typing import Protocol
 

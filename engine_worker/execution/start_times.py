@@ -3,7 +3,8 @@
     times = StartTimes(report)      to be handed on in place of `report`
     times.lines(runner.group)       "rank 0: torch 4.1 s, 2 ranks 1.0 s, weights 2.2 s, ...", and one of each follower
 
-It is used once, at a start, around load.py. It measures nothing itself but what is reported.
+It is used once, at a start, around load.py. It measures nothing itself but what is reported. It does not know what a
+phase does.
 """
 
 import time

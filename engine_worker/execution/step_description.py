@@ -2,7 +2,8 @@
 
 Arrays of int32 and block moves, no sequence, no tensor: every rank of a group makes the same input of it. S = sequences
 with tokens, T = their tokens, N = rows of T whose logits are wanted, B = blocks of the longest table. It is written by
-describe.py and read by the makers of a ModelInput; it knows neither.
+describe.py and read by the makers of a ModelInput; it knows neither. It is part of a block's walk: what the scheduler
+decided, on its way to the devices.
 """
 
 from dataclasses import dataclass

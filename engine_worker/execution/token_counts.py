@@ -1,7 +1,8 @@
 """How often each token that a penalty can touch is in a sequence's output, carried from step to step.
 
 Counting 2000 tokens anew takes as long as a decode step; here a step adds the token that is new. Sequences that leave
-the batch are forgotten and counted again when they come back. Knows nothing of logits.
+the batch are forgotten and counted again when they come back. Knows nothing of logits. It is used in a step, by the
+sampler, for rows with penalties.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,8 @@
     rules.word_ends(sequence, index, tokens_in_flight)  -> tokens that would complete a word at this index
 
 A word is found in the output alone, not across the prompt's end (as in vLLM), so what is forbidden follows from the
-output's tokens: nothing is lost with a preemption or a takeover. Knows nothing of scores.
+output's tokens: nothing is lost with a preemption or a takeover. Knows nothing of scores. It is used in a step, between
+the forward pass and the draw.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""config.json and generation_config.json from the metadata of a GGUF file. Knows nothing of tensors' data."""
+"""config.json and generation_config.json from the metadata of a GGUF file. Knows nothing of tensors' data.
+
+It is used once a file, by convert_gguf.py, before anything is served.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""A GGUF file, opened, with its metadata by key, and the one error of all readers here. Knows no key's meaning."""
+"""A GGUF file, opened, with its metadata by key, and the one error of all readers here. Knows no key's meaning.
+
+It is used once a file, by the readers beside it, before anything is served.
+"""
 
 import struct
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The tensors of a GGUF file as safetensors under their Hugging Face names, dequantised.
 
-Which tensors there are the ModelSpec says; how llama.cpp calls each of them the package `gguf` knows.
+Which tensors there are the ModelSpec says; how llama.cpp calls each of them the package `gguf` knows. It is used once a
+file, by convert_gguf.py, before anything is served; it does not know how a weight is used.
 """
 
 import json

@@ -1,6 +1,7 @@
 """The KV of one sequence: which blocks hold it, how far it is computed, and under which hashes others find it.
 
 All layers are one group, so there is one table; a second group would bring a second one. It knows no token and no pool.
+A block's walk fills it and gives it up.
 """
 
 from dataclasses import dataclass, field

@@ -7,7 +7,8 @@
               behind       first_block      num_blocks(7, 12) = 5
 
 KVSpan is the one rule of it: for the table of a running sequence, for a prefix that is found, and for what a worker has
-room for. Block ids and tokens are not known here.
+room for. It knows no block and no token by its id. A block's walk asks it how many blocks are wanted and which are
+given up.
 """
 
 from collections.abc import Callable, Sequence

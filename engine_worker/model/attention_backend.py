@@ -5,7 +5,7 @@
     plan.attend(query, layer, scale, rules)        once a layer; rows: of those tokens alone
 
 A device makes its backend once, when the KV pool is there; that of CUDA is told then whether rows must not depend on
-their batch. Knows no network and no family.
+their batch. Knows no network and no family. It is on a block's walk, where every layer writes and reads it.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,7 @@
 """Attention on a CPU by the C++ kernels, over the block table where the keys lie: the AttentionBackend of CompiledStep.
 
 compiled_step.py stores keys and values through its plan and attends. It knows no network, no sequence and no sampling.
+It is on a block's walk, where a layer writes and reads it on a CPU with the library.
 """
 
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Attention on CUDA: the kernels of kernels/attention, planned once a step for every window of the layers.
 
-cuda_step.py attends through it, captured or not. It knows no network, no sequence and no sampling.
+cuda_step.py attends through it, captured or not. It knows no network, no sequence and no sampling. It is on a block's
+walk, where a layer writes and reads it on a GPU.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Devices: which one a worker has, what it refuses, and the operators of one forward pass on it.
 
-CompiledStep, CpuStep and CudaStep are the implementations. Knows no network.
+CompiledStep, CpuStep and CudaStep are the implementations. Knows no network. It is used at a worker's start, and once a
+step, when the operators of the pass are made.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """Which code runs a model: a family of this repository, or transformers where it has none (`--model-impl`).
 
-Both are Blueprints; whoever loads one need not know which it is. transformers is imported when it is the one.
+Both are Blueprints; whoever loads one need not know which it is. transformers is imported when it is the one. It is
+used once, at a worker's start. It knows no tensors and no steps.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The scales of an fp8 KV cache that a checkpoint may have: one of keys and one of values a layer.
 
 compressed-tensors writes `self_attn.k_scale` and `v_scale`, modelopt `self_attn.k_proj.k_scale` and
-`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. A cache of 16 bits leaves them.
+`self_attn.v_proj.v_scale`, older files one `self_attn.kv_scale`. A cache of 16 bits leaves them. It is used once, at a
+worker's start, by the network of a cache in fp8. It knows no cache and no kernel.
 """
 
 import math

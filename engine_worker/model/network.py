@@ -6,7 +6,7 @@ Reads as the network. Where its norms stand, and what else differs between famil
 between devices is in CpuStep and CudaStep, chosen by the pool's device. A ServedModel: it has no state but its weights.
 
 It is the forward pass of every step. It knows what a network consists of by its spec, never which family it is, and
-nothing of sequences or sampling.
+nothing of sequences or sampling. It is on a block's walk, where every layer writes and reads it.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,8 @@
                     add_norm_quantised() for a product that takes it so
 
 So the sum, the addition and the norm are one launch where the ranks reach each other's memory (kernels/sum_norm.py),
-and what they are else: a sum, then the device's own norm. It knows no layer.
+and what they are else: a sum, then the device's own norm. It knows no layer. It is used in every step of a group of
+ranks, twice a layer.
 """
 
 from dataclasses import dataclass

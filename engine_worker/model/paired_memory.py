@@ -3,7 +3,8 @@
     PairedMemory(device)            the memory of this rank, and the other's
     peer_memory(device, size)       what sums for a group of `size`: that of a pair, torch's above its 2 MiB or for more
 
-Two H200s, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json. It knows no network and no NCCL.
+Two H200s, 8 KiB to 2 MiB in a graph: bench/results/h200/all_reduce_2.json. It knows no network and no NCCL. It is used
+in every step of a group of two, twice a layer at most.
 """
 
 import logging

@@ -4,6 +4,7 @@
     VocabParallelHead    logits of the rank's own tokens; rank 0 gets those of all
 
 A product that is split by outputs needs nothing: the next one takes what the rank has. Knows no layer and no backend.
+It is used in every step of a group of ranks.
 """
 
 from collections.abc import Callable

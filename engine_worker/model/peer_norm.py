@@ -2,7 +2,8 @@
 
     peer_norm(device, size)       of the default group; None where its GPUs share no memory
 
-The memory is its own: that of other sums has other slots. It knows no network and no NCCL.
+The memory is its own: that of other sums has other slots. It knows no network and no NCCL. It is used in every step of
+a group of ranks, twice a layer.
 """
 
 import logging

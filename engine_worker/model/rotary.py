@@ -5,7 +5,8 @@
 
 Where a family pairs other elements, or rotates a part of a head, the rows of the query and key weights are put into
 another order when they are loaded: scores are sums over elements, so the same order on both sides changes nothing. What
-is not rotated turns by no angle. So no kernel knows of partial, interleaved or absent rotation.
+is not rotated turns by no angle. So no kernel knows of partial, interleaved or absent rotation. It is used once, at a
+worker's start: the steps look into the table.
 """
 
 import math

@@ -1,7 +1,8 @@
 """The scales of fp8 weights as a checkpoint has them: whether they are factors. Read before torch is there.
 
 They are a thousandth of a checkpoint or less. Knows a safetensors file's layout, because numpy has no bfloat16: 8 bytes
-with the length of a header, the header in JSON with where each tensor lies, the tensors (version 1 of the format).
+with the length of a header, the header in JSON with where each tensor lies, the tensors (version 1 of the format). It
+is used by the checks before a worker's start.
 """
 
 import json

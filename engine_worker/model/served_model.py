@@ -3,7 +3,8 @@
     Blueprint     a model that can be served, known by its config.json alone
     ServedModel   the same with its weights; Network and TransformersNetwork are the two there are
 
-Knows no tensors' names, no files and no devices.
+Knows no tensors' names, no files and no devices. It is used in every step: replica.py calls the forward pass through
+it.
 """
 
 from collections.abc import Callable

@@ -4,7 +4,8 @@
     RopeSpec     which positions turn which pairs of a head's elements, and how fast
 
 A feature that a network does not have is a neutral value (no norm, a factor of 1), never a branch over families. Knows
-nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec.
+nothing of tensors, files or devices; the names of a checkpoint's tensors are in NamesSpec. It is made once, at a
+worker's start, and used by all that builds or sizes a network.
 """
 
 from collections.abc import Mapping

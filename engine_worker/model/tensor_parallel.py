@@ -6,7 +6,8 @@
 
 Every rank makes the same calls in the same order with the same shapes. On CUDA all but minimum() are enqueued on the
 current stream and may be captured in a graph: nothing in them waits for the device. It knows no network, and nothing of
-steps: what a step is, ranks are told elsewhere.
+steps: what a step is, ranks are told elsewhere. It is used at a start, where the ranks meet, and in every step, where
+their parts are added up.
 """
 
 import os

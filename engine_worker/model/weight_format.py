@@ -3,7 +3,8 @@
     WeightFormat   of a whole model: the scheme of each module, and those that stay in 16 bits
     Fp8Scheme      of some modules: weight = e4m3 * scale, with a scale for all of it, for each row or for each block
 
-Read from a checkpoint by quantisation_config/, or chosen by `--quantization`. Nothing here knows tensors or devices.
+Read from a checkpoint by quantisation_config/, or chosen by `--quantization`. Nothing here knows tensors or devices. It
+is used at a worker's start and by estimates.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Weights from a mapped file to CUDA memory, through two pinned buffers: one is filled while the other one is copied.
 
 A copy from memory that is not pinned goes through the driver's own small buffer, page after page and on one thread.
-Knows bytes only.
+Knows bytes only. It is used at a worker's start, while weights load.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Sources of weights: safetensors files of a model directory, random numbers of the right shape, or parts of either.
 
 A source hands out each tensor once, on its device and in its dtype, and checks name and shape. It does not know what
-the tensors mean.
+the tensors mean. It is used once, at a worker's start.
 """
 
 import math

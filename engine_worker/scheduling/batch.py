@@ -1,7 +1,8 @@
 """The scheduler's decision and the executor's answer: the seam between thinking and doing.
 
 `schedule()` returns a ScheduledBatch that names every token to compute and every block to copy; an executor carries it
-out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing here knows of tensors.
+out in this order: swap-out, swap-in, copies, forward pass, sampling. Nothing here knows of tensors. It is used in every
+step: a block's walk leaves the scheduler in a batch, a token's way back begins with its answer.
 """
 
 from dataclasses import dataclass, field

@@ -11,7 +11,8 @@ Keeps the `beam_width` most likely continuations and, apart from them, the best 
                  are `width`; False: judged by the best beam at its length now; "never": at the greatest length if
                  length_penalty favours long texts
 
-Knows nothing of blocks or sequences: a beam is its place in the list.
+Knows nothing of blocks or sequences: a beam is its place in the list. It is used where a token's way back is applied,
+for requests with beams.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 All others wait in the queue, where every worker, a cancel and a time-out find them. The first of the two steps is being
 computed while the claim is under way, so with less the second could find nothing. What a prompt costs is not known
-before it is claimed: it is guessed from those before, and counted as soon as it is here.
+before it is claimed: it is guessed from those before, and counted as soon as it is here. A takeover, and every other
+claim, asks here first. It knows counts, no request's content and no store.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """How long blocks stay in use, how long prefixes stay cached, and how long swaps take: counts by bucket.
 
 Kept here as plain numbers (0.1 us for each block that changes its state), so that no step feeds a Prometheus histogram
-block by block; whoever scrapes copies them. Knows nothing of pools, and no clock but the one passed in.
+block by block; whoever scrapes copies them. Knows nothing of pools, and no clock but the one passed in. It stands
+beside the walk of a block.
 """
 
 from bisect import bisect_left

@@ -1,7 +1,8 @@
 """Why blocks moved: each preemption, swap, eviction and copy as an event in a bounded ring, and as totals.
 
 An event says who gave or got blocks, why, how many blocks and tokens, and, once the executor has measured it, how long
-the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clocks are passed in.
+the transfer took. Read by GET /debug/kv/events. Knows nothing of pools; the clocks are passed in. It stands beside the
+walk of a block.
 """
 
 from collections import deque

@@ -1,4 +1,7 @@
-"""The bounds of a step, checked once. Knows no defaults: those are the worker's settings."""
+"""The bounds of a step, checked once. Knows no defaults: those are the worker's settings.
+
+It is used once, at a worker's start, by the scheduler.
+"""
 
 from dataclasses import dataclass
 

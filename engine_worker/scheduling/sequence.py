@@ -9,7 +9,7 @@ A sequence is never "in prefill" or "in decode": each step computes some tokens 
 samples the next one. Both counts move when a step is scheduled; the token itself comes when the step is applied, one
 step later if the engine runs ahead. A sequence preempted by recompute has num_computed_tokens = 0 again, one that is
 swapped keeps its count; they are otherwise unchanged. One whose prefix is in the cache starts with num_computed_tokens
-> 0.
+> 0. Every walk in the worker ends or begins at one. It knows no other sequence, no store and no device.
 """
 
 from dataclasses import dataclass, field

@@ -5,7 +5,8 @@
                 being computed), or all (forked)
 
 A group is admitted, preempted and ended as a whole. Its blocks are shared by reference from the fork on, and copied
-when they are written to. Most groups are of one sequence, which is never forked. Knows nothing of events or devices.
+when they are written to. Most groups are of one sequence, which is never forked. Knows nothing of events or devices. A
+takeover makes one of a claimed request; a block's walk admits, preempts and frees it.
 """
 
 from collections.abc import Iterable

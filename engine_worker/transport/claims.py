@@ -1,6 +1,7 @@
 """The requests that this worker incarnation has claimed and not yet finished.
 
-Shared by RequestStream, which adds, and TokenPublisher, which removes. Knows no Redis and decides nothing.
+Shared by RequestStream, which adds, and TokenPublisher, which removes. Knows no Redis and decides nothing. A takeover
+adds one, and a token's way back looks here for whose it is.
 """
 
 import asyncio

@@ -6,7 +6,8 @@ Each tick looks at one page of the queues, which hold every request that has not
 been ended (the gateway was only cut off, and its client waits) is accepted anew by its gateway; a kept one is queued
 again, as soon as a gateway attaches to it that held it before.
 
-Knows nothing of clients: while a gateway lives, letting go is its own business.
+Knows nothing of clients: while a gateway lives, letting go is its own business. It stands beside the takeover of a
+worker's requests: this is about the gateway's end.
 """
 
 import logging

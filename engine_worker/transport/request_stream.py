@@ -2,10 +2,11 @@
 
     queue entry --TAKE or XREADGROUP BLOCK--> backlog --CLAIM--> ClaimedRequest
 
-Reads are never repeated blindly: an entry whose reply was lost is in the worker's own pending list, which is read
-again after every failed read and every few seconds (a server may still deliver to a read that its client gave up). A
+Reads are never repeated blindly: an entry whose reply was lost is in the worker's own pending list, which is read again
+after every failed read and every few seconds (a server may still deliver to a read that its client gave up). A
 suspected crasher ("solo") is claimed only when nothing else runs, and nothing else is claimed while one waits or runs.
-Knows nothing of KV memory: the caller says how many requests it can take.
+Knows nothing of KV memory: the caller says how many requests it can take. It is the end of a chat's way in, and the
+claim of a takeover.
 """
 
 import asyncio

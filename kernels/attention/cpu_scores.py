@@ -5,7 +5,7 @@
 
 Which keys a query sees the mask says; what else changes its scores (a cap, sinks) ScoreRules say. A fused operator
 knows neither cap nor sink, so with them scores are written down, some query tokens at a time. Knows no block and no
-layer.
+layer. It serves cpu.py, once a layer in every step.
 """
 
 import torch

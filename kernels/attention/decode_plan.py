@@ -5,8 +5,7 @@
 A sequence with one new token is cut into splits of its keys, an item of the list each; items of a sequence follow one
 another. Where the cuts lie depends on the sequence's own length alone, so that neighbours in the batch cannot change
 its result. Keys behind a window are in no split. Launching never waits for the device: `max_seq_len` bounds the room,
-the list's length is on the device.
-Does not know queries, keys or layers.
+the list's length is on the device. Does not know queries, keys or layers. It is used once a step.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

@@ -4,9 +4,10 @@
                      max_seq_len, scale, value_scale, rules)
 
 One kernel serves decoding and prefill: a row's keys are cut at every multiple of SPLIT_TOKENS, and its splits are
-merged one after another. A few decoding sequences have their splits computed side by side and merged by a second
-kernel with the same operations; otherwise the program that computes them merges them. Neither how many rows a tile has
-nor who merges changes a bit, so it does not matter whether a token is decoded, prefilled, chunked, or computed again.
+merged one after another. A few decoding sequences have their splits computed side by side and merged by a second kernel
+with the same operations; otherwise the program that computes them merges them. Neither how many rows a tile has nor who
+merges changes a bit, so it does not matter whether a token is decoded, prefilled, chunked, or computed again. It does
+not know which batch a row is in.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

@@ -2,7 +2,7 @@
 
 e4m3 to float16 is exact and one instruction a pair, so queries and weights are float16 there too. Of a bfloat16 query
 that is exact between 6e-5 and 65504; beyond, it is 65504, below it loses bits that no score shows. A cache of the
-query's own type costs no instruction.
+query's own type costs no instruction. They are used once a tile of keys. They know no block and no mask.
 """
 
 import triton

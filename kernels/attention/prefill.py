@@ -4,10 +4,11 @@
                    value_scale, rules)
 
 A program has a tile of rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that share
-keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop, and what
-a window hides from some rows alone goes before, in a third. Tiles of keys lie at absolute positions, so that the order
-of a row's additions does not depend on how its prompt was chunked or on the rows of a tile. With SPLIT_TOKENS the
-softmax starts anew at each of its multiples and the results are merged in ascending order: invariant.py says what for.
+keys read them once. Whole tiles of keys that every row sees need no mask; the rest follows in a second loop, and what a
+window hides from some rows alone goes before, in a third. Tiles of keys lie at absolute positions, so that the order of
+a row's additions does not depend on how its prompt was chunked or on the rows of a tile. With SPLIT_TOKENS the softmax
+starts anew at each of its multiples and the results are merged in ascending order: invariant.py says what for. It knows
+neither layers nor why a row has rules.
 """
 # Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
 # ruff: noqa: PLR0913, PLR0917, PLR0915

@@ -4,12 +4,12 @@
                           value_scale, rules)
 
 A program has a tile of 128 rows, each a (token, query head) pair of one kv head, so that the GROUP query heads that
-share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles;
-two groups of four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so
-that the tensor cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a
-row's additions does not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can
-only be compiled. Of a window the tiles of keys behind it are no keys of the sequence: its table, its length and all
-positions begin at the first tile that a row sees.
+share keys read them once. One warp asks TMA for keys and values, block by block, into rings of tiles; two groups of
+four warps have 64 rows each, and start the scores of the next tile before the softmax of this one, so that the tensor
+cores do not wait for exponentials. Tiles of keys lie at absolute positions, so that the order of a row's additions does
+not depend on how its prompt was chunked. Gluon has no interpreter: without a GPU the kernel can only be compiled. Of a
+window the tiles of keys behind it are no keys of the sequence: its table, its length and all positions begin at the
+first tile that a row sees. It knows neither layers nor why a row has rules.
 """
 # Arguments of a launch are flat (ADR 0108), and a kernel is one function: see there.
 # ruff: noqa: PLR0913, PLR0917, PLR0915

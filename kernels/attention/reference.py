@@ -3,7 +3,8 @@
     attend_sequence(query, kv, block_table, seq_len, scale, rules) -> output [Q, Hq, D]
 
 With all of its scores at once, in float32 or in the type of the queries if that is wider. Of a sequence with a window
-no key behind every new token's is read, nor its entry of the block table. It serves paged_attention.py.
+no key behind every new token's is read, nor its entry of the block table. It serves paged_attention.py. It knows no
+batch and no layer.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """python -m kernels.cpu [--check] [--beside]: build the library unless it is there, and say in one line what serves.
 
 Exit status 0 with and without a library: torch's operators serve where there is none. --check only looks; --beside
-writes it beside the sources, for a clone or an image.
+writes it beside the sources, for a clone or an image. It knows no kernel by its name.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     gate_and_mul(library, gate_up)          what follows the first product of a gated MLP
 
 Weights that bfloat16 holds exactly are kept in it, so a model of a bfloat16 checkpoint that computes in float32 reads
-half the bytes. Knows no model.
+half the bytes. Knows no model. It is used in every step of a worker without a GPU.
 """
 
 from ctypes import c_int, c_int64, c_void_p

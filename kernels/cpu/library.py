@@ -3,7 +3,8 @@
     cpu_library()   -> CpuLibrary, or raises NoLibrary with the reason, every time the same
     address(tensor) -> what a kernel is called with
 
-Who calls it says in the log what it got: without the library torch's operators serve, slower. Knows no kernel.
+Who calls it says in the log what it got: without the library torch's operators serve, slower. Knows no kernel. It is
+used at a worker's start.
 """
 
 import ctypes

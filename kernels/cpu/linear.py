@@ -4,7 +4,7 @@
     PackedLinear       the same in the order of the instructions; called with rows
     linear_products()  the functions that this processor has, each compared with plain loops once
 
-Knows no model and no file format.
+Knows no model and no file format. It is used in every step of a worker without a GPU whose weights are stored so.
 """
 
 import ctypes

@@ -5,7 +5,8 @@
     recorded.program.run()        # in their order, on the memory that they were given
 
 An operator of torch inside a recording would read what is not computed yet, so it is refused: NotRecordable.
-Allocations come from Buffers, where what one call has read makes room for the next one. Knows no kernel.
+Allocations come from Buffers, where what one call has read makes room for the next one. It is used on a CPU, in
+a decoding step of a shape that was recorded before. Knows no kernel.
 """
 
 import ctypes

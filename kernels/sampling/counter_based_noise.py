@@ -4,7 +4,8 @@
     gumbel_noise(keys [R], stage, counters)  -> [R, C] float64, standard Gumbel
 
 The hash is SplitMix64's finaliser over 64-bit counters, in integers (int64) that wrap alike on every device; the Triton
-twin of these functions is in triton_kernels.py. Knows nothing of logits.
+twin of these functions is in triton_kernels.py. Knows nothing of logits. It is used at the first step of a token's way
+back.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """sample_tokens on CUDA: launches of triton_kernels.py. Nothing here waits for the device.
 
-One launch for a batch of greedy rows; else two, and one more if a row has min-p, top-k or top-p. Knows no reference.
+One launch for a batch of greedy rows; else two, and one more if a row has min-p, top-k or top-p. Knows no reference. It
+is the first step of a token's way back on a GPU.
 """
 
 from dataclasses import dataclass

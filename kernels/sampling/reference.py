@@ -1,4 +1,7 @@
-"""The reference of sampling.py, where the contract is; it serves CPU tensors. Also the types that both sides share."""
+"""The reference of sampling.py, where the contract is; it serves CPU tensors. Also the types that both sides share.
+
+It is the first step of a token's way back on a CPU. It knows no sequence and no request.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The headers of product files: each says what its file does not know, and where it stands in the walks.
 
-By words, so a header can only be held to name the two, not to be right. A file of the engine or the kernels is drawn
-and read by people.
+By words, so a header can only be held to name the two, not to be right.
 """
 
 import ast
@@ -11,11 +10,12 @@ import pytest
 
 from tests.docs.facts import ROOT
 
-FOLDERS = ("gateway", "pagestream", "shared")
+FOLDERS = ("engine_worker", "gateway", "kernels", "pagestream", "shared")
 _IGNORANCE = re.compile(r"\bknows?\b", re.IGNORECASE)
 # The steps of docs/architecture.md as headers name them, or that there is none.
 _PLACE = re.compile(
-    r"\bwalks?\b|\bway\b|\bbeside\b|takeover|\bstarts?\b|\bserves\b|\bused\b|\bruns? (it|once)\b|first phase",
+    r"\bwalks?\b|\bway\b|\bbeside\b|takeover|\bstarts?\b|\bserves\b|\bused\b|\bruns? (it|once)\b|first phase"
+    r"|\b(in|of) (a|each|every) step\b|behind the end|between two steps",
     re.IGNORECASE,
 )
 

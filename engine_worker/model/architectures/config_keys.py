@@ -1,4 +1,7 @@
-"""config.json's keys -> values, with the error that names the key. Shared by the families; knows none of them."""
+"""config.json's keys -> values, with the error that names the key. Shared by the families; knows none of them.
+
+It is used once, at a worker's start, and by estimates.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A family says where it differs: its layer, its names, its factors.
 
-The other files of this folder build on it. It knows config.json, and no tensors.
+The other files of this folder build on it. It knows config.json, and no tensors. It is used once, at a worker's start.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Ernie 4.5, dense: neighbouring elements of a head are rotated, and one flag gives biases to everything."""
+"""Ernie 4.5, dense: neighbouring elements of a head are rotated, and one flag gives biases to everything.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows, rope_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,7 +1,8 @@
 """Gemma 2 and 3: norms around every part, GELU in the gate, scaled embeddings, and windows in most layers.
 
 Gemma 2 caps scores and logits, and every other layer has a window. Gemma 3 norms queries and keys of each head instead;
-five of six layers have a window, and those turn positions by a base of their own.
+five of six layers have a window, and those turn positions by a base of their own. It is used once, at a worker's start:
+it makes a ModelSpec of config.json, of which network.py is built. It knows no tensors and no steps.
 """
 
 from engine_worker.model.architectures.config_keys import (

@@ -1,4 +1,7 @@
-"""The changes of llama.cpp's converter to a family's checkpoints. The package `gguf` knows its names of tensors."""
+"""The changes of llama.cpp's converter to a family's checkpoints. The package `gguf` knows its names of tensors.
+
+It is used when a GGUF file is converted, before anything is served.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,8 @@
-"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`."""
+"""Llama 2 and 3, SmolLM2, the many that call themselves `llama`.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec

@@ -1,4 +1,8 @@
-"""Mistral and Ministral: Llama's network; 7B v0.1 has a window in all layers, Ministral 8B in those that it names."""
+"""Mistral and Ministral: Llama's network; 7B v0.1 has a window in all layers, Ministral 8B in those that it names.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from engine_worker.model.architectures import llama
 from engine_worker.model.architectures.config_keys import Config, layer_types_of, windows_of

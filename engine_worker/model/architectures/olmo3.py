@@ -1,4 +1,8 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose positions are never stretched."""
+"""OLMo 3: OLMo 2 with a window in three of four layers, whose positions are never stretched.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,8 @@
-"""Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini ones rotate a part of a head, with longrope."""
+"""Phi-3, 3.5 and 4: fused tensors in the checkpoint; the mini ones rotate a part of a head, with longrope.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from engine_worker.model.architectures.config_keys import Config, layer_types_of, refuse_unsupported, windows_of
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows

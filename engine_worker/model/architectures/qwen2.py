@@ -1,4 +1,8 @@
-"""Qwen2 and 2.5, Coder and Math: queries, keys and values have a bias."""
+"""Qwen2 and 2.5, Coder and Math: queries, keys and values have a bias.
+
+It is used once, at a worker's start: it makes a ModelSpec of config.json, of which network.py is built. It knows no
+tensors and no steps.
+"""
 
 from engine_worker.model.architectures.config_keys import (
     Config,

@@ -1,4 +1,7 @@
-"""Ways of storing weights: a file each, with one LinearMethod a device. Imported when a model is stored so."""
+"""Ways of storing weights: a file each, with one LinearMethod a device. Imported when a model is stored so.
+
+It is used at a worker's start; it knows the ways by their names alone.
+"""
 
 from torch import Tensor
 

@@ -3,7 +3,7 @@
     CPU     dense_cpu.py
     CUDA    dense_cuda.py
 
-Knows no layer and no network.
+Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
 """
 
 from collections.abc import Callable

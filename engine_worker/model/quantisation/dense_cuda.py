@@ -1,6 +1,6 @@
 """Dense products on CUDA: skinny_linear where its rule has tiles, by shape and rows alone, else the library's.
 
-Knows no layer and no network.
+Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """fp8 as numbers: fp8 weights made into 16 or 32 bits while they load.
 
 The reference of every fp8 product: weight = e4m3 * scale in float32, then rounded once. Knows no layer and no device.
+It is used at a worker's start, where the device does not multiply fp8, and as what tests compare with.
 """
 
 from collections.abc import Collection, Sequence

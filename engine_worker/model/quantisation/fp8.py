@@ -4,7 +4,7 @@ kind once it is loaded; or 16 bits that are quantised while they load.
     CUDA    fp8_cuda.py multiplies them as they are
     CPU     they are dequantised while they load: no processor here multiplies them
 
-Knows no layer and no network.
+Knows no layer and no network. It is used at a worker's start, where weights load, and in every step.
 """
 
 import logging

@@ -6,7 +6,8 @@
     sizes that none of them takes, and blocks on other devices: in 16 bits, dequantised for each product
 
 With `--deterministic` all rows go through fp8_linear, some at a time: its bits do not depend on how many there are.
-Knows no layer and no network, and not how a checkpoint stores scales (fp8.py does).
+Knows no layer and no network, and not how a checkpoint stores scales (fp8.py does). It is used at a worker's start,
+where weights load, and in every step.
 """
 
 from functools import cache

@@ -1,7 +1,8 @@
 """Weights in 4 and 8 bits with scales for groups of 32 inputs, on a CPU: as a GGUF file has them, or 8 bits that are
 made of 16 or 32 while they load. Rows are quantised by groups of 32, too (kernels/cpu/linear.py).
 
-What has no blocks in the file, or parts in several formats, is multiplied in 16 bits. Knows no layer and no network.
+What has no blocks in the file, or parts in several formats, is multiplied in 16 bits. Knows no layer and no network. It
+is used at a worker's start, where weights load, and in every step.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """Reads stored_blocks.safetensors: weights of a GGUF file as it has them, block after block (gguf/stored_blocks.py).
 
-ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; 32 int8, or 16 bytes whose lower halves are
-the first 16 numbers and whose upper halves are the others (ggml-common.h, block_q4_0, block_q4_1, block_q8_0).
+ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; 32 int8, or 16 bytes whose lower halves are the
+first 16 numbers and whose upper halves are the others (ggml-common.h, block_q4_0, block_q4_1, block_q8_0). It is used
+at a worker's start. It knows no layer and no product.
 """
 
 from pathlib import Path

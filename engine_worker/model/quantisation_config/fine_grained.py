@@ -1,4 +1,7 @@
-"""`quant_method: fp8`: blocks of 128 x 128, as most makers of models publish, or a scale for each tensor (AutoFP8)."""
+"""`quant_method: fp8`: blocks of 128 x 128, as most makers of models publish, or a scale for each tensor (AutoFP8).
+
+It is used at a worker's start and by estimates. It knows no tensors.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""NVIDIA's modelopt: `hf_quant_config.json` beside config.json, or the same within it (nvidia's `-FP8`)."""
+"""NVIDIA's modelopt: `hf_quant_config.json` beside config.json, or the same within it (nvidia's `-FP8`).
+
+It is used at a worker's start and by estimates. It knows no tensors.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""Lists of modules as writers of checkpoints give them -> regular expressions of whole names. Pure."""
+"""Lists of modules as writers of checkpoints give them -> regular expressions of whole names. Pure.
+
+It is used by the files beside it, at a worker's start. It does not know which modules a network has.
+"""
 
 import re
 from collections.abc import Iterable

@@ -5,7 +5,8 @@
     CurrentStep                                         of one network: the operators of the step that is running
 
 So nothing is global, and a model need not hand anything through its layers. Queries are [1, Hq, T, D], keys and values
-[1, Hkv, T, D]: the new tokens of all sequences, packed; the answer is [1, T, Hq, D].
+[1, Hkv, T, D]: the new tokens of all sequences, packed; the answer is [1, T, Hq, D]. It is on a block's walk, where a
+layer of such a model reads it. It knows no model and no weights.
 """
 
 from typing import Any

@@ -3,7 +3,7 @@
     skeleton(config) -> a causal model of its own classes, on the meta device: a shape without weights
 
 Its classes are looked up by config.json's model type in its own tables, which no model can add code to. Knows nothing
-of attention but the name under which ours is registered.
+of attention but the name under which ours is registered. It is used once, at a worker's start.
 """
 
 from collections.abc import Mapping

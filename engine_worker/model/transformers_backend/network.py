@@ -1,7 +1,8 @@
 """A causal model of transformers as a ServedModel: its layers, this engine's attention, KV pool and weights.
 
 All sequences of a step are one packed row of tokens with their positions; everything but attention works on each token
-by itself, and attention knows which token is whose. Logits have the precision of the library's head.
+by itself, and attention knows which token is whose. Logits have the precision of the library's head. It is the forward
+pass of every step of such a model; it does not know which model it is.
 """
 
 from collections.abc import Callable, Mapping

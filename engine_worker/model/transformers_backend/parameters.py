@@ -1,7 +1,8 @@
 """A model on the meta device gets its weights from a WeightSource: every tensor by name and shape, or a refusal.
 
 Buffers that no checkpoint has (frequencies of a rotary embedding) are computed by the library itself. They are filled
-with values that nobody would compute first, so that one that it forgets is found. Knows nothing of attention.
+with values that nobody would compute first, so that one that it forgets is found. Knows nothing of attention. It is
+used once, at a worker's start.
 """
 
 from collections import defaultdict

@@ -4,7 +4,8 @@
 
 Every model of transformers is held to the same questions, by what it does, not by what it is called: does each layer
 call attention once, over its own keys, causally, with no mask, bias or sink? Are positions taken from outside? Does
-nothing else carry something from token to token? Knows no weights.
+nothing else carry something from token to token? Knows no weights. It is used once, at a worker's start, before its
+weights are read.
 """
 
 import inspect
