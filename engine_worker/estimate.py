@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_worker.execution.settings import MODEL_IMPLS, QUANTIZATIONS
+from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.settings import IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -109,16 +110,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         load_format = "auto" if any(options.model.glob("*.safetensors*")) else "dummy"
+        told = _decide_quantization(options, load_format)
         check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size, options.quantization)
         blueprint = blueprint_from_directory(options.model, options.model_impl, options.quantization)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
     except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
         sys.stderr.write(f"pagestream estimate: {error}\n")
         return 1
-    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found))
+    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if options.json else _text(found) + told)
     if options.tensor_parallel_size > 1 and not options.json:
         sys.stdout.write(_advice(options, blueprint, found))
     return 0
+
+
+def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
+    """Put in place of `auto` what a worker on such a device takes, with its type; what is told of it."""
+    settings = ExecutionSettings(
+        model=options.model, model_impl=options.model_impl, load_format=load_format, dtype=options.dtype or "auto",
+        quantization=options.quantization, tensor_parallel_size=options.tensor_parallel_size,
+    )  # fmt: skip
+    device = "cpu" if options.quantization in IN_GROUPS else options.device
+    choice = chosen_quantization(settings, device, why_no_kernels=lambda: "")
+    options.quantization = choice.quantization
+    if device == "cpu":
+        options.dtype = options.dtype or ("float32" if choice.quantization in IN_GROUPS else None)
+        return f"{choice.told}\n" if choice.told else ""
+    on_cpu = chosen_quantization(settings, "cpu", why_no_kernels=lambda: "").quantization
+    return "--device cpu tells of a CPU, which multiplies the GGUF file's blocks\n" if on_cpu == "as-stored" else ""
 
 
 def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) -> Estimate:
@@ -172,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream estimate", description="Memory that a model takes, beforehand.")
     parser.add_argument("model", type=Path, help="model directory; config.json is enough")
     parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="that it is told of (%(default)s)")
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")

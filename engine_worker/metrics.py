@@ -55,6 +55,7 @@ class EngineInfo:
     block_size_bytes: int
     max_model_len: int
     memory_bytes: Callable[[], Mapping[str, int]]  # of the device by use, measured when called
+    quantization: str = "none"  # of products' weights: none, fp8, int8 or as-stored
     group: Callable[[], GroupHealth] = lambda: ALONE  # of the ranks that share the model, when called
 
 
@@ -196,7 +197,12 @@ class _SnapshotCollector(Collector):
             yield self._counter(name, text, value)
 
     def _engine(self, info: EngineInfo) -> Iterator[Metric]:
-        shape = {"device": info.device, "dtype": info.dtype, "max_model_len": str(info.max_model_len)}
+        shape = {
+            "device": info.device,
+            "dtype": info.dtype,
+            "quantization": info.quantization,
+            "max_model_len": str(info.max_model_len),
+        }
         yield self._info("engine", "What the engine runs on", shape)
         yield self._gauge("kv_block_size_bytes", "Bytes of one KV block", info.block_size_bytes)
         yield self._by("device_memory_bytes", "Memory of the device by use", "use", info.memory_bytes())

@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from pagestream.address import AddressInUse, require_free_port
+from pagestream.cpu_checks import check_cpu_kernels, check_number_format, instruction_sets
 from pagestream.demo_model import demo_model_directory, installed_gguf
 from pagestream.directories import cache_directory, state_directory
 from pagestream.embedded_store import server_binary
+from pagestream.gguf_model import ModelUnavailable
 from pagestream.gpus import visible_gpus
 from pagestream.group_checks import check_group
 from pagestream.hub_model import is_hub_name
 from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import DEMO
+from pagestream.served_models import find_model
 from pagestream.store_checks import Finding, check_embedded_store, check_redis
 
 PYTHON_MINIMUM, PYTHON_BELOW = (3, 11), (3, 13)
@@ -37,9 +40,15 @@ DISK_FREE_BYTES = 2**30  # the demo's weights as a file and converted, with room
 TORCH_PROBE_SECONDS = 60.0
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # there while the kernel's module is loaded, in containers too
 _TORCH_PROBE = """
-import json, torch
+import json, sys, torch
+from pathlib import Path
+from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.settings import ExecutionSettings
 from kernels.cpu.__main__ import look
 cuda = torch.cuda.is_available()
+kernels = look()
+settings = ExecutionSettings(model=Path(sys.argv[1]))
+choice = chosen_quantization(settings, "cuda" if cuda else "cpu", lambda: "" if kernels[0] else kernels[1])
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devices": [
     {"name": torch.cuda.get_device_name(i), "free_bytes": torch.cuda.mem_get_info(i)[0],
      "total_bytes": torch.cuda.mem_get_info(i)[1], "capability": torch.cuda.get_device_capability(i)}
@@ -47,7 +56,8 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 ], "peers": [
     [i, j] for i in range(torch.cuda.device_count() if cuda else 0) for j in range(torch.cuda.device_count())
     if i != j and torch.cuda.can_device_access_peer(i, j)
-], "cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_kernels": look()}))
+], "cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_kernels": kernels,
+"number_format": choice.told}))
 """
 
 
@@ -73,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(model: str, redis_url: str, host: str, port: int, tensor_parallel_size: int = 1) -> list[Finding]:
-    torch = probe_torch()
+    torch = probe_torch(_directory(model))
     findings = [check_python(sys.version_info[:2]), *check_packages(), *check_torch(torch, nvidia_driver())]
     if tensor_parallel_size > 1:
         gpus = visible_gpus(os.environ)
@@ -103,11 +113,19 @@ def check_python(version: tuple[int, ...]) -> Finding:
     return Finding("python", "fail", f"{found}", "use Python 3.11 or 3.12")
 
 
-def probe_torch() -> dict[str, object] | str:
-    """Return torch's account of itself, or why it could not be asked."""
+def _directory(model: str) -> Path:
+    """Return where `model` is, or is going to be after its first start."""
+    try:
+        return find_model(model).directory
+    except ModelUnavailable:
+        return Path(model)
+
+
+def probe_torch(model: Path) -> dict[str, object] | str:
+    """Return torch's account of itself and of the device, or why it could not be asked. `model`: a directory."""
     try:
         probe = subprocess.run(
-            [sys.executable, "-P", "-c", _TORCH_PROBE],
+            [sys.executable, "-P", "-c", _TORCH_PROBE, str(model)],
             capture_output=True, text=True, timeout=TORCH_PROBE_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -143,22 +161,16 @@ def check_torch(answer: dict[str, object] | str, driver: str) -> list[Finding]:
     cpu = f"no CUDA device: the CPU serves ({answer['cpu_capability']}, {os.cpu_count()} CPUs)"
     of_kernels = answer["cpu_kernels"]
     assert isinstance(of_kernels, list)
-    kernels = check_cpu_kernels(*of_kernels)
+    is_there, told = of_kernels
+    on_cpu = [check_cpu_kernels(is_there, told, instruction_sets()), check_number_format(str(answer["number_format"]))]
     if not driver:
-        return [torch, Finding("device", "ok", cpu), kernels]
+        return [torch, Finding("device", "ok", cpu), *on_cpu]
     hint = (
         f"is the driver too old for CUDA {cuda}, or does CUDA_VISIBLE_DEVICES hide the device?"
         if cuda
         else "install torch's build for CUDA; in a clone: pip install --require-hashes -r requirements/engine-gpu.txt"
     )
-    return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint), kernels]
-
-
-def check_cpu_kernels(is_there: bool, told: str) -> Finding:
-    """`told`: by `python -m kernels.cpu`, of the library in C++ that a worker on a CPU builds at its first start."""
-    if is_there:
-        return Finding("cpu kernels", "ok", told)
-    return Finding("cpu kernels", "warn", told, "an x86-64 processor with AVX2 and a C++ compiler: apt-get install g++")
+    return [torch, Finding("device", "warn", f"NVIDIA driver {driver} is loaded, but {cpu}", hint), *on_cpu]
 
 
 def _told_of(device: dict[str, Any]) -> str:

@@ -239,6 +239,7 @@ def _machine(runner: ModelRunner) -> dict[str, Any]:
     machine: dict[str, Any] = {
         "device": runner.device_type,
         "dtype": runner.dtype_name,
+        "quantization": runner.quantization,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),

@@ -57,7 +57,7 @@ def load_model_runner(settings: ExecutionSettings, report: Report, followers: Fo
     if group is not None:
         replica = ReplicaGroup(loaded.replica, ranks, group.channel, group.blame)
     runner = ModelRunner(replica, sampler, loaded.weights_bytes)
-    runner.group = group
+    runner.group, runner.quantization = group, loaded.quantization
     for progress, detail in warm_up(runner, bounds):
         report("warmup", 1.0 - (1.0 - GRAPHS_SHARE) * (1.0 - progress), detail)
     runner.compile_grammar = grammars.compile if grammars is not None else None

@@ -9,6 +9,7 @@ meet in their collectives, and the number of blocks is the least of all ranks'.
 It is used once, at a start, by load.py on rank 0 and by follower.py on the others. It knows no request and no sampling.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,19 +28,23 @@ from engine_worker.execution.kv_cache import (
     num_host_blocks_that_fit,
 )
 from engine_worker.execution.memory import DeviceMemory, measure_memory
+from engine_worker.execution.quantization_choice import chosen_quantization
 from engine_worker.execution.replica import Replica
 from engine_worker.execution.same_model import check_same_model
-from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.execution.settings import IN_GROUPS, ExecutionSettings
 from engine_worker.execution.start_times import Report
 from engine_worker.execution.step_memory import measure_step_bytes
 from engine_worker.kv.layout import KVLayout, kv_cache_dtype
 from engine_worker.model.attention_backend import refuse_attention
 from engine_worker.model.devices import check_kv_dtype, check_quantization, check_weight_format, chosen_device
 from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.quantisation.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
 from engine_worker.model.spec import ModelShape, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+
+logger = logging.getLogger("worker")
 
 GRAPHS_SHARE = 0.8  # of the time of the warm-up
 _GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common pool; 8B-shaped model, H200
@@ -61,14 +66,16 @@ class LoadPlan:
 class LoadedReplica:
     replica: Replica
     weights_bytes: int
+    quantization: str  # none, fp8, int8 or as-stored: that of products' weights
 
 
 def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     """Raises ValueError with what of settings, model and machine does not fit together."""
+    device = _device(settings, rank)
+    settings = _with_quantization(settings, device)
     blueprint = blueprint_from_directory(settings.model, settings.model_impl, settings.quantization)
     check_options(blueprint, vars(settings))
     blueprint.check_tensor_parallel_size(settings.tensor_parallel_size)
-    device = _device(settings, rank)
     check_quantization(settings.quantization, device.type)
     settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
@@ -76,6 +83,20 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
+
+
+def _with_quantization(settings: ExecutionSettings, device: torch.device) -> ExecutionSettings:
+    """`auto` is decided, and told."""
+    choice = chosen_quantization(settings, device.type, why_no_kernels)
+    if choice.told:
+        logger.log(logging.WARNING if choice.lacks_kernels else logging.INFO, "%s", choice.told)
+    return replace(settings, quantization=choice.quantization)
+
+
+def _quantization(plan: LoadPlan) -> str:
+    if plan.settings.quantization in IN_GROUPS:
+        return plan.settings.quantization
+    return "fp8" if plan.blueprint.weight_format else "none"
 
 
 def prepare_process(settings: ExecutionSettings) -> None:
@@ -98,9 +119,7 @@ def load_replica(
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
-    check_weight_format(
-        plan.blueprint.weight_format, device, _dtype(settings.dtype, plan.blueprint.shape.dtype, device)
-    )
+    check_weight_format(plan.blueprint.weight_format, device, _dtype(settings, plan.blueprint.shape.dtype, device))
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, ranks)
     weights = _weights(settings, plan.blueprint.shape, device, report)
@@ -119,7 +138,7 @@ def load_replica(
     replica, graphs = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
-    return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes)
+    return LoadedReplica(replica=replica, weights_bytes=weights.loaded_bytes, quantization=_quantization(plan))
 
 
 def check_alike(devices: Sequence[str]) -> None:
@@ -180,9 +199,12 @@ def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:
     return settings.max_model_len
 
 
-def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return _DTYPES[name]
+def _dtype(settings: ExecutionSettings, saved: str, device: torch.device) -> torch.dtype:
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
+    if settings.quantization in IN_GROUPS:
+        # Their products are of integers: bfloat16 between them is no faster, and README's question ties in it.
+        return torch.float32
     if saved not in _DTYPES:
         raise ValueError(f"config.json: dtype {saved!r} is not supported; {', '.join(_DTYPES)} are")
     if device.type == "cpu" and saved != "float32":
@@ -193,7 +215,7 @@ def _dtype(name: str, saved: str, device: torch.device) -> torch.dtype:
 
 def _kv_dtype(plan: LoadPlan) -> str:
     """Raises ValueError where the device has no kernels for it. Starts CUDA, of which something is chosen before."""
-    computed = _name(_dtype(plan.settings.dtype, plan.blueprint.shape.dtype, plan.device))
+    computed = _name(_dtype(plan.settings, plan.blueprint.shape.dtype, plan.device))
     kv_dtype = kv_cache_dtype(plan.settings.kv_cache_dtype, computed)
     on_cuda = plan.device.type == "cuda"
     check_kv_dtype(kv_dtype, computed, torch.cuda.get_device_capability(plan.device) if on_cuda else None)
@@ -203,7 +225,7 @@ def _kv_dtype(plan: LoadPlan) -> str:
 def _weights(
     settings: ExecutionSettings, config: ModelShape, device: torch.device, report: Report
 ) -> SafetensorsWeights | RandomWeights:
-    dtype = _dtype(settings.dtype, config.dtype, device)
+    dtype = _dtype(settings, config.dtype, device)
     if settings.load_format == "dummy":
         return RandomWeights(device, dtype)
     return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))

@@ -72,6 +72,7 @@ class ModelRunner:
         self.device_type = replica.device_type
         self.dtype_name = replica.dtype_name
         self.weights_bytes = weights_bytes
+        self.quantization = "none"  # of products' weights; set by the loader
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
         self.block_bytes = kv_cache.layout.block_bytes
         self.window = kv_cache.layout.groups[0].window  # of every layer; 0: a layer has none

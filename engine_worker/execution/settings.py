@@ -11,7 +11,8 @@ from engine_worker.kv.layout import KV_CACHE_DTYPES
 from shared.settings import SettingsError, parse_bytes, parse_count, setting
 
 KV_BLOCK_SIZES_TOKENS = (8, 16, 32, 64)
-QUANTIZATIONS = ("auto", "none", "fp8", "int8", "as-stored")
+IN_GROUPS = ("int8", "as-stored")  # weights of 4 and 8 bits with scales for groups of inputs, on a CPU
+QUANTIZATIONS = ("auto", "none", "fp8", *IN_GROUPS)
 MODEL_IMPLS = ("auto", "native", "transformers")
 CUDAGRAPH_MODES = ("none", "full_decode_only", "full")
 
@@ -46,8 +47,9 @@ class ExecutionSettings:
     quantization: str = setting(
         "auto",
         choices=QUANTIZATIONS,
-        help="weights of products; auto: as the checkpoint has them, GGUF in 16 bits; none: 16 bits; fp8: quantised "
-        "while loading; on a CPU, int8: quantised while loading; as-stored: GGUF's Q4_0, Q4_1 and Q8_0 as they are",
+        help="weights of products; auto: as the checkpoint has them, GGUF on a CPU as-stored where C++ kernels are, "
+        "else 16 bits; none: 16 bits; fp8: quantised while loading; on a CPU, int8: quantised while loading; "
+        "as-stored: GGUF's Q4_0, Q4_1 and Q8_0 as they are",
     )
     max_model_len: int | None = setting(None, parse=parse_count, help="longest prompt + output; default: the model's")
     tensor_parallel_size: int = setting(

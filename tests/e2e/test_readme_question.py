@@ -1,4 +1,5 @@
-"""README's question over HTTP, by weights of 4 and of 8 bits: one answer, streamed or not, cached or not."""
+"""README's question over HTTP, in the default number format and by weights of 4 and of 8 bits: one answer, streamed or
+not, cached or not."""
 
 import json
 import urllib.request
@@ -14,7 +15,7 @@ from tests.patience import PATIENCE_SECONDS
 
 MODEL = "demo"
 ANSWER = "The capital of France is Paris."
-FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--num-threads", "1", "--max-model-len", "1K"]
+FLAGS = ["--kv-cache-memory-bytes", "256M", "--num-threads", "1", "--max-model-len", "1K"]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -49,12 +50,25 @@ def cached_tokens(answer: dict[str, Any]) -> int:
     return found
 
 
-@pytest.mark.skipif(not has_library(), reason="no C++ kernels here: `python -m kernels.cpu` says why")
+needs_library = pytest.mark.skipif(not has_library(), reason="no C++ kernels here: `python -m kernels.cpu` says why")
+
+
+def check_answers(server: OwnServer) -> None:
+    for stream in (False, True):
+        salt = f"stream {stream}"
+        for is_cached in (False, True):
+            text, cached = asked(server, salt, stream)
+            assert (text, cached > 0) == (ANSWER, is_cached)
+
+
+@needs_library
 @pytest.mark.parametrize("quantization", ["as-stored", "int8"])
 def test_few_bits_answer_as_the_readme_says(demo_model_dir: Path, quantization: str) -> None:
-    with own_server(demo_model_dir, MODEL, [*FLAGS, "--quantization", quantization]) as server:
-        for stream in (False, True):
-            salt = f"stream {stream}"
-            for is_cached in (False, True):
-                text, cached = asked(server, salt, stream)
-                assert (text, cached > 0) == (ANSWER, is_cached)
+    flags = [*FLAGS, "--dtype", "float32", "--quantization", quantization]
+    with own_server(demo_model_dir, MODEL, flags) as server:
+        check_answers(server)
+
+
+def test_the_default_answers_as_the_readme_says(demo_model_dir: Path) -> None:
+    with own_server(demo_model_dir, MODEL, FLAGS) as server:
+        check_answers(server)

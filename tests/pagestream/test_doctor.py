@@ -30,11 +30,14 @@ def torch_says(cuda: str | None, *devices: dict[str, object]) -> dict[str, objec
         "devices": list(devices),
         "cpu_capability": "AVX512",
         "cpu_kernels": [True, "AVX2, /cache/cpu-0.so"],
+        "number_format": "--quantization auto is as-stored",
     }
 
 
 def test_the_compiler_matters_only_with_a_cuda_device() -> None:
-    assert [finding.check for finding in doctor.check_torch(torch_says(None), "")] == ["torch", "device", "cpu kernels"]
+    on_cpu = doctor.check_torch(torch_says(None), "")
+    assert [finding.check for finding in on_cpu] == ["torch", "device", "cpu kernels", "number format"]
+    assert on_cpu[-1].message == "--quantization auto is as-stored"
     on_gpu = torch_says("13.0", {"name": "H200", "free_bytes": 139 * 2**30, "capability": [9, 0]})
     findings = doctor.check_torch(on_gpu, "570.86.15")
     assert [finding.check for finding in findings] == ["torch", "device", "triton compiler"]
@@ -44,7 +47,7 @@ def test_the_compiler_matters_only_with_a_cuda_device() -> None:
 
 @pytest.mark.parametrize(("cuda", "hint"), [("13.0", "CUDA_VISIBLE_DEVICES"), (None, "engine-gpu.txt")])
 def test_a_driver_that_torch_makes_no_use_of_is_told(cuda: str | None, hint: str) -> None:
-    _, device, _ = doctor.check_torch(torch_says(cuda), "570.86.15")
+    _, device, *_ = doctor.check_torch(torch_says(cuda), "570.86.15")
     assert device.status == "warn" and hint in device.hint
     assert device.message.startswith("NVIDIA driver 570.86.15 is loaded, but no CUDA device")
 
@@ -58,13 +61,6 @@ def test_the_version_of_the_driver(tmp_path: Path, text: str | None, version: st
     if text is not None:
         file.write_text(text)
     assert doctor.nvidia_driver(file) == version
-
-
-@pytest.mark.parametrize(("is_there", "status"), [(True, "ok"), (False, "warn")])
-def test_kernels_of_a_cpu_that_cannot_be_built_are_a_warning(is_there: bool, status: str) -> None:
-    finding = doctor.check_cpu_kernels(is_there, "what python -m kernels.cpu says")
-    assert (finding.status, finding.message) == (status, "what python -m kernels.cpu says")
-    assert bool(finding.hint) is not is_there
 
 
 def test_no_compiler_is_a_failure_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +90,18 @@ def test_model_directories(tmp_path: Path) -> None:
 def test_little_disk_space_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DISK_FREE_BYTES", 2**80)
     assert doctor.check_disk("disk", tmp_path / "not" / "yet").status == "warn"
+
+
+def test_what_auto_takes_is_asked_of_the_worker(tmp_path: Path) -> None:
+    """By the process that imports torch; on a GPU and without blocks there is nothing to tell."""
+    (tmp_path / "stored_blocks.safetensors").touch()
+    answer = doctor.probe_torch(tmp_path)
+    assert isinstance(answer, dict)
+    is_told = str(answer["number_format"]).startswith("--quantization auto is ")
+    assert is_told is not bool(answer["devices"])
+    (tmp_path / "stored_blocks.safetensors").unlink()
+    without = doctor.probe_torch(tmp_path)
+    assert isinstance(without, dict) and without["number_format"] == ""
 
 
 def test_json_and_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,20 @@ _GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 _DTYPES = (torch.bfloat16, torch.float32)  # of the library
 
 
-def method(stored: WeightFormat, device_type: str) -> LinearMethod:
-    """Without the C++ kernels that multiply them weights have 16 bits, and the log says so."""
-    assert device_type == "cpu", "devices.check_quantization() asks it of the settings"
+def why_no_kernels() -> str:
+    """Say why nothing multiplies such weights here, as the end of a sentence; empty where C++ does, compiled by now."""
     try:
         linear_products()
     except NoLibrary as error:
-        logger.warning("weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: %s", error)
+        return str(error)
+    return ""
+
+
+def method(stored: WeightFormat, device_type: str) -> LinearMethod:
+    """Without the C++ kernels that multiply them weights have 16 bits, and the log says so."""
+    assert device_type == "cpu", "devices.check_quantization() asks it of the settings"
+    if lacking := why_no_kernels():
+        logger.warning("weights: multiplied in 16 bits by torch's operators, slower: no C++ kernels: %s", lacking)
         return dense.method(device_type)
     logger.info("products: %s, %s", stored.name, cpu_library().instruction_set.name)
     return GroupedMethod(stored, dense.method(device_type))

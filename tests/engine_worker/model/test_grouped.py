@@ -1,5 +1,7 @@
 """Weights in groups of 32 on a CPU: a GGUF file's blocks as they lie there, or 8 bits that are made while loading."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from engine_worker.estimate import main as estimate_main
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load_replica import load_plan
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.gguf.stored_blocks import TYPES
 from engine_worker.model.checkpoint import SINGLE
 from engine_worker.model.devices import check_quantization
@@ -145,6 +151,22 @@ def test_what_a_model_or_a_device_has_not_is_refused(directory: Path) -> None:
 
 
 @needs_library
+def test_a_start_takes_the_blocks_and_computes_in_float32(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the processor multiplies: bfloat16 between products of integers would only round."""
+    caplog.set_level("INFO", logger="worker")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    settings = ExecutionSettings(model=directory, device="cpu", kv_cache_memory_bytes=2**24, max_model_len=64)
+    plan = load_plan(settings)
+    assert plan.settings.quantization == "as-stored"
+    assert sum(message.startswith("--quantization auto is as-stored") for message in caplog.messages) == 1
+    runner = load_model_runner(settings, lambda phase, progress, detail: None)
+    assert (runner.quantization, runner.dtype_name) == ("as-stored", "float32")
+    exact = load_model_runner(replace(settings, quantization="none"), lambda phase, progress, detail: None)
+    assert exact.quantization == "none" and runner.weights_bytes < exact.weights_bytes
+
+
+@needs_library
 @pytest.mark.parametrize("quantization", ["as-stored", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_estimate_has_the_bytes_that_are_held(directory: Path, quantization: str, dtype: torch.dtype) -> None:
@@ -153,3 +175,17 @@ def test_an_estimate_has_the_bytes_that_are_held(directory: Path, quantization: 
     source = SafetensorsWeights(directory, CPU, dtype, lambda progress, detail: None)
     blueprint.build(source, 64, False)
     assert blueprint.weights_bytes(1, dtype.itemsize) == source.loaded_bytes
+
+
+def test_an_estimate_of_a_cpu_is_of_the_blocks(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*flags: str) -> str:
+        assert estimate_main([str(directory), "--max-model-len", "64", *flags]) == 0
+        return capsys.readouterr().out
+
+    blocks, hint = "products of blocks of 4 and 8 bits", "--device cpu tells of a CPU"
+    assert blocks not in told() and told().count(hint) == 1
+    on_cpu = told("--device", "cpu")
+    assert on_cpu == told("--quantization", "as-stored") + on_cpu.splitlines(keepends=True)[-1]
+    assert "parameters in float32, " + blocks in on_cpu and "--quantization auto is as-stored" in on_cpu
+    in_bfloat16 = told("--device", "cpu", "--dtype", "bfloat16")
+    assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16

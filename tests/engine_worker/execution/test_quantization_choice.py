@@ -1,0 +1,65 @@
+"""`--quantization auto`: blocks of a GGUF file on a CPU that multiplies them; what stands against it is told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_worker.execution.quantization_choice import chosen_quantization
+from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.model.weight_format import STORED_BLOCKS
+
+
+def there_are() -> str:
+    return ""
+
+
+def not_asked() -> str:
+    raise AssertionError("it may compile the kernels")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / STORED_BLOCKS).touch()
+    return tmp_path
+
+
+def chosen(model: Path, why_no_kernels: Callable[[], str] = there_are, device: str = "cpu", **options: Any) -> str:
+    return chosen_quantization(ExecutionSettings(model=model, **options), device, why_no_kernels).quantization
+
+
+def test_blocks_on_a_cpu_are_multiplied_as_they_lie_there(model: Path) -> None:
+    choice = chosen_quantization(ExecutionSettings(model=model), "cpu", there_are)
+    assert (choice.quantization, choice.lacks_kernels) == ("as-stored", False)
+    assert choice.told.startswith("--quantization auto is as-stored: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dtype": "float32"}, "--dtype float32 asks for products of that type"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 asks for products of that type"),
+        ({"load_format": "dummy"}, "--load-format dummy reads no blocks"),
+        ({"model_impl": "transformers"}, "--model-impl transformers multiplies no blocks"),
+        ({"tensor_parallel_size": 2}, "blocks are not divided among ranks"),
+    ],
+)
+def test_what_is_asked_for_goes_before_blocks(model: Path, options: dict[str, Any], why: str) -> None:
+    choice = chosen_quantization(ExecutionSettings(model=model, **options), "cpu", not_asked)
+    assert (choice.quantization, choice.lacks_kernels) == ("none", False)
+    assert choice.told == f"--quantization auto is none: {why}"
+
+
+def test_no_kernels_are_told_with_the_reason(model: Path) -> None:
+    choice = chosen_quantization(ExecutionSettings(model=model), "cpu", lambda: "there is no C++ compiler")
+    assert (choice.quantization, choice.lacks_kernels) == ("none", True)
+    assert choice.told.endswith("there is no C++ compiler") and "slower" in choice.told
+
+
+def test_a_flag_a_gpu_and_a_model_without_blocks_leave_nothing_to_choose(model: Path, tmp_path: Path) -> None:
+    for flag in ("none", "fp8", "int8", "as-stored"):
+        assert chosen(model, not_asked, quantization=flag) == flag
+    assert chosen(model, not_asked, device="cuda") == "auto"
+    (model / STORED_BLOCKS).unlink()
+    assert chosen(tmp_path, not_asked) == "auto"
