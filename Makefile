@@ -4,6 +4,7 @@
 # make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
 #              (llama-cpp is the peer of `bench engine --compare llama.cpp`: make .venv/peers/llama-cpp/.installed)
+# make quality what each format costs a model: word perplexity by lm-eval, beside transformers (ARGS='--out FILE')
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
 # make sanitizers   the C++ kernels' tests with the sanitizers of addresses and of undefined behaviour
@@ -25,10 +26,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp
 
-.PHONY: help setup dev serve quick unit test weights peers faults faults-group soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | faults | faults-group | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 setup: $(VENV)/.kernels-built
 
@@ -64,6 +65,9 @@ sanitizers: dev
 
 peers: dev $(PEERS:%=$(VENV)/peers/%/.installed)
 	$(BIN)/python -m tests.peers $(ARGS)
+
+quality: dev $(VENV)/peers/quality/.installed
+	$(BIN)/python -m bench word-perplexity $(ARGS)
 
 weights: dev
 	$(BIN)/python -m tests.weights.fetch

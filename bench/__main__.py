@@ -23,6 +23,7 @@ PROGRAMS = {
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
     "pressure-exactness": "engine.pressure_exactness",  # the same tokens with too little KV memory
     "quality": "engine.quality",  # what fewer bits cost: perplexity and likeliest tokens
+    "word-perplexity": "quality.word_perplexity",  # formats by lm-eval, beside transformers (make quality)
     "batch-invariance": "engine.batch_invariance",  # the same bits alone and among others
     "http-cases": "serving.http_cases",  # servers in turn under the same loads
     "http-share": "serving.http_share",  # what of the engine's speed is left through HTTP

@@ -1,0 +1,156 @@
+"""The cost of each format to a model, by lm-eval: python -m bench word-perplexity --out FILE (`make quality`).
+
+    --model DIR       converted by us, with the 16-bit weights that each format is made of; default: the demo model
+    --formats A,B     default: all of FORMATS and of REFERENCES
+    --keep FOLDER     what each side said; what lies there already is not asked again
+
+Articles of Wikipedia are scored by lm-eval: `local-completions` asks a server of our own, which echoes token ids with
+their log-probabilities, and `hf` asks transformers with the same weights. Told of each are the perplexity of a word,
+its change to our bfloat16 and to transformers', and of how many tokens the likeliest is our bfloat16's. Behind a change
+stands its standard deviation over texts: a smaller change is none.
+
+A CPU takes minutes for each format. It is no measurement of time: other work beside it does no harm.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.provenance import provenance
+from bench.quality.comparison import Scored, change, deviation_of_change, same_likeliest
+from bench.quality.text import write_articles
+from bench.serving.own_server import own_server
+from pagestream.demo_model import ensure_demo_model
+
+PYTHON = Path(sys.prefix) / "peers" / "quality" / "bin" / "python"
+HERE = Path(__file__).parent
+PEER, TASK = HERE / "lm_eval_peer.py", HERE / "articles.yaml"
+BASE, BASE_OF_TRANSFORMERS = "bfloat16", "transformers bfloat16"
+FORMATS: dict[str, list[str]] = {
+    BASE: ["--quantization", "none"],
+    "as-stored": ["--quantization", "as-stored"],
+    "int8": ["--quantization", "int8"],
+    "fp8 KV": ["--quantization", "none", "--kv-cache-dtype", "fp8"],
+    "fp8": ["--quantization", "fp8"],
+    "fp8 and fp8 KV": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"],
+    "float32": ["--quantization", "none", "--dtype", "float32"],
+}
+REFERENCES = {BASE_OF_TRANSFORMERS: "bfloat16", "transformers float32": "float32"}
+WINDOW = 1022  # tokens that are scored together; lm-eval takes two less than it is told that a server's model has
+# Half a window a step, so that keys and values are read from the cache as they are in serving.
+SERVED = ["--max-num-batched-tokens", "512", "--max-model-len", "2048", "--kv-cache-memory-bytes", "512M"]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "unused"}
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if not PYTHON.exists():
+        print(f"{PYTHON} is not there: make quality", file=sys.stderr)
+        return 2
+    model = options.model or ensure_demo_model(lambda phase, progress, detail: None)
+    told: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="ps-") as folder:
+        work = options.keep or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TASK, work)
+        if not (articles := work / "articles.jsonl").exists():
+            write_articles(PYTHON, articles, options.most_words)
+        for name in options.formats:
+            told[name] = _told(name, model, work, options)
+            print(f"{name}: {told[name]['word_perplexity']:.4f}", flush=True)
+    result = {**provenance(["word-perplexity", *argv]), **described(model, told), "formats": rows(told)}
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["formats"]))
+    return 0
+
+
+def described(model: Path, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    some = next(iter(told.values()))
+    tokens = Scored.of(some).tokens
+    return {"model": model.name, "words": some["words"], "tokens": tokens, "versions": some["versions"]}
+
+
+def rows(told: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    scored = {name: Scored.of(one) for name, one in told.items()}
+    made = []
+    for name, one in scored.items():
+        row: dict[str, Any] = {"format": name, "word_perplexity": round(one.word_perplexity, 4)}
+        for key, base in (("to_bfloat16", BASE), ("to_transformers_bfloat16", BASE_OF_TRANSFORMERS)):
+            if base in scored:
+                row[key] = round(change(one, scored[base]), 5)
+                row[f"{key}_deviation"] = round(deviation_of_change(one, scored[base]), 5)
+        if BASE in scored:
+            row["same_likeliest"] = round(same_likeliest(one, scored[BASE]), 4)
+        made.append(row)
+    return made
+
+
+def table(made: list[dict[str, Any]]) -> str:
+    lines = [f"{'format':24}{'perplexity':>11}{'to bfloat16':>19}{'to transformers':>19}{'same likeliest':>16}"]
+    for row in made:
+        changes = "".join(
+            f"{row[key]:>+10.2%} ±{row[f'{key}_deviation']:>6.2%}" if key in row else f"{'-':>18}"
+            for key in ("to_bfloat16", "to_transformers_bfloat16")
+        )
+        same = f"{row['same_likeliest']:>15.1%}" if "same_likeliest" in row else f"{'-':>15}"
+        lines.append(f"{row['format']:24}{row['word_perplexity']:>11.4f}{changes} {same}")
+    return "\n".join(lines)
+
+
+def _told(name: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    out = work / f"{name.replace(' ', '_')}.json"
+    if not out.exists():
+        (_ask_transformers if name in REFERENCES else _ask_ours)(name, model, work, out, options.device)
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+def _ask_transformers(name: str, model: Path, work: Path, out: Path, device: str) -> None:
+    arguments = f"pretrained={model},dtype={REFERENCES[name]},softmax_dtype=float32,max_length={WINDOW}"
+    _evaluate(work, out, "hf", f"{arguments},device={device}")
+
+
+def _ask_ours(name: str, model: Path, work: Path, out: Path, device: str) -> None:
+    flags = [*SERVED, "--device", device, "--dtype", BASE, *FORMATS[name]]
+    with own_server(model, "m", flags) as server:
+        arguments = f"model=m,base_url={server.url}/v1/completions,tokenizer={model},tokenizer_backend=huggingface"
+        _evaluate(work, out, "local-completions", f"{arguments},max_length={WINDOW + 2},timeout=1800")
+
+
+def _evaluate(work: Path, out: Path, kind: str, arguments: str) -> None:
+    partial = out.with_suffix(".partial")
+    command = [str(PYTHON), str(PEER), str(partial.resolve()), kind, arguments]
+    log = out.with_suffix(".log")
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command, cwd=work, env={**os.environ, **OFFLINE}, stdout=file, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        raise SystemExit(f"lm-eval ended with {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+    partial.rename(out)
+
+
+def _formats(text: str) -> list[str]:
+    names = text.split(",")
+    known = [*REFERENCES, *FORMATS]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no format; there are {', '.join(known)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench word-perplexity", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--formats", type=_formats, default=[*REFERENCES, *FORMATS])
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--most-words", type=int, default=20_000)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path)
+    return parser
