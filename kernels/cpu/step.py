@@ -22,6 +22,9 @@ from kernels.cpu.library import CpuLibrary, InstructionSet, address, num_threads
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # A part of a prompt that a thread attends for: more rows read a widened tile of keys more often, fewer share better.
 _ROWS_OF_AN_ITEM = 64
+_TILE = 64  # csrc/attention.h's
+# Threads share a token from so many keys on. Fewer KV heads than so many a thread are few: some threads would wait.
+_SHARED_KEYS, _KV_HEADS_OF_A_THREAD = 512, 4
 _WIDTHS = {InstructionSet.AVX2: 8, InstructionSet.AVX512_VNNI: 16}  # elements of a vector, which divide a head's
 SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 
@@ -29,13 +32,17 @@ SUFFIXES = {InstructionSet.AVX2: "avx2", InstructionSet.AVX512_VNNI: "avx512"}
 _TENSORS = ("block_tables", "query_start_loc", "seq_lens", "positions", "slots")
 
 
+_NUMBERS = ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads", "shares_tokens")
+
+
 class _Step(Structure):
     """The fields of csrc/attention.h's Step."""
 
     _fields_ = (
-        *((name, c_void_p) for name in _TENSORS),
+        *((name, c_void_p) for name in (*_TENSORS, "scores")),
+        ("scores_stride", c_int64),
         *((name, c_int64) for name in ("table_stride", "block_stride", "value_offset", "num_tokens")),
-        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads")),
+        *((name, c_int32) for name in _NUMBERS),
     )
 
 
@@ -68,6 +75,7 @@ class StepArguments:
     items: NDArray[np.int32]
     query_start_loc: NDArray[np.int32]
     held: tuple[Tensor, ...]
+    scores: Tensor | None = None  # [T, Hq, stride] float32
 
     def point_to(
         self, block_tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor
@@ -79,6 +87,19 @@ class StepArguments:
             setattr(self.step, name, tensor.data_ptr())
         self.step.table_stride = block_tables.stride(0)
         self.held = held
+        self.make_room(seq_lens)
+
+    def make_room(self, seq_lens: Tensor) -> None:
+        """Room for the scores of tokens that threads share, where there are any and sequences are long."""
+        longest = int(seq_lens.max()) if self.step.shares_tokens else 0
+        if longest < _SHARED_KEYS:
+            self.step.scores = None
+            return
+        tiles = -(-longest // _TILE)
+        stride = tiles * (_TILE + 1) + 1  # of a row: scores, each tile's factor, the total
+        if self.scores is None or self.scores.shape[2] < stride:
+            self.scores = torch.empty(self.step.num_tokens, self.step.num_heads, stride + 8 * (_TILE + 1))
+        self.step.scores, self.step.scores_stride = self.scores.data_ptr(), self.scores.shape[2]
 
 
 class StepKernels:
@@ -126,8 +147,12 @@ class StepKernels:
         assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1)
         assert block_tables.stride(1) == 1
         held = (block_tables, query_start_loc, seq_lens, positions, slots)
+        num_seqs, threads = len(seq_lens), num_threads()
+        is_few = num_seqs * num_kv_heads < _KV_HEADS_OF_A_THREAD * threads
         step = _Step(
             *map(address, held),
+            None,
+            0,
             block_tables.stride(0),
             pool.stride(0),
             pool.stride(2),
@@ -136,11 +161,14 @@ class StepKernels:
             num_kv_heads,
             head_dim,
             block_size,
-            num_threads(),
+            threads,
+            threads > 1 and len(positions) == num_seqs and is_few,
         )
         starts = query_start_loc.numpy()
         items = _items(starts, max(1, _ROWS_OF_AN_ITEM * num_kv_heads // num_heads))
-        return StepArguments(step=step, items=items, query_start_loc=starts, held=held)
+        arguments = StepArguments(step=step, items=items, query_start_loc=starts, held=held)
+        arguments.make_room(seq_lens)
+        return arguments
 
     def attend(
         self,

@@ -18,12 +18,15 @@ struct Step {
     const int32_t* seq_lens;         // [S]
     const int64_t* positions;        // [T]
     const int64_t* slots;            // [T]
+    float* scores;         // [T, Hq, scores_stride], of sequences whose tokens threads share; or null
+    int64_t scores_stride;
     int64_t table_stride;
     int64_t block_stride;  // elements from a block's keys to the next one's
     int64_t value_offset;  // elements from a block's keys to its values
     int64_t num_tokens;
     int32_t num_heads, num_kv_heads, head_dim, block_size;
     int32_t num_threads;
+    int32_t shares_tokens;  // every sequence has one token, and there are few: threads may share one
 };
 
 // Tokens of one sequence whose attention one thread computes for one KV head.
@@ -188,7 +191,8 @@ inline void widen(const K* const* from, int count, int head_dim, float* to, cons
 template <typename T, typename K>
 void attend_item(
     const Step& step, const Rules& rules, Item item, int kv_head, const T* query, int64_t query_stride, const K* pool,
-    T* output, Scratch& scratch) {
+    T* output) {
+    static thread_local Scratch scratch;
     const int D = step.head_dim, group = step.num_heads / step.num_kv_heads;
     const int num_tokens = item.end_token - item.first_token, num_rows = num_tokens * group;
     const int num_new = step.query_start_loc[item.sequence + 1] - step.query_start_loc[item.sequence];
@@ -243,20 +247,6 @@ void attend_item(
         const int64_t place = (int64_t)(item.first_output + index / group) * step.num_heads + kv_head * group + index % group;
         for (int d = 0; d < D; d += WIDTH) store(output + place * D + d, load(row.sum + d) / splat(row.total));
     }
-}
-
-template <typename T, typename K>
-void attend(
-    const Step& of_step, const Rules& rules, const Item* items, int64_t num_items, const void* query,
-    int64_t query_stride, const void* pool, void* output) {
-    const Step* step = &of_step;
-    const int64_t count = num_items * step->num_kv_heads;
-    perform_parts(count, 1, step->num_threads, [=](int64_t part, uint8_t*) {
-        static thread_local Scratch scratch;
-        attend_item<T, K>(
-            *step, rules, items[part / step->num_kv_heads], (int)(part % step->num_kv_heads), (const T*)query,
-            query_stride, (const K*)pool, (T*)output, scratch);
-    });
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Norms, rotation with the KV store, and the gate of an MLP: each row by itself, summed in an order that its length gives.
 #pragma once
 
-#include "attention.h"
+#include "long_attention.h"
 
 namespace {
 

@@ -12,6 +12,7 @@ from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
 from engine_worker.model.quantisation.dense_cpu import rows_are_independent
 from engine_worker.model.weights import RandomWeights
+from kernels.cpu import step
 from kernels.cpu.build import NoLibrary
 
 BLOCK_SIZE, LONGEST, NUM_SEQUENCES = 8, 160, 64
@@ -105,6 +106,27 @@ def test_a_program_of_a_decode_has_the_bits_of_its_operators(engine: Engine) -> 
         assert torch.equal(logits, engine.logits(*pieces))
     assert programs.logits_of(engine.step((0, 0, 9))) is None
     assert programs.logits_of(engine.step(*((sequence, 3, 4) for sequence in range(33)))) is None
+
+
+def test_a_program_follows_a_sequence_past_what_one_thread_attends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.model.dtype != torch.float32:
+        pytest.skip("nothing is recorded of bfloat16")
+    programs = decode_programs(engine.model, engine.device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for shared_from in (1000, 100):  # recorded while no token is shared, run when it is
+            monkeypatch.setattr(step, "_SHARED_KEYS", shared_from)
+            assert programs is not None
+            for length in (90, 99, 100, 130, 140):
+                engine.logits((0, 0, length))
+                logits = programs.logits_of(engine.step((0, length, length + 1)))
+                assert logits is not None
+                assert torch.equal(logits, engine.logits((0, 0, length + 1)))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_network_of_other_operators_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:

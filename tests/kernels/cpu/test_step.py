@@ -3,6 +3,8 @@
 AVX-512's run on any machine that has SIMDe.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +151,49 @@ def test_a_row_attends_alike_alone_and_in_any_chunk(
         )
         rows = torch.arange(len(together) - 1, -1, -3)
         assert torch.equal(batch.attend(kernels, rules, rows), together[rows])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    SHAPES,
+    st.lists(st.one_of(st.integers(1, 700), st.sampled_from((512, 513, 575, 577))), min_size=1, max_size=3),
+    st.sampled_from((0, 1, 100, 600)),
+    st.sampled_from((0.0, 2.0)),
+    st.booleans(),
+)
+def test_threads_that_share_a_token_compute_what_one_does(
+    library: CpuLibrary, shape: Shape, lengths: list[int], window: int, softcap: float, has_sinks: bool
+) -> None:
+    sinks = torch.linspace(-2, 3, shape.num_heads) if has_sinks else None
+    rules = ScoreRules(window=window, softcap=softcap, sinks=sinks)
+    batch = Batch(shape, [(1, length) for length in lengths])
+    for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
+        with threads(1):
+            assert batch.begin(kernels).scores is None
+            wanted = batch.attend(kernels, rules)
+        for count in (2, 3):
+            with threads(count):
+                assert torch.equal(batch.attend(kernels, rules), wanted)
+
+
+def test_few_tokens_of_long_sequences_are_shared_and_others_are_not(library: CpuLibrary) -> None:
+    kernels = StepKernels(library, 64, torch.float32, torch.float32)
+    with threads(2):
+        for lengths, is_shared in (
+            ([(1, 512)], True), ([(1, 511)], False), ([(1, 600), (1, 4)], True), ([(2, 600)], False),
+            ([(1, 600)] * 3, False),
+        ):  # fmt: skip
+            assert (Batch(Shape(), lengths).begin(kernels).scores is not None) == is_shared, lengths
 
 
 def test_what_lies_behind_a_sequence_is_not_read(library: CpuLibrary) -> None:
