@@ -18,7 +18,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TypeAlias
 
 SLICE_SECONDS = 0.001  # of a key in a round: 60 tokens, or 25 with 20 log-probabilities
@@ -98,6 +98,26 @@ class KeyTurns:
             if not self._is_in_ring:
                 self._is_in_ring = True
                 self._loop_turns.wait(self)
+
+    async def carry_out(self, steps: Iterator[None]) -> None:
+        """Does all of them, in as many turns as they take. Raises what one of them does."""
+        ended = asyncio.get_running_loop().create_future()
+
+        def some() -> bool:
+            if ended.done():
+                return False  # nobody waits any more
+            try:
+                for _ in steps:
+                    if self.is_over:
+                        return True
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+            return False
+
+        self.begin(some)
+        await ended
 
     def go_on(self) -> bool:
         """With what waits, in this key's turn; whether there is more."""

@@ -18,6 +18,7 @@ from msgspec import structs
 from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.logprobs import LogprobEntry, prompt_logprobs
+from gateway.text.long_json import LongArray
 from gateway.text.token_spellings import TokenSpellings
 from gateway.text.tokenization import PromptEncoder
 from shared.messages import FinishReason, TokenLogprobs
@@ -138,38 +139,46 @@ class AnswerExtras:
         self._with_token_ids = bool(request.fields.return_token_ids)
         self._with_prompt_logprobs = request.fields.prompt_logprobs is not None
         self._prompt_in_choice = prompt_in_choice
+        self._written: dict[int, LongArray] = {}  # scores, by number of the prompt
 
     def __bool__(self) -> bool:
         """Whether there is anything to tell: asked once a token."""
         return self._with_token_ids or self._with_prompt_logprobs
 
-    def of_answer(self, scores: Sequence[Scores]) -> Fields:
-        return {} if self._prompt_in_choice else self._of_prompt(0, scores[0])
+    def write_scores(self, scores: Sequence[Scores]) -> Iterator[None]:
+        """Writes those of each prompt, some tokens at a time; before of_answer() and of_choice() are asked."""
+        for number, token_ids in enumerate(self._prompts if self._with_prompt_logprobs else ()):
+            written = self._written[number] = LongArray()
+            for start in range(0, len(token_ids), ENTRIES_OF_PIECE):
+                piece = token_ids[start : start + ENTRIES_OF_PIECE]
+                written.extend(prompt_logprobs(self._spellings, piece, scores[number], start))
+                yield
 
-    def of_choice(self, index: int, token_ids: Sequence[int], scores: Sequence[Scores]) -> Fields:
+    def of_answer(self) -> Fields:
+        return {} if self._prompt_in_choice else self._of_prompt(0)
+
+    def of_choice(self, index: int, token_ids: Sequence[int]) -> Fields:
         fields = self._of_tokens(token_ids)
         if self._prompt_in_choice:
-            number = index // self._num_choices
-            fields |= self._of_prompt(number, scores[number])
+            fields |= self._of_prompt(index // self._num_choices)
         return fields
 
     def of_first_chunk(self) -> Fields:
         """Fields of the first chunk of each choice as a whole."""
-        return {} if self._prompt_in_choice else self._of_prompt(0, {})
+        return {} if self._prompt_in_choice else self._of_prompt(0)
 
     def of_chunk(self, update: ChoiceUpdate, *, is_first: bool) -> Fields:
         """Fields of the choice in a chunk; `is_first`: it has text or tokens for the first time."""
         fields = self._of_tokens(update.token_ids)
         if is_first and self._prompt_in_choice:
-            fields |= self._of_prompt(update.index // self._num_choices, {})
+            fields |= self._of_prompt(update.index // self._num_choices)
         return fields
 
     def _of_tokens(self, token_ids: Sequence[int]) -> Fields:
         return {"token_ids": list(token_ids)} if self._with_token_ids else {}
 
-    def _of_prompt(self, number: int, scores: Scores) -> Fields:
-        token_ids = self._prompts[number]
-        fields: Fields = {"prompt_token_ids": token_ids} if self._with_token_ids else {}
-        if self._with_prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs(self._spellings, token_ids, scores)
+    def _of_prompt(self, number: int) -> Fields:
+        fields: Fields = {"prompt_token_ids": self._prompts[number]} if self._with_token_ids else {}
+        if self._with_prompt_logprobs:  # never of a stream
+            fields["prompt_logprobs"] = self._written[number]
         return fields

@@ -13,7 +13,7 @@ A token's way back, from the store's event to what a format writes. It knows not
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Protocol, TypeAlias
@@ -179,18 +179,25 @@ class BestOf:
         for update in updates:
             self._held.setdefault(update.index - self._first_choice, []).append(update)
 
-    def answers(self, cumulative_logprobs: Sequence[float]) -> list[ChoiceUpdate]:
-        """One update a choice; `cumulative_logprobs[i]` is that of sample i. Of equal ones the first is better."""
+    def answers(self, cumulative_logprobs: Sequence[float]) -> Iterator[list[ChoiceUpdate]]:
+        """The choices, the best first; `cumulative_logprobs[i]` is that of sample i. Of equal ones the first is better.
+        One update a choice, but where log-probabilities are shown: these take 40 us a token to write, so the updates
+        come as they were held."""
         ranked = sorted(self._held, key=lambda sample: -cumulative_logprobs[sample])
-        return [self._answer(rank, self._held[sample]) for rank, sample in enumerate(ranked[: self._num_choices])]
+        for rank, sample in enumerate(ranked[: self._num_choices]):
+            index, updates = self._first_choice + rank, self._held[sample]
+            if self._show_logprobs:
+                yield from ([structs.replace(update, index=index)] for update in updates)
+            else:
+                yield [_as_one(index, updates)]
 
-    def _answer(self, rank: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
-        entries = tuple(entry for update in updates for entry in update.logprobs) if self._show_logprobs else ()
-        text = "".join(update.text for update in updates)
-        token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
-        last = updates[-1]
-        index = self._first_choice + rank
-        return ChoiceUpdate(index, text, last.reason, entries, token_ids, stop_string=last.stop_string)
+
+def _as_one(index: int, updates: Sequence[ChoiceUpdate]) -> ChoiceUpdate:
+    """Without log-probabilities."""
+    text = "".join(update.text for update in updates)
+    token_ids = tuple(token_id for update in updates for token_id in update.token_ids)
+    last = updates[-1]
+    return ChoiceUpdate(index, text, last.reason, (), token_ids, stop_string=last.stop_string)
 
 
 class Encoder(Protocol):

@@ -153,13 +153,14 @@ class _LiveEvents(Sink):
 
 
 class _Collected(Sink):
-    """By choice."""
+    """By choice, as the format leaves them."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, collect: Callable[[ChoiceUpdate], ChoiceUpdate]) -> None:
         self.updates: list[list[ChoiceUpdate]] = [[] for _ in range(num_choices)]
+        self._collect = collect
 
     def take(self, updates: Sequence[ChoiceUpdate]) -> bool:
-        for update in updates:
+        for update in map(self._collect, updates):
             self.updates[update.index].append(update)
         return True
 
@@ -189,11 +190,12 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
 
 
 async def collect_reply(reply: Reply) -> Body:
-    """The body: made where it holds up nobody, as it may be long."""
+    """The body: put together where it holds up nobody, as it may be long, of what was written in the key's turns."""
     completion, generation = reply.completion, reply.generation
-    collected = _Collected(len(completion.prompts) * completion.n)
+    collected = _Collected(len(completion.prompts) * completion.n, reply.response_format.collect)
     try:
         await Reading(generation, collected).to_end()
+        await generation.turns.carry_out(reply.extras.write_scores(generation.prompt_scores))
         work = partial(_body_of, reply, collected.updates, generation.usage)
         return await reply.work(_num_bytes_of(reply), work, may_refuse=False)
     finally:
@@ -208,8 +210,8 @@ async def _let_go(collected: list[list[ChoiceUpdate]]) -> None:
 
 
 def _cleared(values: list[Any]) -> Iterator[None]:
-    """A piece at a time: at one time 16,000 tokens with 20 log-probabilities stop the event loop for 70 ms, in whatever
-    thread they are freed."""
+    """A piece at a time: at one time 16,000 tokens stop the event loop for milliseconds, in whatever thread they are
+    freed."""
     while values:
         del values[-_FREED_TOKENS:]
         yield
@@ -223,30 +225,28 @@ def _num_bytes_of(reply: Reply) -> int:
 
 
 def _body_of(reply: Reply, collected: list[list[ChoiceUpdate]], usage: UsageCount) -> Body:
-    extra = reply.extras.of_answer(reply.generation.prompt_scores)
+    extra = reply.extras.of_answer()
     return reply.response_format.body(_results(reply, collected), usage, extra)
 
 
 def _results(reply: Reply, collected: list[list[ChoiceUpdate]]) -> Iterator[ChoiceResult]:
     """One choice after the other, each of which is here no more when the next one is made."""
-    extras, scores = reply.extras, reply.generation.prompt_scores
+    extras = reply.extras
     for index in range(len(collected)):
         parts, collected[index] = collected[index], []
-        logprobs = [entry for part in parts for entry in part.logprobs]
         reason = next((part.finish_name for part in reversed(parts) if part.reason), FinishReason.STOP.value)
         try:
             yield ChoiceResult(
                 index,
                 "".join(part.text for part in parts),
                 reason,
-                None if reply.completion.num_logprobs is None else logprobs,
+                reply.completion.num_logprobs is not None,
                 parts[-1].stop_string if parts else None,
-                extras.of_choice(index, [token_id for part in parts for token_id in part.token_ids], scores),
+                extras.of_choice(index, [token_id for part in parts for token_id in part.token_ids]),
                 "".join(part.reasoning for part in parts),
                 whole_calls(call for part in parts for call in part.tool_calls),
                 parts,
             )
         finally:
-            for values in (parts, logprobs):
-                for _ in _cleared(values):
-                    pass
+            for _ in _cleared(parts):
+                pass

@@ -96,7 +96,7 @@ class Generation:
         # and no more is there; None: ready(). An attribute, since it is called once a token.
         self.read_plain: Callable[[], Sequence[ChoiceUpdate] | None] = first.read_plain if is_plain else nothing_plain
         self._num_choices = request.n
-        self._num_open = len(self._requests)  # kept, since it is asked once a token
+        self._open = set(self._requests)
         self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
         self._prompt_tokens = 0
         for generation in planned:
@@ -133,7 +133,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Each choice has had its last update."""
-        return self._num_open == 0 and (self._echo is None or self._echo.is_told)
+        return not self._open and (self._echo is None or self._echo.is_told)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called whenever ready() may have more, by the task that heard of it: it must not raise."""
@@ -154,8 +154,8 @@ class Generation:
     def _read(self) -> Iterator[list[ChoiceUpdate]]:
         for request in self._requests:
             while (updates := request.read()) is not None:
-                if request.is_over:
-                    self._num_open -= 1
+                if request.is_over and request in self._open:
+                    self._open.remove(request)
                     if not request.has_ended:
                         self._release(request, FinishReason.STOP)  # before the yield, behind which the client may go
                 if updates:
@@ -209,6 +209,7 @@ class _RequestProgress:
         self.cached_tokens = 0
         self._choices = choices
         self._best_of = best_of
+        self._ranked: Iterator[list[ChoiceUpdate]] = iter(())  # once all samples have ended
         self.parsers = parsers
 
     @property
@@ -237,14 +238,21 @@ class _RequestProgress:
 
     def read(self) -> list[ChoiceUpdate] | None:
         """The updates of the stream's next event; None: there is none now, or nothing more is wanted."""
-        if self.is_over or (event := self.stream.read()) is None:
+        updates = next(self._ranked, None) if self.is_over else self._next()
+        if updates is None or not self.parsers:
+            return updates
+        return [parsed(update, self.parsers[update.index]) for update in updates]
+
+    def _next(self) -> list[ChoiceUpdate] | None:
+        if (event := self.stream.read()) is None:
             return None
         updates = self._take(event)
-        if self._best_of is not None:
-            self._best_of.hold(updates)
-            scores = [choice.cumulative_logprob for choice in self._choices]
-            updates = self._best_of.answers(scores) if self.is_over else []
-        return [parsed(update, self.parsers[update.index]) for update in updates] if self.parsers else updates
+        if self._best_of is None:
+            return updates
+        self._best_of.hold(updates)
+        if self.is_over:
+            self._ranked = self._best_of.answers([choice.cumulative_logprob for choice in self._choices])
+        return []
 
     def _take(self, event: StreamEvent) -> list[ChoiceUpdate]:
         if isinstance(event, TokenEvent):

@@ -56,16 +56,21 @@ def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 
 
 def prompt_logprobs(
-    spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, TokenLogprobs]
-) -> msgspec.Raw:
+    spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, TokenLogprobs], start: int
+) -> bytes:
     """For each token of a prompt the likeliest and itself; null for the first. The rank of a token that is not among
-    the likeliest ones reported is null: it is not known. `scores`: by index in the prompt."""
-    known = ((token_id, scores.get(index)) for index, token_id in enumerate(token_ids))
-    return _array(b"null" if score is None else _ranked(spellings, token_id, score) for token_id, score in known)
+    the likeliest ones reported is null: it is not known. `scores`: by index in the prompt; `start`: that of the first
+    of `token_ids`."""
+    known = ((token_id, scores.get(index)) for index, token_id in enumerate(token_ids, start))
+    return _joined(b"null" if score is None else _ranked(spellings, token_id, score) for token_id, score in known)
 
 
 def _array(items: Iterable[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[" + b",".join(items) + b"]")
+    return msgspec.Raw(_joined(items))
+
+
+def _joined(items: Iterable[bytes]) -> bytes:
+    return b"[" + b",".join(items) + b"]"
 
 
 def _object(entry: LogprobEntry, heads: SpellingTable) -> bytes:

@@ -79,8 +79,8 @@ async def test_what_was_collected_is_let_go_of_in_turns(gateway: Gateway, monkey
     all_collected: list[delivery._Collected] = []
 
     class Seen(delivery._Collected):
-        def __init__(self, num_choices: int) -> None:
-            super().__init__(num_choices)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             all_collected.append(self)
 
     monkeypatch.setattr(delivery, "_Collected", Seen)

@@ -1,15 +1,34 @@
 """The body of many choices is put together in place, choice by choice: at one time it would keep the interpreter."""
 
+import itertools
 import json
+import threading
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
+from gateway.answers.choice_progress import ChoiceUpdate
 from gateway.answers.openai_response import ChatFormat, ChoiceResult, CompletionFormat, UsageCount
+from gateway.store.response_stream import MAX_READ_SCORES
+from gateway.text import logprobs
+from gateway.text.logprobs import LogprobEntry
+from gateway.text.long_json import PIECE_BYTES, LongArray, json_pieces
+from gateway.text.served_model import ServedModel
+from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, StreamEvent, TokenEvent
+from tests.gateway.answers.test_prompt_echo import CHAT
+from tests.gateway.conftest import Gateway
+from tests.gateway.fake_inference import Script, finish
+from tests.gateway.test_turns import LEAST_SLICE, turns_of_others
+from tests.gateway.text.test_logprobs import scored
 
 NUM_CHOICES = 8
+NUM_TOKENS = 200
+PROMPT = [5 + place % 90 for place in range(NUM_TOKENS + 1)]
+LONG = [{"role": "user", "content": "x" * NUM_TOKENS}]
 
 
 class Told(msgspec.Struct, weakref=True):
@@ -34,3 +53,88 @@ def test_a_choice_that_is_written_is_let_go_of(form: type[ChatFormat | Completio
     assert body["usage"]["total_tokens"] == 3
     assert body["more"] is True
     assert body["object"] == form.body_object
+
+
+@pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
+@pytest.mark.parametrize("num_at_once", [1, 7, 64])
+def test_log_probabilities_are_joined_as_they_would_be_written_at_one_time(
+    form: type[ChatFormat | CompletionFormat],
+    num_at_once: int,
+    tiny_model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Byte for byte, with a first token that has none, and where pieces end."""
+    monkeypatch.setattr("gateway.text.long_json.PIECE_BYTES", 100)
+    spellings = tiny_model.encoder.spellings(by_id=False)
+    entries = [LogprobEntry(70 + place % 9, scored(70) if place else None, place, spellings) for place in range(64)]
+    written = form("id", "model", created=1)
+    for start in range(0, len(entries), num_at_once):
+        told = tuple(entries[start : start + num_at_once])
+        left = written.collect(ChoiceUpdate(0, "x", None, told, (70,)))
+        assert left == ChoiceUpdate(0, "x", None, (), (70,))
+    results = [ChoiceResult(0, "x", "stop", has_logprobs=True), ChoiceResult(1, "y", "stop", has_logprobs=True)]
+    body = bytes(written.body([*results, ChoiceResult(2, "z", "stop")], UsageCount(1, 2), {"more": None}))
+    choices = json.loads(body)["choices"]
+    for choice, expected in ((choices[0], form.logprobs(entries)), (choices[1], form.logprobs(()))):
+        assert msgspec.json.encode({"logprobs": expected})[1:-1] in body
+        assert choice["logprobs"] == json.loads(msgspec.json.encode(expected))
+    assert choices[2]["logprobs"] is None
+
+
+def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
+    array = LongArray()
+    for _ in range(1000):
+        array.extend(b'["' + b"x" * 1000 + b'"]')
+    sizes = [len(piece) for piece in json_pieces({"long": [], "logprobs": {"content": array}})]
+    assert sum(sizes) > 1000 * 1000
+    assert max(sizes) < PIECE_BYTES + 1010
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": [5], "logprobs": 1}),
+        ("completions", {"prompt": [5], "logprobs": 1, "best_of": 2}),
+        ("completions", {"prompt": [5], "logprobs": 1, "best_of": 2, "stream": True}),
+        ("completions", {"prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 1}),
+        ("chat/completions", {"messages": CHAT["messages"], "logprobs": True, "top_logprobs": 1}),
+        ("chat/completions", {"messages": LONG, "prompt_logprobs": 1, "max_tokens": 1}),
+    ],
+)
+async def test_log_probabilities_are_written_in_their_keys_turns(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
+) -> None:
+    """None is left for a thread, which would have the interpreter beside the event loop for half a second."""
+    monkeypatch.setattr("gateway.turns.SLICE_SECONDS", LEAST_SLICE)
+    gateway.engine.script = scores_all(asked.get("best_of", 1))
+    written: list[tuple[int, int]] = []  # by which thread, and after how many turns of others
+    async with turns_of_others() as turns:
+        for name in ("_object", "_by_text", "_ranked"):
+            write = getattr(logprobs, name)
+
+            def watched(*arguments: Any, write: Callable[..., bytes] = write) -> bytes:
+                written.append((threading.get_ident(), turns.count))
+                return write(*arguments)
+
+            monkeypatch.setattr(logprobs, name, watched)
+        async with gateway.session.post(f"/v1/{path}", json={"max_tokens": NUM_TOKENS, **asked}) as reply:
+            assert reply.status == 200 and "error" not in await reply.text()
+    assert len(written) >= NUM_TOKENS
+    assert {thread for thread, _ in written} == {threading.get_ident()}
+    assert max(Counter(turn for _, turn in written).values()) <= MAX_READ_SCORES
+
+
+def scores_all(num_samples: int) -> Script:
+    """The prompt, and each of as many tokens for each sample as are asked for."""
+
+    def script(request: GenerationRequest) -> Iterator[StreamEvent]:
+        if request.sampling.prompt_logprobs is not None:
+            scores = PromptLogprobs(1, [scored(token_id) for token_id in request.prompt_token_ids[1:]])
+            yield TokenEvent(request.request_id, 0, [], prompt_logprobs=scores)
+        num_tokens, has_logprobs = request.sampling.max_tokens, request.sampling.logprobs is not None
+        for choice, index in itertools.product(range(num_samples), range(num_tokens)):
+            reason = FinishReason.LENGTH if num_samples > 1 and index == num_tokens - 1 else None
+            yield TokenEvent(request.request_id, index, [70], choice, reason, [scored(70)] if has_logprobs else None)
+        yield finish(request, num_samples * num_tokens, FinishReason.LENGTH)
+
+    return script
