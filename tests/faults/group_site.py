@@ -1,4 +1,4 @@
-"""Groups of ranks as workers of a World: two processes a worker, on a CPU, whose ranks a test can find and signal."""
+"""Groups of ranks as workers of a World: two processes a worker, whose ranks a test can find and signal."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.e2e.fleet import STOP_SECONDS
@@ -26,8 +26,10 @@ FLAGS += ["--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS)]
 
 
 class Groups:
-    def __init__(self, world: World, model_dir: Path) -> None:
+    def __init__(self, world: World, model_dir: Path, flags: Sequence[str] = FLAGS) -> None:
+        """`flags`: of every group; on a CPU unless told otherwise."""
         self.world = world
+        self._flags = flags
         self._model_dir = model_dir
         self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
         self._temporary.mkdir(exist_ok=True)
@@ -36,7 +38,7 @@ class Groups:
         """Start rank 0, which starts the others."""
         world = self.world
         argv = ["-m", "engine_worker", "--model", str(self._model_dir), "--served-model-name", world.keys.model_name]
-        argv += ["--redis-url", world.store.url, "--worker-id", name, *FLAGS, *flags]
+        argv += ["--redis-url", world.store.url, "--worker-id", name, *self._flags, *flags]
         return world.fleet.start(name, *argv, PYTHONPATH=str(ROOT), TMPDIR=str(self._temporary))
 
     async def follower(self, name: str) -> int:
