@@ -31,7 +31,7 @@ from engine_worker.settings import WorkerSettings
 from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.fault_counts import FaultCounts
-from engine_worker.transport.heartbeat import HeartbeatPublisher
+from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
 from engine_worker.transport.incarnation import Incarnation, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
@@ -44,12 +44,12 @@ from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
 from shared.tasks import run_until_first_ends
+from shared.ticks import next_tick
 from shared.tracing import TracingUnavailable, open_tracing
 
 logger = logging.getLogger("worker")
 
 SELF_FENCE_RATIO = 2 / 3  # of the time after which others call it dead: it must have stopped before they begin
-OFFER_SECONDS = 0.5  # twice a beat, so that no beat finds nothing new
 HAND_OVER_SECONDS = 1.0  # for a worker that failed: then its peers find it by its missing heartbeats
 EXIT_LOST = 1  # as of any worker that failed
 LAST_SECONDS = 2.0  # for its event loop to end it, once it has lost a process
@@ -258,7 +258,7 @@ class WorkerService:
             await self._refresh_stats()
             heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
             self._status.remind()
-            await asyncio.sleep(OFFER_SECONDS)
+            await next_tick(BEAT_SECONDS)
 
     async def _refresh_stats(self) -> None:
         if self._worker is None:

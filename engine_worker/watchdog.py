@@ -6,13 +6,13 @@ event loop hang as well (a native call that keeps the interpreter's lock), a tim
 It stands beside every step; its end of the process is the beginning of a takeover. It knows no request.
 """
 
-import asyncio
 import faulthandler
 import logging
 import sys
 from collections.abc import Callable
 
 from engine_worker.engine_thread import EngineThread
+from shared.ticks import next_tick
 
 logger = logging.getLogger("worker")
 
@@ -40,7 +40,7 @@ class StepWatchdog:
         try:
             while True:
                 faulthandler.dump_traceback_later(2 * self._timeout_ticks * TICK_SECONDS, exit=True)
-                await asyncio.sleep(TICK_SECONDS)
+                await next_tick(TICK_SECONDS)
                 self.tick()
         finally:
             faulthandler.cancel_dump_traceback_later()

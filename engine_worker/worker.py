@@ -28,8 +28,10 @@ from engine_worker.transport.token_publisher import TokenPublisher
 from shared.messages import ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage
 from shared.redis_scripts import Fenced
 from shared.tasks import run_until_first_ends
+from shared.ticks import next_tick
 
 SHARE_SECONDS = 0.5  # between two looks at what peers hold
+LEAST_TO_SHARE = 2  # a peer that holds nothing is given half of them
 
 logger = logging.getLogger("worker")
 
@@ -128,11 +130,13 @@ class Worker:
         """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting, and
         what waits here, for KV blocks, for longer than its time in the queue: whoever claims that ends it."""
         while True:
-            await asyncio.sleep(SHARE_SECONDS)
+            await next_tick(SHARE_SECONDS)
             outwaited = {request_id for request_id in requests.outwaited() if self._has_no_token(request_id)}
             if outwaited:
                 await self._give_back(requests, await self._engine.withdraw(outwaited))
-            level = None if self._draining.is_set() else await requests.peers_level(self._engine.demand.room or 0)
+            if self._draining.is_set() or requests.num_held < LEAST_TO_SHARE:
+                continue
+            level = await requests.peers_level(self._engine.demand.room or 0)
             surplus = 0 if level is None else (requests.num_held - level) // 2
             if surplus > 0:
                 await self._give_back(requests, await self._engine.withdraw_waiting(surplus))

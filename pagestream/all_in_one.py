@@ -92,6 +92,7 @@ class _AllInOne:
     fleet_id: str = field(default_factory=lambda: token_hex(4))
     workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current life
     teams: list[list[SupervisedChild]] = field(default_factory=list)  # the workers of each model
+    gateway_begins: asyncio.Event = field(default_factory=asyncio.Event)  # another life of one
 
     async def run(self) -> None:
         started_at = time.monotonic()
@@ -213,7 +214,11 @@ class _AllInOne:
         async def after_death(_life: int, how: str) -> None:
             self.console.print(f"  {name:<9} died ({how})")
 
-        return SupervisedChild(name, lambda _life: commands.gateway(name), self._on_line, after_death)
+        def command(_life: int) -> ChildCommand:
+            self.gateway_begins.set()
+            return commands.gateway(name)
+
+        return SupervisedChild(name, command, self._on_line, after_death)
 
     def _worker(self, number: int, model: ServedModel, commands: ChildCommands, link: FleetLink) -> SupervisedChild:
         def command(life: int) -> ChildCommand:
@@ -237,11 +242,13 @@ class _AllInOne:
         Of several behind one port nobody knows which one answered; they start alike, so one speaks for all.
         """
         while True:
-            if not all(gateway.is_ready for gateway in gateways):
+            await self.gateway_begins.wait()
+            self.gateway_begins.clear()
+            while not all(gateway.is_ready for gateway in gateways):
                 answers = await ready_status(self.settings.host, self.settings.port) is not None
                 for gateway in gateways:
                     gateway.is_ready = gateway.is_ready or answers
-            await asyncio.sleep(READY_POLL_SECONDS)
+                await asyncio.sleep(READY_POLL_SECONDS)
 
     async def _until_ready(self) -> None:
         while not all(any(worker.is_ready for worker in team) for team in self.teams):

@@ -7,7 +7,6 @@ value itself means nothing, only differences do. Where nobody runs, it stands st
 It is used in a chat's way in for its deadlines, and in every look at them. It knows no request.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from redis.exceptions import RedisError
 
 from shared.redis_client import is_transient
 from shared.redis_scripts import RedisScripts
+from shared.ticks import next_tick
 
 TICK_SECONDS = 1.0
 
@@ -42,7 +42,7 @@ class FleetClock:
                 if not is_transient(error):
                     raise
                 logger.debug("no tick of the fleet's clock: %s", error)
-            await asyncio.sleep(TICK_SECONDS)
+            await next_tick(TICK_SECONDS)
 
     async def tick(self) -> None:
         """Raises the store's errors; may be repeated."""

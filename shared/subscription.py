@@ -101,6 +101,7 @@ class Subscription:
             return None
         self.num_heard += 1
         self._unanswered_pings = 0
+        self._next_ping = self._clock() + self._ping_seconds  # whoever is heard need not be asked
         if message["type"] == "message":
             return Message(message["channel"].decode(), message["data"])
         if message["type"] == "subscribe":

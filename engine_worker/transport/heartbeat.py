@@ -1,4 +1,4 @@
-"""Publishes the newest heartbeat once a second.
+"""Publishes each heartbeat that is offered, or the newest where the store is slow; one is offered each second.
 
 A PUBLISH and not a key with a TTL: it is still allowed when the store is out of memory, and no clock of the server
 decides who is alive. Only what the engine loop has offered since the last beat is published: a hung loop falls silent.
@@ -28,24 +28,25 @@ class HeartbeatPublisher:
         redis: Redis,
         keys: RedisKeys,
         *,
-        beat_seconds: float = BEAT_SECONDS,
         faults: FaultCounts | None = None,
     ) -> None:
         self._redis = redis
         self._channel = keys.heartbeat_channel
-        self._beat_seconds = beat_seconds
         self._offered: WorkerHeartbeat | None = None
+        self._is_offered = asyncio.Event()
         self.faults = faults or FaultCounts()
 
     def offer(self, heartbeat: WorkerHeartbeat) -> None:
-        """Called by the engine loop at least once a second, also when idle and while loading."""
+        """Called by the engine loop every BEAT_SECONDS, also when idle and while loading."""
         self._offered = heartbeat
+        self._is_offered.set()
 
     async def run(self) -> None:
         """Owner task. Store errors are counted, never raised."""
         while True:
+            await self._is_offered.wait()
+            self._is_offered.clear()
             await self.beat()
-            await asyncio.sleep(self._beat_seconds)
 
     async def beat(self) -> None:
         heartbeat, self._offered = self._offered, None

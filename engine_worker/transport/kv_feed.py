@@ -5,7 +5,6 @@ Unwatched it costs one EXISTS a second. Lost snapshots are not repeated: the nex
 It stands beside the walk of a block. It does not know what a snapshot means.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from redis.exceptions import RedisError
 from shared.kv_snapshot import SNAPSHOT_SECONDS, KVMove, KVRequest, KVSnapshot
 from shared.messages import encode
 from shared.redis_keys import RedisKeys
+from shared.ticks import next_tick
 
 UNKNOWN = "?"  # whose a request is that has ended before anybody watched; no key's name holds it
 
@@ -53,7 +53,7 @@ class KVFeed:
     async def run(self) -> None:
         """Owner task. Store errors are logged, never raised."""
         while True:
-            await asyncio.sleep(SNAPSHOT_SECONDS)
+            await next_tick(SNAPSHOT_SECONDS)
             try:
                 await self.publish_if_watched()
             except (RedisError, OSError) as error:

@@ -4,7 +4,6 @@ A chat's way in asks for room before anything is encoded; probes, metrics and de
 request.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 from gateway.store.store_calls import StoreCalls
 from shared.fleet_clock import FleetClock
 from shared.redis_keys import GROUP, PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.ticks import next_tick
 
 logger = logging.getLogger("gateway")
 
@@ -58,7 +58,7 @@ class StoreMemory:
                 self.update(int(memory["used_memory"]), int(memory["maxmemory"]), system_bytes)
             except (RedisError, OSError):
                 pass
-            await asyncio.sleep(POLL_SECONDS)
+            await next_tick(POLL_SECONDS)
 
     def _warn_once(self, system_bytes: int) -> None:
         if not self._is_warned:

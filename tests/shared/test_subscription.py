@@ -55,6 +55,30 @@ class TestOnAServer:
         assert await next_of(subscription) is GAP
 
 
+async def test_who_is_heard_is_not_asked(connections):
+    clock = [0.0]
+    subscription = Subscription(connections.subscriber, ["a"], ping_seconds=10, clock=lambda: clock[0])
+
+    async def pings() -> int:
+        stats: Any = await connections.commands.info("commandstats")
+        return int(stats.get("cmdstat_ping", {"calls": 0})["calls"])
+
+    try:
+        assert await next_of(subscription) is GAP
+        before = await pings()
+        for clock[0] in (9.0, 18.0, 27.0):  # a message every 9 seconds
+            await connections.commands.publish("a", b"1")
+            assert await next_of(subscription) == Message("a", b"1")
+        assert await pings() == before
+        clock[0], num_heard = 37.0, subscription.num_heard
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while subscription.num_heard == num_heard:
+                await subscription.get(1.0)
+        assert await pings() == before + 1
+    finally:
+        await subscription.aclose()
+
+
 async def test_a_store_that_is_away_is_only_silence(tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     subscription = Subscription(away.subscriber, ["a"])

@@ -32,6 +32,19 @@ async def test_only_what_the_engine_loop_offered_is_published_and_only_the_newes
         assert [decode_heartbeat(await channel.next()).step for _ in range(2)] == [2, 3]
 
 
+async def test_each_offer_is_a_beat_and_nothing_else_is(rig, heard):
+    """An idle worker has one timer for both."""
+    publisher = HeartbeatPublisher(rig.redis, rig.keys)
+    async with heard(rig.keys.heartbeat_channel) as channel:
+        task = asyncio.create_task(publisher.run())
+        try:
+            for step in (1, 2, 3):
+                publisher.offer(heartbeat(step))
+                assert decode_heartbeat(await channel.next()).step == step
+        finally:
+            await cancel_and_wait([task])
+
+
 async def test_a_heartbeat_that_cannot_be_sent_is_counted(keys, tmp_path):
     away = connect(f"unix://{tmp_path}/no-server")
     try:
