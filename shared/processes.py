@@ -1,10 +1,11 @@
-"""A child process and its parent's end. Linux only where the kernel is asked. It is used
-at the start of a program that `serve` started, and knows nothing of supervision."""
+"""A child process and its parent's end, and a child that is stopped. Linux only where the kernel is asked. It is used
+at the start of a program that `serve` started and by who watches its children, and knows nothing of supervision."""
 
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -27,3 +28,14 @@ def exit_with_parent(parent_pid: int, signal_number: int = signal.SIGTERM) -> No
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     if os.getppid() != parent_pid:
         raise ParentGone(f"parent {parent_pid} has ended")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, SIGTSTP) has stopped a child of this process, and none has continued it.
+
+    By the kernel's own account, so a busy machine or a long call is never taken for it. Nothing is consumed: waiting
+    for the child's end is as it was. False where it has ended, and of who is no child.
+    """
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False

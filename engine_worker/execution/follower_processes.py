@@ -2,7 +2,8 @@
 
 A thread of its own starts them and sees each end at once, whatever the engine waits for: a rank that is gone never
 answers a collective, so rank 0 ends too, without a further word to the device. What the group held is taken over like
-that of any dead worker. So it is when a follower stands still, while it loads or idles too: each beats once a second.
+that of any dead worker. So it is when a follower stands still, while it loads or idles too: the kernel tells
+its parent of one that a signal has stopped, and each beats once a second, for whatever else may keep it.
 The kernel ends the followers with that thread, which lives as long as this process.
 
 They are started first of all: what they import takes as long as it takes rank 0, and runs beside it.
@@ -23,15 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_worker.execution.step_channel import RingSender
+from shared.processes import is_stopped
 
 logger = logging.getLogger("worker")
 
 _ROOT = Path(__file__).parents[2]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
-BEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.25
+LOOKS_PER_BEAT = 4
+BEAT_SECONDS = LOOKS_PER_BEAT * LOOK_SECONDS
+STOPPED_LOOKS = 4  # in a row; a stop is no guess, but one that is over in a second is let pass
 LATE_BEATS = 5  # missed in a row, and it counts as down
 PATIENCE_BEATS = 60  # a native call may keep the interpreter to itself for long, a page of a file for longer
-DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang or are stopped
+DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang
+STOPPED_DUMP_SECONDS = 0.2  # and by one that was merely stopped, for which streams wait
+STOPPED = "a signal has stopped it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +49,17 @@ class FollowerEnd:
     size: int
     phase: str
     status: int | None  # minus the signal's number if one ended it; None: it is there, and gives no sign of life
-    cause: str  # by its own account; empty: it had no time to tell
+    cause: str  # by its own account, but of one that is stopped; empty: it had no time to tell
 
     def __str__(self) -> str:
         rank, phase = f"rank {self.rank} of {self.size}", f"in its phase {self.phase or 'start'!r}"
+        return f"{rank} {self._what(phase)}" + (f": {self.cause}" if self.cause else "")
+
+    def _what(self, phase: str) -> str:
         if self.status is None:
-            return f"{rank} stands still {phase}"
+            return f"stands still {phase}"
         how = f"by signal {-self.status}" if self.status < 0 else f"with exit status {self.status}"
-        return f"{rank} ended {phase} {how}" + (f": {self.cause}" if self.cause else "")
+        return f"ended {phase} {how}"
 
 
 def end_process(end: FollowerEnd) -> None:
@@ -72,7 +82,7 @@ class Followers:
 
         `patience_beats`: that one may miss in a row.
         """
-        self._silence = {rank: _Silence(patience_beats) for rank in range(1, size)}
+        self._signs = {rank: _Signs(patience_beats) for rank in range(1, size)}
         self.size = size
         self.channel = RingSender(size)
         self.rendezvous_fd = os.memfd_create("pagestream-ranks", os.MFD_CLOEXEC)  # for the ranks to find each other by
@@ -94,7 +104,7 @@ class Followers:
 
     def lives(self, rank: int) -> bool:
         """Whether a follower has beaten of late."""
-        return self._silence[rank].missed < LATE_BEATS
+        return self._signs[rank].missed < LATE_BEATS
 
     def phases(self, rank: int) -> list[tuple[str, float]]:
         """As the channel has them, from this process's own start of it on."""
@@ -104,12 +114,12 @@ class Followers:
         """Give the thread that watches so long to see an end, which in a worker is this process's end too."""
         self._thread.join(seconds)
 
-    def dump_stacks(self) -> None:
-        """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes DUMP_SECONDS."""
+    def dump_stacks(self, seconds: float = DUMP_SECONDS) -> None:
+        """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes `seconds`."""
         for pid in self.pids:
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 os.kill(pid, number)
-        threading.Event().wait(DUMP_SECONDS)  # nobody says when a handler in C has written
+        threading.Event().wait(seconds)  # nobody says when a handler in C has written
 
     def close(self) -> None:
         """End the followers and the channel; nobody is told. For programs that go on without their group."""
@@ -148,9 +158,9 @@ class Followers:
         poll = select.poll()
         for fd in (self._closing, *ranks):
             poll.register(fd, select.POLLIN)
-        silent: int | None = None
-        while not (ready := {fd for fd, _ in poll.poll(1e3 * BEAT_SECONDS)}) and silent is None:
-            silent = self._silent_rank()
+        still: FollowerEnd | None = None
+        while not (ready := {fd for fd, _ in poll.poll(1e3 * LOOK_SECONDS)}) and still is None:
+            still = self._standing_still()
         for fd in ranks:
             os.close(fd)
         if self._closing in ready:
@@ -158,29 +168,37 @@ class Followers:
         if ready:
             rank = next(ranks[fd] for fd in ready)
             return self._end(rank, self._processes[rank].wait(), self.channel.cause(rank))
-        assert silent is not None
-        self.dump_stacks()
-        return self._end(silent, None, "")
+        assert still is not None
+        self.dump_stacks(STOPPED_DUMP_SECONDS if still.cause == STOPPED else DUMP_SECONDS)
+        return still
 
     def _end(self, rank: int, status: int | None, cause: str) -> FollowerEnd:
         return FollowerEnd(rank, self.size, self.channel.phase(rank), status, cause)
 
-    def _silent_rank(self) -> int | None:
-        """To be asked once a beat: time is counted in these, so a stop of this process is none of theirs."""
-        lasts = {rank: silence.lasts(self.channel.beats(rank)) for rank, silence in self._silence.items()}
-        return next((rank for rank, too_long in lasts.items() if too_long), None)
+    def _standing_still(self) -> FollowerEnd | None:
+        """To be asked once a look: time is counted in these, so a stop of this process is none of theirs."""
+        for rank, signs in self._signs.items():
+            signs.look(self.channel.beats(rank), is_stopped(self._processes[rank].pid))
+        stopped = [rank for rank, signs in self._signs.items() if signs.stopped_looks >= STOPPED_LOOKS]
+        silent = [rank for rank, signs in self._signs.items() if signs.missed >= signs.patience_beats]
+        found = next(iter([*stopped, *silent]), None)
+        return self._end(found, None, STOPPED if stopped else "") if found is not None else None
 
 
 @dataclass(slots=True)
-class _Silence:
-    """How long a follower has given no sign of life, counted from its first one."""
+class _Signs:
+    """The signs of life of a follower, of which the first one begins the count."""
 
     patience_beats: int
     beats: int = 0
     missed: int = 0
+    stopped_looks: int = 0  # in a row
+    _looks: int = 0
 
-    def lasts(self, beats: int) -> bool:
-        """Whether too many were missed; `beats` is the count now."""
-        self.missed = self.missed + 1 if beats == self.beats and beats else 0
-        self.beats = beats
-        return self.missed >= self.patience_beats
+    def look(self, beats: int, is_stopped: bool) -> None:
+        """`beats` is the count now; `is_stopped`: by a signal."""
+        self.stopped_looks = self.stopped_looks + 1 if is_stopped else 0
+        self._looks += 1
+        if self._looks % LOOKS_PER_BEAT == 0:
+            self.missed = self.missed + 1 if beats == self.beats and beats else 0
+            self.beats = beats

@@ -34,12 +34,13 @@ class Groups:
         self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
         self._temporary.mkdir(exist_ok=True)
 
-    def start(self, name: str, *flags: str) -> "subprocess.Popen[bytes]":
-        """Start rank 0, which starts the others."""
+    def start(self, name: str, *flags: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Start rank 0, which starts the others; with the modules of `python_path` before ours."""
         world = self.world
         argv = ["-m", "engine_worker", "--model", str(self._model_dir), "--served-model-name", world.keys.model_name]
         argv += ["--redis-url", world.store.url, "--worker-id", name, *self._flags, *flags]
-        return world.fleet.start(name, *argv, PYTHONPATH=str(ROOT), TMPDIR=str(self._temporary))
+        path = os.pathsep.join(map(str, filter(None, [python_path, ROOT])))
+        return world.fleet.start(name, *argv, PYTHONPATH=path, TMPDIR=str(self._temporary))
 
     async def follower(self, name: str) -> int:
         """The process id of rank 1, when it is there."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,19 @@ from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs, ste
 pytestmark = [pytest.mark.tp, pytest.mark.timeout(900)]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
+STOP_SECONDS = 0.2  # of one that goes on: a quarter of what is let pass
+# From when a file is there, a follower that has a message keeps the interpreter's lock to itself, as a stuck call does.
+HANGS = """
+import ctypes, os
+from engine_worker.execution.step_channel import RingReceiver
+receive = RingReceiver.receive
+def receive_and_hang(self):
+    message = receive(self)
+    if os.path.exists({path!r}):
+        ctypes.PyDLL(None).sleep(1000)
+    return message
+RingReceiver.receive = receive_and_hang
+"""
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +76,22 @@ async def test_each_rank_is_killed_while_its_group_loads_prefills_and_decodes(
     await world.nothing_is_left()
 
 
-async def test_a_follower_that_stands_still_a_broken_message_and_an_orderly_end(
-    start_world: StartWorld, model_dir: Path
+async def test_a_follower_that_hangs_a_broken_message_one_that_is_stopped_and_an_orderly_end(
+    start_world: StartWorld, model_dir: Path, tmp_path: Path
 ) -> None:
     groups = Groups(world := await start_world(), model_dir)
-    groups.start("w0", "--step-timeout-seconds", HANG_SECONDS)
+    (tmp_path / "sitecustomize.py").write_text(HANGS.format(path=str(tmp_path / "now")))
+    groups.start("w0", "--step-timeout-seconds", HANG_SECONDS, python_path=tmp_path)
     groups.start("w1")
     await world.has_ready("w0", "w1")
-    undisturbed = await outputs(read(world, 60))
+    undisturbed = await outputs(read(world, 300))
 
-    # Neither stands still for good: one is found by the watchdog of steps, the other one reads what is no message.
-    stopped = await groups.follower("w0")
-    os.kill(stopped, signal.SIGSTOP)
-    readers = [*read(world, 60), *read(world, 60)]
+    # One is found by the watchdog of steps, another one reads what is no message, a third one by its stop.
+    hung = await groups.follower("w0")
+    (tmp_path / "now").touch()
+    readers = [*read(world, 300), *read(world, 300)]
     assert await groups.end_of("w0") == 86
-    await gone(stopped)
+    await gone(hung)
     log = world.fleet.log("w0")
     assert "no engine step ended for 3 s: this process ends" in log
     assert "in follow" in log and "engine_thread.py" in log  # the stacks of both ranks
@@ -84,20 +99,31 @@ async def test_a_follower_that_stands_still_a_broken_message_and_an_orderly_end(
 
     broken = await groups.follower("w1")
     os.kill(broken, signal.SIGTERM)  # not heard: rank 0 drains for all
-    os.kill(broken, signal.SIGSTOP)
-    readers = read(world, 60)
-    await break_the_next_message(world.fleet.processes["w1"].pid)
-    os.kill(broken, signal.SIGCONT)
+    readers = read(world, 300)
+    await break_a_message(world.fleet.processes["w1"].pid, broken)
     assert await groups.end_of("w1") == 1
     log = world.fleet.log("w1")
     assert "rank 1 of 2 ended in its phase 'serve' with exit status 87" in log
     assert "its CRC32 is" in log
 
     groups.start("w2")
+    groups.start("w3")
     assert await outputs(readers) == undisturbed
-    last = await groups.follower("w2")
-    world.fleet.processes["w2"].send_signal(signal.SIGTERM)
-    assert await groups.end_of("w2") == 0
+    await world.has_ready("w2", "w3")
+    readers = read(world, 300)
+    await world.all_have(readers, 20)
+    stopped = await groups.follower(holder := await groups.holder())
+    os.kill(stopped, signal.SIGSTOP)
+    assert await groups.end_of(holder) == 1  # in the middle of a step, whose time-out is a minute
+    await gone(stopped)
+    assert "rank 1 of 2 stands still in its phase 'serve': a signal has stopped it" in world.fleet.log(holder)
+    assert await outputs(readers) == undisturbed
+    print(f"the longest silence was {max(reader.longest_silence_seconds for reader in readers):.2f} s")
+
+    (left,) = world.fleet.processes
+    last = await groups.follower(left)
+    world.fleet.processes[left].send_signal(signal.SIGTERM)
+    assert await groups.end_of(left) == 0
     await gone(last)
     await world.nothing_is_left()
 
@@ -141,18 +167,33 @@ async def test_rank_0_stands_still_a_follower_has_no_memory_and_ranks_die_in_oth
     await world.nothing_is_left()
 
 
-async def break_the_next_message(pid: int) -> None:
-    """Wait for one that the follower has not read, and change a byte of it."""
+async def break_a_message(pid: int, follower: int) -> None:
+    """Change a byte of one that the follower has not read: it is stopped for that, never for as long as it may be."""
     fd = os.open(steps_of(pid), os.O_RDWR)
-    slot_bytes = (os.fstat(fd).st_size - 2 * 4096) // 4
-    starts = [2 * 4096 + slot * slot_bytes for slot in range(4)]
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            (read_number,) = struct.unpack("<q", os.pread(fd, 8, 4096))
-            for start in starts:
-                (number,) = struct.unpack("<q", os.pread(fd, 8, start + 8))
-                if number == read_number + 1:
-                    os.pwrite(fd, bytes([os.pread(fd, 1, start + 24)[0] ^ 1]), start + 24)
-                    os.close(fd)
-                    return
+            os.kill(follower, signal.SIGSTOP)
+            start = unread_message(fd, STOP_SECONDS)
+            if start is not None:
+                os.pwrite(fd, bytes([os.pread(fd, 1, start + 24)[0] ^ 1]), start + 24)
+            os.kill(follower, signal.SIGCONT)
+            if start is not None:
+                os.close(fd)
+                return
             await asyncio.sleep(0.01)
+
+
+def unread_message(fd: int, seconds: float) -> int | None:
+    """Return where it begins; None if none comes so soon. One that is seen twice is whole."""
+    slot_bytes = (os.fstat(fd).st_size - 2 * 4096) // 4
+    starts = [2 * 4096 + slot * slot_bytes for slot in range(4)]
+    seen, ends_at = None, time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        (read_number,) = struct.unpack("<q", os.pread(fd, 8, 4096))
+        numbers = [struct.unpack("<q", os.pread(fd, 8, start + 8))[0] for start in starts]
+        found = starts[numbers.index(read_number + 1)] if read_number + 1 in numbers else None
+        if found is not None and found == seen:
+            return found
+        seen = found
+        time.sleep(0.005)  # polls another process
+    return None

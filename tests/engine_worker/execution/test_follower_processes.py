@@ -60,16 +60,46 @@ def test_one_that_is_killed_says_nothing() -> None:
     assert str(end) == f"rank 1 of 2 ended in its phase {end.phase or 'start'!r} by signal 9"
 
 
-def test_one_that_stands_still_is_found_and_its_stacks_are_written(capfd: pytest.CaptureFixture[str]) -> None:
+HOLDS_THE_INTERPRETER = """
+import ctypes
+from engine_worker.execution.step_channel import RingReceiver
+beat = RingReceiver.beat
+def beat_once(self):
+    beat(self)
+    ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
+RingReceiver.beat = beat_once
+"""
+
+
+def test_one_that_stands_still_is_found_and_its_stacks_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Before it serves: here it waits for a first message that does not come."""
-    started = Started(patience_beats=3)
+    (tmp_path / "sitecustomize.py").write_text(HOLDS_THE_INTERPRETER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    end = Started(patience_beats=3).end()
+    assert (end.status, end.cause) == (None, "")
+    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}"
+    assert "follower.py" in capfd.readouterr().err
+
+
+def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by its silence, which would be another minute; one that was continued at once stays."""
+    started = Started()
+    pid = started.followers.pids[0]
     while not started.channel.beats(1):
         assert started.ends.empty()
         threading.Event().wait(0.01)  # polls another process
-    os.kill(started.followers.pids[0], signal.SIGSTOP)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(pid, number)
+    beats = started.channel.beats(1)
+    while started.channel.beats(1) < beats + 3:
+        assert started.ends.empty()
+        threading.Event().wait(0.01)  # as above
+    os.kill(pid, signal.SIGSTOP)
     end = started.end()
-    assert (end.status, end.cause) == (None, "")
-    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}"
+    assert (end.status, end.cause) == (None, "a signal has stopped it")
+    assert str(end) == f"rank 1 of 2 stands still in its phase {end.phase or 'start'!r}: a signal has stopped it"
     assert "follower.py" in capfd.readouterr().err
 
 
