@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from gateway.answers.choice_progress import ChoiceUpdate
-from gateway.answers.openai_response import NOTHING, ChoiceResult, Extra, ResponseFormat, UsageCount, one_line
-from gateway.answers.responses_output import EventWriter, OutputItems, shown_item
+from gateway.answers.openai_response import NOTHING, Body, ChoiceResult, Extra, ResponseFormat, UsageCount, one_line
+from gateway.answers.responses_output import EventWriter, OutputItems, lines_of, shown_item
 from gateway.errors import GatewayError
 from gateway.http.sse import error_event, event
 from gateway.requests.responses_body import wrapped
@@ -95,15 +96,18 @@ class ResponsesFormat(ResponseFormat):
         status = "cancelled" if error.code == _CANCELLED else "failed"
         return self._writer.event("response.failed", response=self._failed(status, error))
 
-    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> bytes:
+    def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
+        """As a stream of it would be written."""
+        self.delta(update)
+        self.text(update)
+        return structs.replace(update, logprobs=()) if update.logprobs else update
+
+    def body(self, choices: Iterable[ChoiceResult], usage: UsageCount, extra: Mapping[str, Any] = NOTHING) -> Body:
         choice = next(iter(choices))
-        for update in choice.updates:
-            self.delta(update)
-            self.text(update)
         self._is_cut = choice.finish_reason == FinishReason.LENGTH.value
         self.closing()
         self.usage(usage)
-        return one_line(msgspec.json.encode(self._ended()))
+        return lines_of(self._ended())
 
     def unfinished(self, status: str, error: GatewayError | None = None) -> bytes:
         """`status`: queued | running | failed | cancelled."""

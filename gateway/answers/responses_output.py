@@ -20,6 +20,7 @@ import msgspec
 from gateway.answers.openai_response import json_text, one_line
 from gateway.parsing.message import ToolCallDelta
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, event_logprobs
+from gateway.text.long_json import LongArray, json_pieces
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 _PREFIXES = {
@@ -36,8 +37,8 @@ class EventWriter:
         self._next_number = 0
 
     def event(self, kind: str, **content: Any) -> bytes:
-        data = _encode({"type": kind, **content, "sequence_number": self._number()})
-        return b"event: " + kind.encode() + b"\ndata: " + one_line(data) + b"\n\n"
+        data = lines_of({"type": kind, **content, "sequence_number": self._number()})
+        return b"".join((b"event: ", kind.encode(), b"\ndata: ", data, b"\n\n"))
 
     def delta(self, head: bytes, text: str) -> bytes:
         """`head`: of delta_head(), and further fields. The rest of the object is not encoded again for every token."""
@@ -63,7 +64,7 @@ class _OpenItem:
         self.text_kind = text_kind
         self.delta_head = EventWriter.delta_head(f"response.{text_kind}.delta", **place)
         self.pieces: list[str] = []
-        self.logprobs: list[LogprobEntry] = []
+        self.scores, self.scores_of_events = LongArray(), LongArray()  # of a message, in the form of each
         self.call_index: int | None = None
 
 
@@ -124,7 +125,7 @@ class OutputItems:
             return self._open, b""
         fields: dict[str, Any] = {"role": "assistant"} if kind == MESSAGE else {"summary": []}
         opened, events = self._begin(kind, **fields, content=[])
-        part = _part(kind, "", [])
+        part = _part(kind, "", LongArray())
         return opened, events + self._writer.event("response.content_part.added", **opened.place, part=part)
 
     def _begin(self, kind: str, **fields: Any) -> tuple[_OpenItem, bytes]:
@@ -147,26 +148,35 @@ class OutputItems:
         if not self._held_logprobs:
             return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
         logprobs, self._held_logprobs = self._held_logprobs, []
-        message.logprobs += logprobs
-        shown = one_line(_encode({"logprobs": event_logprobs(logprobs)}))[1:-1] + b","
-        return self._writer.delta(message.delta_head + shown, text)
+        told = _encode(event_logprobs(logprobs))
+        message.scores_of_events.extend(told)
+        message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
+        return self._writer.delta(b'%b"logprobs":%b,' % (message.delta_head, one_line(told)), text)
 
     def _whole_text(self, opened: _OpenItem) -> bytes:
         text, done = "".join(opened.pieces), f"response.{opened.text_kind}.done"
         if opened.kind == CALL:
             opened.item["arguments"] = text
             return self._writer.event(done, **opened.place, name=opened.item["name"], arguments=text)
-        part = _part(opened.kind, text, opened.logprobs)
+        part = _part(opened.kind, text, opened.scores)
         opened.item["content"] = [part]
-        scores = {"logprobs": event_logprobs(opened.logprobs)} if opened.kind == MESSAGE else {}
+        scores = {"logprobs": opened.scores_of_events} if opened.kind == MESSAGE else {}
         events = self._writer.event(done, **opened.place, text=text, **scores)
         return events + self._writer.event("response.content_part.done", **opened.place, part=part)
 
 
-def _part(kind: str, text: str, logprobs: Sequence[LogprobEntry]) -> dict[str, Any]:
+def lines_of(value: Any) -> bytearray:
+    """`value` as JSON in one line, put together in pieces: it may have all log-probabilities of an answer."""
+    data = bytearray()
+    for piece in json_pieces(value):
+        data += one_line(bytes(piece))
+    return data
+
+
+def _part(kind: str, text: str, scores: LongArray) -> dict[str, Any]:
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": chat_logprobs(logprobs)["content"]}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
 
 class InputItemsBody(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 PIECE_BYTES = 65_536
+_PLACE = b"\0"  # of an array: JSON has no such byte, as it escapes control characters
 
 _encode = msgspec.json.encode
 
@@ -59,15 +60,16 @@ class GrownForm:
 
 
 def json_pieces(value: Any) -> Iterator[bytes | bytearray]:
-    """`value` as JSON; LongArrays may stand in it, in objects and lists."""
-    if isinstance(value, LongArray):
-        yield from value.pieces()
-    elif isinstance(value, Mapping) and value:
-        before = b"{"
-        for name, field in value.items():
-            yield before + _encode(name) + b":"
-            yield from json_pieces(field)
-            before = b","
-        yield b"}"
-    else:
-        yield _encode(value)
+    """`value` as JSON; LongArrays may stand anywhere in it."""
+    arrays: list[LongArray] = []
+
+    def place_of(array: object) -> msgspec.Raw:
+        assert isinstance(array, LongArray), f"{type(array)} is no JSON"
+        arrays.append(array)
+        return msgspec.Raw(_PLACE)
+
+    first, *others = _encode(value, enc_hook=place_of).split(_PLACE)
+    yield first
+    for array, between in zip(arrays, others, strict=True):
+        yield from array.pieces()
+        yield between

@@ -28,6 +28,10 @@ from tests.gateway.text.test_logprobs import scored
 NUM_CHOICES = 8
 NUM_TOKENS = 200
 PROMPT = [5 + place % 90 for place in range(NUM_TOKENS + 1)]
+SCORED_RESPONSE = {
+    "input": "x", "store": False, "max_output_tokens": NUM_TOKENS,
+    "top_logprobs": 1, "include": ["message.output_text.logprobs"],
+}  # fmt: skip
 LONG = [{"role": "user", "content": "x" * NUM_TOKENS}]
 
 
@@ -98,6 +102,8 @@ def test_no_piece_of_a_long_body_is_longer_than_what_came_at_one_time() -> None:
         ("completions", {"prompt": [5], "logprobs": 1, "best_of": 2, "stream": True}),
         ("completions", {"prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 1}),
         ("chat/completions", {"messages": CHAT["messages"], "logprobs": True, "top_logprobs": 1}),
+        ("responses", SCORED_RESPONSE),
+        ("responses", {**SCORED_RESPONSE, "stream": True}),
         ("chat/completions", {"messages": LONG, "prompt_logprobs": 1, "max_tokens": 1}),
     ],
 )
@@ -117,11 +123,14 @@ async def test_log_probabilities_are_written_in_their_keys_turns(
                 return write(*arguments)
 
             monkeypatch.setattr(logprobs, name, watched)
-        async with gateway.session.post(f"/v1/{path}", json={"max_tokens": NUM_TOKENS, **asked}) as reply:
-            assert reply.status == 200 and "error" not in await reply.text()
-    assert len(written) >= NUM_TOKENS
+        async with gateway.session.post(
+            f"/v1/{path}", json=asked if path == "responses" else {"max_tokens": NUM_TOKENS, **asked}
+        ) as reply:
+            assert reply.status == 200, await reply.text()
+            text = await reply.text()
+    assert text.count('"logprob') >= 1 and len(written) >= NUM_TOKENS
     assert {thread for thread, _ in written} == {threading.get_ident()}
-    assert max(Counter(turn for _, turn in written).values()) <= MAX_READ_SCORES
+    assert max(Counter(turn for _, turn in written).values()) <= 2 * MAX_READ_SCORES  # a response has two forms of each
 
 
 def scores_all(num_samples: int) -> Script:
