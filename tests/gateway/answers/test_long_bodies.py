@@ -147,3 +147,32 @@ def scores_all(num_samples: int) -> Script:
         yield finish(request, num_samples * num_tokens, FinishReason.LENGTH)
 
     return script
+
+
+async def test_a_response_tells_the_same_log_probabilities_in_each_of_its_events(gateway: Gateway) -> None:
+    """In the deltas, in the three events that have all of a text, at the stream's end, and where it is not streamed."""
+    gateway.engine.script = scores_all(1)
+    async with gateway.session.post("/v1/responses", json=SCORED_RESPONSE) as reply:
+        whole = (await reply.json())["output"]
+    async with gateway.session.post("/v1/responses", json={**SCORED_RESPONSE, "stream": True}) as reply:
+        lines = (await reply.text()).splitlines()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    by_kind = {event["type"]: event for event in told}
+    scores = whole[0]["content"][0]["logprobs"]
+    assert len(scores) == NUM_TOKENS and all(entry["bytes"] for entry in scores)
+    assert by_kind["response.content_part.done"]["part"]["logprobs"] == scores
+    assert by_kind["response.output_item.done"]["item"]["content"][0]["logprobs"] == scores
+    assert by_kind["response.incomplete"]["response"]["output"][0]["content"][0]["logprobs"] == scores
+    deltas = [event["logprobs"] for event in told if event["type"] == "response.output_text.delta"]
+    without_bytes = [
+        {
+            name: [{key: top[key] for key in ("token", "logprob")} for top in field]
+            if name == "top_logprobs"
+            else field
+            for name, field in entry.items()
+            if name != "bytes"
+        }
+        for entry in scores
+    ]
+    assert [entry for entries in deltas for entry in entries] == without_bytes
+    assert by_kind["response.output_text.done"]["logprobs"] == without_bytes
