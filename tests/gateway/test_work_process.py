@@ -209,23 +209,35 @@ ROUTES = {
 
 
 class _Counted(WorkProcesses):
+    """Works are counted, and done by the processes of `started`, which has them from one test to the next."""
+
     num_works = 0
 
-    def __init__(self) -> None:
+    def __init__(self, started: WorkProcesses | None = None) -> None:
         super().__init__()
         self.first_works: list[Any] = []
+        self._started = started
 
     def keep_one_ready(self, first_work: Any, most: int) -> None:
         self.first_works.append(first_work)
 
     def run(self, work: Any) -> Any:
         self.num_works += 1
-        return super().run(work)
+        return self._started.run(work) if self._started else super().run(work)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[WorkProcesses]:
+    made = WorkProcesses()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_each_route_reads_long_bodies_in_processes(start_gateway: Callable[..., Any], route: str) -> None:
-    processes = _Counted()
+async def test_each_route_reads_long_bodies_in_processes(
+    start_gateway: Callable[..., Any], started: WorkProcesses, route: str
+) -> None:
+    processes = _Counted(started)
     apart, here = await start_gateway(processes=processes), await start_gateway()
     replies = []
     for gateway in (apart, here):
