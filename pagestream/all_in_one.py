@@ -233,7 +233,11 @@ class _AllInOne:
             requeued = await link.reap(base_id)
             self.console.print(f"  {child.name:<9} died ({how}); {requeued} requests requeued")
 
-        child = SupervisedChild(f"worker-{number}", command, self._on_line, after_death)
+        async def when_stopped(life: int) -> None:
+            requeued = await link.reap(worker_base_id(self.fleet_id, number, life))  # on waking it finds itself fenced
+            self.console.print(f"  {child.name:<9} is stopped by a signal; {requeued} requests requeued")
+
+        child = SupervisedChild(f"worker-{number}", command, self._on_line, after_death, when_stopped)
         return child
 
     async def _watch_gateways(self, gateways: list[SupervisedChild]) -> None:

@@ -1,7 +1,8 @@
 """The children of one supervisor, each kept alive, and all together.
 
     SupervisedChild   starts one, and when it dies does what its death needs, then starts it again or gives up. Each
-                      life is another command: a worker's id carries the number of the life
+                      life is another command: a worker's id carries the number of the life. It is told as well of a
+                      child that a signal has stopped
     Crew              if one is given up, all are stopped; the stop goes rank by rank
 
 It stands around the children of `serve`, from their start to the stop. It knows the policy of restarts and the hooks
@@ -10,6 +11,7 @@ that it was given, no store and no request, and not what a child is.
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -17,7 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 from pagestream.child_process import ChildCommand, ChildProcess, LineSink
 from pagestream.restart_policy import GiveUp, RestartPolicy, describe_exit
+from shared.processes import is_stopped
 
+LOOK_SECONDS = 0.25
+STOPPED_LOOKS = 4  # in a row: a stop that is over in a second is let pass
 _T = TypeVar("_T")
 
 
@@ -31,6 +36,7 @@ class SupervisedChild:
     command: Callable[[int], ChildCommand]  # number of the life, from 0
     on_line: LineSink
     on_death: Callable[[int, str], Awaitable[None]]  # which life ended, how; the next begins after it
+    on_stopped: Callable[[int], Awaitable[None]] | None = None  # in which life; once for each stop by a signal
     is_ready: bool = False  # set by whoever sees it; false again with each life
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: ChildProcess | None = None
@@ -41,7 +47,11 @@ class SupervisedChild:
         while True:
             self.is_ready = False
             self.process = await ChildProcess.start(self.command(self.lives), self.on_line)
-            status = await self.process.wait()
+            watch = asyncio.create_task(self._watch_for_stops(self.process.process.pid, self.lives))
+            try:
+                status = await self.process.wait()
+            finally:
+                watch.cancel()
             self.process.kill()  # what it may have started itself
             self.lives += 1
             await self.on_death(self.lives - 1, describe_exit(status))
@@ -50,6 +60,16 @@ class SupervisedChild:
                 tail = "\n".join(f"    {line}" for line in self.process.last_lines)
                 raise ChildGaveUp(f"{self.name} is given up: {answer.reason}. Its last lines:\n{tail}")
             await asyncio.sleep(answer.delay_seconds)
+
+    async def _watch_for_stops(self, pid: int, life: int) -> None:
+        if self.on_stopped is None or sys.platform != "linux":
+            return
+        looks = 0
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            looks = looks + 1 if is_stopped(pid) else 0
+            if looks == STOPPED_LOOKS:
+                await self.on_stopped(life)
 
     async def stop(self, grace_seconds: float) -> None:
         """End the running process; `run` must have been cancelled."""

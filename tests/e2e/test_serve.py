@@ -184,6 +184,22 @@ def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(s
     serve.wait_for_line("worker-0  died (signal 9); 1 requests requeued")
 
 
+def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it_wakes(serve: Serve) -> None:
+    """Nobody waits for its heartbeats to be missed: its parent sees the stop, and it finds itself fenced."""
+    serve.wait_for_line("Ready after")
+    undisturbed = list(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+    pieces = []
+    for piece in serve.chat(STORY, max_tokens=NUM_STORY_TOKENS):
+        pieces.append(piece)
+        if len(pieces) == 12:
+            (worker,) = serve.workers()
+            worker.suspend()
+            serve.wait_for_line("worker-0  is stopped by a signal; 1 requests requeued")
+            worker.resume()
+    assert "".join(pieces) == "".join(undisturbed)
+    assert serve.workers() == [worker]
+
+
 def test_the_store_keeps_what_was_accepted_when_it_is_killed(serve: Serve) -> None:
     serve.wait_for_line("Ready after")
     undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))

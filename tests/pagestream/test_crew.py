@@ -1,6 +1,7 @@
 """Children kept alive together: restart, giving up, the order of the stop. Real processes."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 
@@ -51,6 +52,30 @@ async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
     await crew.stop(5.0)
     assert record.events == [
         "worker life 0 begins", "worker: up", "worker life 0 ended with signal 9",
+        "worker life 1 begins", "worker: up",
+    ]  # fmt: skip
+
+
+async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
+    record, crew = Record(), Crew()
+    child = record.child("worker")
+
+    async def on_stopped(life: int) -> None:
+        record.add(f"worker life {life} is stopped")
+
+    child.on_stopped = on_stopped
+    crew.start(child, stop_rank=0)
+    await record.until(lambda events: "worker: up" in events)
+    assert child.process is not None
+    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP):
+        child.process.send_signal(number)
+    await record.until(lambda events: "worker life 0 is stopped" in events)
+    child.process.send_signal(signal.SIGCONT)
+    child.kill()
+    await record.until(lambda events: events.count("worker: up") == 2)
+    await crew.stop(5.0)
+    assert record.events == [
+        "worker life 0 begins", "worker: up", "worker life 0 is stopped", "worker life 0 ended with signal 9",
         "worker life 1 begins", "worker: up",
     ]  # fmt: skip
 
