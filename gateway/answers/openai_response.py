@@ -35,6 +35,7 @@ Body: TypeAlias = bytes | bytearray  # a long one is put together in place: a co
 Extra: TypeAlias = Mapping[str, Any] | None  # fields of a chunk's choice beyond OpenAI's
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _encode = msgspec.json.encode
+_ENTRIES_AT_ONCE = 16  # a completion's cost 21 us each one by one, and 10 together
 _SPLITTERS = (("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"), ("\u0085", b"\\u0085"))
 
 
@@ -160,6 +161,7 @@ class _Format(ResponseFormat):
         self._chunk_head = f"data: {head}".encode()
         self._text_prefixes: dict[int, bytes] = {}
         self._collected: dict[int, GrownForm] = {}  # log-probabilities, by choice
+        self._waiting: dict[int, list[LogprobEntry]] = {}  # those that are not written yet
         self._no_usage = b',"usage":null' if usage_in_chunks else b""
         self._text_suffix = self.after_text.encode() + b"]" + self._no_usage + b"}\n\n"
 
@@ -194,14 +196,19 @@ class _Format(ResponseFormat):
         return prefix + json_text(update.text) + after + b"]" + counted + b"}\n\n"
 
     def collect(self, update: ChoiceUpdate) -> ChoiceUpdate:
-        if not update.logprobs:
-            return update
-        self._grown(update.index).extend(self.logprobs(update.logprobs))
-        return structs.replace(update, logprobs=())
+        index, logprobs = update.index, update.logprobs
+        if logprobs:
+            self._waiting.setdefault(index, []).extend(logprobs)
+        if index in self._waiting and (update.reason is not None or len(self._waiting[index]) >= _ENTRIES_AT_ONCE):
+            self._grown(index)
+        return structs.replace(update, logprobs=()) if logprobs else update
 
     def _grown(self, index: int) -> GrownForm:
+        """With all that waited."""
         if index not in self._collected:
             self._collected[index] = GrownForm(self.logprobs(()))
+        if index in self._waiting:
+            self._collected[index].extend(self.logprobs(self._waiting.pop(index)))
         return self._collected[index]
 
     def usage(self, usage: UsageCount) -> bytes:
