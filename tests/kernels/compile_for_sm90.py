@@ -38,7 +38,7 @@ from kernels.rotary_embedding import RotaryInput, rotate_and_store_triton
 from kernels.sampling.cuda import sample_tokens_triton
 from kernels.sampling.reference import SamplingRows
 from kernels.scaled import Scaled
-from kernels.silu_and_mul import silu_and_mul_quantised, silu_and_mul_triton
+from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantised, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
 from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantised
@@ -158,6 +158,7 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
         rms_norm_triton(x, empty(hidden), 1e-5)
         add_rms_norm_triton(x, x, empty(hidden), 1e-5)
         silu_and_mul_triton(empty(1024, 2 * intermediate))
+        gelu_tanh_and_mul_triton(empty(1024, 2 * intermediate))
         table = empty(8192, head_dim, dtype=torch.float32)
         rotate_and_store_triton(RotaryInput(qkv, slots, table, pool[:, 1, 0], pool[:, 1, 1], slots))
         copy_kv_blocks_triton(pool, pool, empty(4, 2, dtype=torch.int64))

@@ -1,0 +1,101 @@
+"""python -m tests.engine_worker.model.fp8_schedules DIR [--device cpu]: one fp8 model by every way to run it.
+
+Prints JSON: how many products of fp8 a model has, and by KV type and way the tokens and log-probabilities of each
+prompt. On CUDA with `--deterministic`, whose settings must be made before CUDA starts: so it is a process of its own.
+"""
+
+import gc
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.spec import kv_layout
+from engine_worker.scheduling.preemption import PreemptionMode
+from shared.messages import GenerationRequest, StoredChoice, TokenEvent
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import make_engine
+from tests.engine_worker.model.families import prompts
+
+NUM_TOKENS, HALF = 40, 17
+# name: (blocks of 16 tokens, tokens of a step, sequences)
+SCHEDULES = {
+    "all at once": (64, 512, 8), "each alone": (64, 512, 1), "chunks": (64, 24, 8), "preempted": (14, 512, 8),
+}  # fmt: skip
+DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+Outputs = dict[str, tuple[list[int], list[float]]]
+
+
+def requests(vocab_size: int) -> list[GenerationRequest]:
+    return [
+        make_request(prompt, f"p{index}", max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+        for index, prompt in enumerate(prompts(vocab_size))
+    ]
+
+
+def load(directory: Path, device: str, kv: str, schedule: str, mode: str) -> ModelRunner:
+    num_blocks, num_tokens, num_sequences = SCHEDULES[schedule]
+    layout = kv_layout(blueprint_from_directory(directory, "auto").shape, 16, DTYPES[kv])
+    settings = ExecutionSettings(
+        model=directory, device=device, dtype="bfloat16", kv_cache_dtype=kv, deterministic=device == "cuda",
+        kv_cache_memory_bytes=num_blocks * layout.block_bytes, swap_space_bytes=0, max_model_len=208,
+        max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens, cudagraph_mode=mode,
+    )  # fmt: skip
+    return load_model_runner(settings, lambda phase, progress, detail: None)
+
+
+def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tuple[Outputs, int]:
+    """What is generated, and how often a sequence yielded; `heads` is what another worker gave before it died."""
+    _, num_tokens, num_sequences = SCHEDULES[schedule]
+    engine = make_engine(
+        runner, preemption_mode=PreemptionMode.RECOMPUTE, max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens
+    )
+    outputs: Outputs = {}
+    for request in requests(runner.model_spec.vocab_size):
+        tokens, scores = heads[request.request_id] if heads else ([], [])
+        outputs[request.request_id] = (tokens[:HALF], scores[:HALF])
+        engine.add_request(request, [StoredChoice(token_ids=tokens[:HALF])] if heads else [])
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                tokens, scores = outputs[event.request_id]
+                tokens += event.token_ids
+                scores += [one.logprob for one in event.logprobs or []]
+    return outputs, sum(engine.stats().counters.preemptions.values())
+
+
+def ways(directory: Path, device: str, kv: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in CUDAGRAPH_MODES if device == "cuda" else ("none",):
+        for schedule in SCHEDULES:
+            outputs, preemptions = run(load(directory, device, kv, schedule, mode), schedule)
+            found[f"{schedule}, graphs {mode}"] = {"outputs": outputs, "preemptions": preemptions}
+        whole = found[f"all at once, graphs {mode}"]["outputs"]
+        outputs, _ = run(load(directory, device, kv, "all at once", mode), "all at once", whole)
+        found[f"taken over, graphs {mode}"] = {"outputs": outputs, "preemptions": 0}
+    return found
+
+
+def num_products(directory: Path, device: str) -> int:
+    if device != "cuda":
+        return 0
+    linear = import_module("engine_worker.model.quantisation.fp8_cuda").Fp8Linear  # imports triton
+    runner = load(directory, device, "bf16", "all at once", "none")
+    number = sum(isinstance(one, linear) for one in gc.get_objects())
+    del runner
+    return number
+
+
+def main() -> None:
+    directory, device = Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else "cuda"
+    result = {"products": num_products(directory, device)}
+    print(json.dumps(result | {"kv": {kv: ways(directory, device, kv) for kv in DTYPES}}))
+
+
+if __name__ == "__main__":
+    main()
