@@ -50,7 +50,7 @@ def load(directory: Path, device: str, kv: str, schedule: str, mode: str) -> Mod
 
 
 def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tuple[Outputs, int]:
-    """What is generated, and how often a sequence yielded; `heads` is what another worker gave before it died."""
+    """Return the outputs, and how often a sequence yielded; `heads` is what another worker gave before it died."""
     _, num_tokens, num_sequences = SCHEDULES[schedule]
     engine = make_engine(
         runner, preemption_mode=PreemptionMode.RECOMPUTE, max_num_seqs=num_sequences, max_num_batched_tokens=num_tokens
