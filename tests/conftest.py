@@ -175,6 +175,17 @@ def scripts(connections: RedisConnections, keys: RedisKeys) -> RedisScripts:
     return RedisScripts(connections.commands, keys)
 
 
+@pytest.fixture
+def garbage_as_before() -> Iterator[None]:
+    """What a test changes of the search for garbage is put back; the suite's own objects stay apart, as above."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*thresholds)
+
+
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """SmolLM2-135M-Instruct as a model directory, converted once per machine."""

@@ -19,6 +19,7 @@ from bench.engine.session import EngineSession
 from bench.engine.table import comparison
 from bench.provenance import provenance
 from bench.workload import read_trace
+from shared.garbage_collection import search_rarely
 
 SECTIONS = ("decode", "prefill", "trace", "prefix", "unshared", "parallel", "beam", "pressure", "profile")
 Emit = Callable[[dict[str, Any]], None]
@@ -58,6 +59,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
     settings = load_settings(WorkerSettings, worker_flags, os.environ, prog="engine-cases").settings
     imported_at = time.perf_counter()
     loaded = load_engine(settings, _print_progress)
+    search_rarely()  # as a worker does
     emit(
         {
             "what": "engine_start",

@@ -1,10 +1,7 @@
 """A group of ranks fails as one, whichever rank fails and how, and another group goes on with its streams."""
 
-import asyncio
 import os
 import signal
-import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +10,11 @@ from tests.builders import make_prompt
 from tests.e2e.reader import Reader
 from tests.engine_worker.execution.reference import write_model_of_words
 from tests.faults.conftest import StartWorld, World
-from tests.faults.group_site import PATIENCE_SECONDS, Groups, gone, outputs, steps_of
+from tests.faults.group_site import Groups, gone, outputs
 
 pytestmark = [pytest.mark.tp, pytest.mark.timeout(900)]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
-STOP_SECONDS = 0.2  # of one that goes on: a quarter of what is let pass
 # From when a file is there, a follower that has a message keeps the interpreter's lock to itself, as a stuck call does.
 HANGS = """
 import ctypes, os
@@ -30,6 +26,17 @@ def receive_and_hang(self):
         ctypes.PyDLL(None).sleep(1000)
     return message
 RingReceiver.receive = receive_and_hang
+"""
+# From when a file is there, a byte of a message changes in the memory of the ranks before a follower reads it.
+BREAKS = """
+import os
+from engine_worker.execution.step_channel import _PREFIX_BYTES, _Slots
+read = _Slots.read
+def read_broken(self, number):
+    if os.path.exists({path!r}):
+        self._map[self._start(number) + _PREFIX_BYTES] ^= 1
+    return read(self, number)
+_Slots.read = read_broken
 """
 
 
@@ -43,6 +50,13 @@ def read(world: World, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> l
     """Prompts of these lengths: one is computed in many steps."""
     prompts = [[20 + token % 200 for token in make_prompt(length, first=7 * length)] for length in lengths]
     return [Reader(world.client, prompt, max_tokens=max_tokens) for prompt in prompts]
+
+
+def changed(directory: Path, code: str) -> Path:
+    """A path of modules by which every process of a group runs `code` first; it acts when there is a file `now`."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(code.format(path=str(directory / "now")))
+    return directory
 
 
 async def test_each_rank_is_killed_while_its_group_loads_prefills_and_decodes(
@@ -80,15 +94,14 @@ async def test_a_follower_that_hangs_a_broken_message_one_that_is_stopped_and_an
     start_world: StartWorld, model_dir: Path, tmp_path: Path
 ) -> None:
     groups = Groups(world := await start_world(), model_dir)
-    (tmp_path / "sitecustomize.py").write_text(HANGS.format(path=str(tmp_path / "now")))
-    groups.start("w0", "--step-timeout-seconds", HANG_SECONDS, python_path=tmp_path)
-    groups.start("w1")
+    groups.start("w0", "--step-timeout-seconds", HANG_SECONDS, python_path=changed(tmp_path / "hangs", HANGS))
+    groups.start("w1", python_path=changed(tmp_path / "breaks", BREAKS))
     await world.has_ready("w0", "w1")
     undisturbed = await outputs(read(world, 300))
 
     # One is found by the watchdog of steps, another one reads what is no message, a third one by its stop.
     hung = await groups.follower("w0")
-    (tmp_path / "now").touch()
+    (tmp_path / "hangs" / "now").touch()
     readers = [*read(world, 300), *read(world, 300)]
     assert await groups.end_of("w0") == 86
     await gone(hung)
@@ -99,8 +112,8 @@ async def test_a_follower_that_hangs_a_broken_message_one_that_is_stopped_and_an
 
     broken = await groups.follower("w1")
     os.kill(broken, signal.SIGTERM)  # not heard: rank 0 drains for all
+    (tmp_path / "breaks" / "now").touch()
     readers = read(world, 300)
-    await break_a_message(world.fleet.processes["w1"].pid, broken)
     assert await groups.end_of("w1") == 1
     log = world.fleet.log("w1")
     assert "rank 1 of 2 ended in its phase 'serve' with exit status 87" in log
@@ -165,35 +178,3 @@ async def test_rank_0_stands_still_a_follower_has_no_memory_and_ranks_die_in_oth
     assert await groups.kill(draining, rank=1) == 1
     assert await outputs(readers) == await outputs(read(world, 600))
     await world.nothing_is_left()
-
-
-async def break_a_message(pid: int, follower: int) -> None:
-    """Change a byte of one that the follower has not read: it is stopped for that, never for as long as it may be."""
-    fd = os.open(steps_of(pid), os.O_RDWR)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            os.kill(follower, signal.SIGSTOP)
-            start = unread_message(fd, STOP_SECONDS)
-            if start is not None:
-                os.pwrite(fd, bytes([os.pread(fd, 1, start + 24)[0] ^ 1]), start + 24)
-            os.kill(follower, signal.SIGCONT)
-            if start is not None:
-                os.close(fd)
-                return
-            await asyncio.sleep(0.01)
-
-
-def unread_message(fd: int, seconds: float) -> int | None:
-    """Return where it begins; None if none comes so soon. One that is seen twice is whole."""
-    slot_bytes = (os.fstat(fd).st_size - 2 * 4096) // 4
-    starts = [2 * 4096 + slot * slot_bytes for slot in range(4)]
-    seen, ends_at = None, time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        (read_number,) = struct.unpack("<q", os.pread(fd, 8, 4096))
-        numbers = [struct.unpack("<q", os.pread(fd, 8, start + 8))[0] for start in starts]
-        found = starts[numbers.index(read_number + 1)] if read_number + 1 in numbers else None
-        if found is not None and found == seen:
-            return found
-        seen = found
-        time.sleep(0.005)  # polls another process
-    return None

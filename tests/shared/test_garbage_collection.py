@@ -2,21 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from shared.garbage_collection import YOUNG_OBJECTS, search_rarely
 
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()  # what these tests made; the suite's own objects stay apart (tests/conftest.py)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*thresholds)
+pytestmark = pytest.mark.usefixtures("garbage_as_before")
 
 
 class Cycle:

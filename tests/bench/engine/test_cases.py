@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.engine.cases import main
 from tests.engine_worker.execution.reference import write_model
 
 
+@pytest.mark.usefixtures("garbage_as_before")
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     model, trace = write_model(tmp_path / "model"), tmp_path / "trace.json"
     trace.write_text(json.dumps([[9, 4], [20, 8], [3, 2]]))
