@@ -53,7 +53,7 @@ def read(world: World, max_tokens: int, lengths: tuple[int, ...] = LENGTHS) -> l
 
 
 def changed(directory: Path, code: str) -> Path:
-    """A path of modules by which every process of a group runs `code` first; it acts when there is a file `now`."""
+    """Return a path of modules by which a process runs `code` first, which acts from when there is a file `now`."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(code.format(path=str(directory / "now")))
     return directory
