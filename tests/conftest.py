@@ -177,7 +177,7 @@ def scripts(connections: RedisConnections, keys: RedisKeys) -> RedisScripts:
 
 @pytest.fixture
 def garbage_as_before() -> Iterator[None]:
-    """What a test changes of the search for garbage is put back; the suite's own objects stay apart, as above."""
+    """Put back what a test changes of the search for garbage; the suite's own objects stay apart, as above."""
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
