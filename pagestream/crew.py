@@ -19,10 +19,8 @@ from typing import Any, NoReturn, TypeVar
 
 from pagestream.child_process import ChildCommand, ChildProcess, LineSink
 from pagestream.restart_policy import GiveUp, RestartPolicy, describe_exit
-from shared.processes import is_stopped
+from shared.processes import LOOK_SECONDS, STOPPED_LOOKS, is_stopped
 
-LOOK_SECONDS = 0.25
-STOPPED_LOOKS = 4  # in a row: a stop that is over in a second is let pass
 _T = TypeVar("_T")
 
 

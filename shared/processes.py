@@ -8,6 +8,9 @@ import sys
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Who watches a child asks is_stopped() so often, and acts on so many in a row: one that is over in a second passes.
+LOOK_SECONDS = 0.25
+STOPPED_LOOKS = 4
 
 
 class ParentGone(RuntimeError):

@@ -24,16 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_worker.execution.step_channel import RingSender
-from shared.processes import is_stopped
+from shared.processes import LOOK_SECONDS, STOPPED_LOOKS, is_stopped
 
 logger = logging.getLogger("worker")
 
 _ROOT = Path(__file__).parents[2]
 CANNOT_START, FAILED = 2, 1  # exit statuses of a worker
-LOOK_SECONDS = 0.25
 LOOKS_PER_BEAT = 4
 BEAT_SECONDS = LOOKS_PER_BEAT * LOOK_SECONDS
-STOPPED_LOOKS = 4  # in a row; a stop is no guess, but one that is over in a second is let pass
 LATE_BEATS = 5  # missed in a row, and it counts as down
 PATIENCE_BEATS = 60  # a native call may keep the interpreter to itself for long, a page of a file for longer
 DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang

@@ -149,8 +149,9 @@ class OutputItems:
             return self._writer.delta(message.delta_head + _NO_LOGPROBS, text)
         logprobs, self._held_logprobs = self._held_logprobs, []
         told = _encode(event_logprobs(logprobs))
-        message.scores_of_events.extend(told)
-        message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
+        if logprobs:
+            message.scores_of_events.extend(told)
+            message.scores.extend(_encode(chat_logprobs(logprobs)["content"]))
         return self._writer.delta(b'%b"logprobs":%b,' % (message.delta_head, one_line(told)), text)
 
     def _whole_text(self, opened: _OpenItem) -> bytes:

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,22 @@ def serve_phase(serve: Serve) -> str:
         return ""
 
 
-def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
-    serve.wait_for_line("Ready after")
-    undisturbed = list(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+def story_with(serve: Serve, disaster: Callable[[], None]) -> list[str]:
+    """Return the pieces of a stream in the middle of which `disaster` happens."""
     pieces = []
     for piece in serve.chat(STORY, max_tokens=NUM_STORY_TOKENS):
         pieces.append(piece)
         if len(pieces) == 12:
-            (worker,) = serve.workers()
-            worker.kill()
-    assert "".join(pieces) == "".join(undisturbed)
+            disaster()
+    return pieces
+
+
+def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
+    serve.wait_for_line("Ready after")
+    undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+    (worker,) = serve.workers()
+    pieces = story_with(serve, worker.kill)
+    assert "".join(pieces) == undisturbed
     assert pieces[-1] == "<length>"
     serve.wait_for_line("worker-0  died (signal 9); 1 requests requeued")
 
@@ -187,29 +193,23 @@ def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(s
 def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it_wakes(serve: Serve) -> None:
     """Nobody waits for its heartbeats to be missed: its parent sees the stop, and it finds itself fenced."""
     serve.wait_for_line("Ready after")
-    undisturbed = list(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
-    pieces = []
-    for piece in serve.chat(STORY, max_tokens=NUM_STORY_TOKENS):
-        pieces.append(piece)
-        if len(pieces) == 12:
-            (worker,) = serve.workers()
-            worker.suspend()
-            serve.wait_for_line("worker-0  is stopped by a signal; 1 requests requeued")
-            worker.resume()
-    assert "".join(pieces) == "".join(undisturbed)
+    undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+    (worker,) = serve.workers()
+
+    def stop_and_wake() -> None:
+        worker.suspend()
+        serve.wait_for_line("worker-0  is stopped by a signal; 1 requests requeued")
+        worker.resume()
+
+    assert "".join(story_with(serve, stop_and_wake)) == undisturbed
     assert serve.workers() == [worker]
 
 
 def test_the_store_keeps_what_was_accepted_when_it_is_killed(serve: Serve) -> None:
     serve.wait_for_line("Ready after")
     undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
-    pieces = []
-    for piece in serve.chat(STORY, max_tokens=NUM_STORY_TOKENS):
-        pieces.append(piece)
-        if len(pieces) == 12:
-            (store,) = [child for child in serve.family() if "valkey" in child.name()]
-            store.kill()
-    assert "".join(pieces) == undisturbed
+    (store,) = [child for child in serve.family() if "valkey" in child.name()]
+    assert "".join(story_with(serve, store.kill)) == undisturbed
 
 
 def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves(serve: Serve, state: Path) -> None:
