@@ -107,8 +107,10 @@ async def _huge_schema(hostile: Hostile, number: int) -> None:
 
 
 async def _prompt_scores(hostile: Hostile, number: int) -> None:
-    prompts = [[10 + (number + row) % 80] * 8_000 for row in range(32)]
-    await hostile.post(TEXTS, _text(prompt=prompts, max_tokens=1, prompt_logprobs=20))
+    """The first kind is refused, as too large an answer; of the other two nothing larger is served."""
+    rows, scores = ((32, 20), (32, 0), (2, 20))[number % 3]
+    prompts = [[10 + (number + row) % 80] * 8_000 for row in range(rows)]
+    await hostile.post(TEXTS, _text(prompt=prompts, max_tokens=1, prompt_logprobs=scores))
 
 
 async def _many_logprobs(hostile: Hostile, number: int) -> None:

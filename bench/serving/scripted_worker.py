@@ -24,7 +24,7 @@ from engine_worker.scheduling.sequence import Sequence
 from engine_worker.service import LoadedEngine, Report
 from engine_worker.settings import WorkerSettings
 from shared.logs import configure_logging
-from shared.messages import MAX_LOGPROBS, PromptLogprobs, TokenLogprobs
+from shared.messages import MAX_LOGPROBS, EncodedLogprobs, PromptLogprobs, TokenLogprobs, encoded_logprobs
 from shared.settings import load_settings
 
 MAX_MODEL_LEN_TOKENS = 4096
@@ -35,7 +35,7 @@ TIME_BASE, TIME_MODULUS = 1_000, 48_000
 
 
 _RANKED = [
-    TokenLogprobs(-0.5, tuple(range(100, 100 + count)), tuple(-0.5 - rank for rank in range(count)))
+    encoded_logprobs(TokenLogprobs(-0.5, tuple(range(100, 100 + count)), tuple(-0.5 - rank for rank in range(count))))
     for count in range(MAX_LOGPROBS + 1)
 ]
 
@@ -61,7 +61,7 @@ class ClockDevice:
         return TIME_BASE + int(1000 * self._ends_at) % TIME_MODULUS if self._tells_time else next(self._token_ids)
 
 
-def _logprobs(batch: ScheduledBatch) -> list[TokenLogprobs | None]:
+def _logprobs(batch: ScheduledBatch) -> list[EncodedLogprobs | None]:
     asked = [scheduled.sequence.sampling.logprobs if scheduled.samples else None for scheduled in batch.sequences]
     return [_ranked(count) for count in asked] if any(count is not None for count in asked) else []
 
@@ -75,7 +75,7 @@ def _scores(batch: ScheduledBatch) -> list[tuple[Sequence, PromptLogprobs]]:
     return found
 
 
-def _ranked(count: int | None) -> TokenLogprobs | None:
+def _ranked(count: int | None) -> EncodedLogprobs | None:
     return None if count is None else _RANKED[count]
 
 

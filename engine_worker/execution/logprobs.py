@@ -8,6 +8,7 @@ how a token was chosen. It is used by the sampler on a token's way back, in step
 
 import math
 from dataclasses import dataclass
+from operator import le
 
 import torch
 from torch import Tensor
@@ -44,9 +45,10 @@ class DeviceLogprobs:
 
 
 def _ranked(token_id: int, chosen: float, top_token_ids: list[int], top: list[float], num_top: int) -> TokenLogprobs:
-    ranked = sorted(zip(top_token_ids, top, strict=True), key=lambda pair: (-pair[1], pair[0] != token_id, pair[0]))
-    likeliest = ranked[:num_top]
-    return TokenLogprobs(chosen, tuple(other for other, _ in likeliest), tuple(value for _, value in likeliest))
+    if any(map(le, top, top[1:])):  # topk() has equal ones in any order, and the chosen one a step before its place
+        ranked = sorted(zip(top, top_token_ids, strict=True), key=lambda pair: (-pair[0], pair[1] != token_id, pair[1]))
+        top, top_token_ids = [value for value, _ in ranked], [other for _, other in ranked]
+    return TokenLogprobs(chosen, tuple(top_token_ids[:num_top]), tuple(top[:num_top]))
 
 
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:

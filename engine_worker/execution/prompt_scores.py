@@ -17,7 +17,7 @@ from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling_inputs import LogprobRows, to_device
 from engine_worker.model.served_model import LogitsOf
 from engine_worker.scheduling.batch import PromptScore, ScheduledSequence
-from shared.messages import PromptLogprobs, TokenLogprobs
+from shared.messages import EncodedLogprobs, PromptLogprobs, encoded_logprobs
 
 ROWS_AT_ONCE = 64  # fewer than a step samples at most, whose logits are part of the measured peak
 
@@ -86,6 +86,6 @@ def _pieces(part: _Part) -> Iterator[tuple[range, range]]:
         yield tokens, range(part.first_row + start, part.first_row + start + len(tokens))
 
 
-def _tokens(launched: DeviceLogprobs) -> list[TokenLogprobs]:
+def _tokens(launched: DeviceLogprobs) -> list[EncodedLogprobs]:
     answers = launched.per_row(len(launched.asked.num_top))
-    return [answer for answer in answers if answer is not None]
+    return [encoded_logprobs(answer) for answer in answers if answer is not None]

@@ -21,9 +21,9 @@ from gateway.text.logprobs import LogprobEntry, prompt_logprobs
 from gateway.text.long_json import LongArray
 from gateway.text.token_spellings import TokenSpellings
 from gateway.text.tokenization import PromptEncoder
-from shared.messages import FinishReason, TokenLogprobs
+from shared.messages import EncodedLogprobs, FinishReason
 
-Scores = Mapping[int, TokenLogprobs]
+Scores = Mapping[int, EncodedLogprobs]
 ENTRIES_OF_PIECE = 16  # half a millisecond of events, with 20 log-probabilities each
 TOKENS_OF_STEP = 128  # that are read between two looks at whose turn it is: a millisecond at most
 

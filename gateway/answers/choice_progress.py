@@ -32,7 +32,7 @@ from gateway.requests.openai_schema import CompletionRequest
 from gateway.text.logprobs import LogprobEntry
 from gateway.text.output_text import OutputText
 from gateway.text.token_spellings import TokenSpellings
-from shared.messages import FinishReason, TokenLogprobs
+from shared.messages import EncodedLogprobs, FinishReason, decoded_logprobs
 
 _Tokens: TypeAlias = tuple[tuple[int, ...], tuple[LogprobEntry, ...]]  # ids, and what is told of each
 _NOTHING: _Tokens = ((), ())
@@ -69,8 +69,10 @@ class ChoiceProgress:
         arrived_at: float,
         *,
         scores_every_token: bool = False,
+        is_ranked: bool = False,
     ) -> None:
-        """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text."""
+        """`scores_every_token`: log-probabilities also of the token that ends the sequence and has no text.
+        `is_ranked`: by its `cumulative_logprob`, which is 0 otherwise."""
         self.finished = False
         self.stopped_early = False  # by a stop string: the engine does not know of it
         self.cumulative_logprob = 0.0  # of the tokens consumed, if they come with log-probabilities
@@ -82,6 +84,7 @@ class ChoiceProgress:
         self._last_token_at = 0.0
         self._spellings = spellings
         self._scores_every_token = scores_every_token
+        self._is_ranked = is_ranked
         self._held = _NOTHING  # a token that may have ended the sequence
 
     @property
@@ -89,7 +92,7 @@ class ChoiceProgress:
         return self._output.num_tokens
 
     def take(
-        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] | None = None
+        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[EncodedLogprobs] | None = None
     ) -> list[ChoiceUpdate]:
         """An update for each of the next tokens, and one for their end if there is a `reason`. Not to be called after
         the end. A client that counts or times tokens sees each, also when several came together or one has no text yet;
@@ -102,8 +105,9 @@ class ChoiceProgress:
         for token_id, token_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905 - repeat() has no end
             num_tokens = output.num_tokens
             text = output.push(token_id)
-            if token_logprobs is None and self._held is _NOTHING and not (output.stopped or output.holds_terminal):
-                updates.append(ChoiceUpdate(self._index, text, None, (), (token_id,)))  # nearly always
+            if self._held is _NOTHING and not (output.stopped or output.holds_terminal):  # nearly always
+                entries = () if token_logprobs is None else self._entries(token_id, token_logprobs)
+                updates.append(ChoiceUpdate(self._index, text, None, entries, (token_id,)))
                 continue
             is_consumed = output.num_tokens > num_tokens  # unless the one held before completed a stop string
             told_ids, entries = self._told(token_id, token_logprobs) if is_consumed else self._held
@@ -133,12 +137,15 @@ class ChoiceProgress:
         self.finished = True
         self._metrics.choices_finished.labels(reason).inc()
 
-    def _told(self, token_id: int, logprobs: TokenLogprobs | None) -> _Tokens:
+    def _entries(self, token_id: int, logprobs: EncodedLogprobs) -> tuple[LogprobEntry, ...]:
+        """The one of the token that was consumed last."""
+        if self._is_ranked:
+            self.cumulative_logprob += decoded_logprobs([logprobs])[0].logprob
+        return (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
+
+    def _told(self, token_id: int, logprobs: EncodedLogprobs | None) -> _Tokens:
         """The tokens that can be told after one was consumed: a terminal one is held back, as its text is."""
-        entries: tuple[LogprobEntry, ...] = ()
-        if logprobs is not None:
-            self.cumulative_logprob += logprobs.logprob
-            entries = (LogprobEntry(token_id, logprobs, self._output.token_start, self._spellings),)
+        entries = () if logprobs is None else self._entries(token_id, logprobs)
         (held_ids, held_entries), self._held = self._held, _NOTHING
         if self._output.holds_terminal:
             self._held = (token_id,), entries

@@ -82,6 +82,7 @@ class Generation:
                         metrics,
                         arrived_at,
                         scores_every_token=not request.is_chat,
+                        is_ranked=request.choices.is_best_of,
                     )
                     for index in range(first_choice, first_choice + stream.request.sampling.n)
                 ],
@@ -98,10 +99,7 @@ class Generation:
         self._num_choices = request.n
         self._open = set(self._requests)
         self._may_reason = request.is_chat and bool(service.options.reasoning_parser) and not request.choices.is_best_of
-        self._prompt_tokens = 0
-        for generation in planned:
-            self._prompt_tokens += len(generation.prompt_token_ids)
-            metrics.prompt_tokens.observe(len(generation.prompt_token_ids))
+        self._prompt_tokens = _counted_prompt_tokens(planned, metrics)
 
     @property
     def usage(self) -> UsageCount:
@@ -290,6 +288,13 @@ def _best_of(request: CompletionRequest, first_choice: int) -> BestOf | None:
     if not request.choices.is_best_of:
         return None
     return BestOf(first_choice, request.n, show_logprobs=request.num_logprobs is not None)
+
+
+def _counted_prompt_tokens(planned: Sequence[GenerationRequest], metrics: ModelMetrics) -> int:
+    counts = [len(generation.prompt_token_ids) for generation in planned]
+    for count in counts:
+        metrics.prompt_tokens.observe(count)
+    return sum(counts)
 
 
 def _output_text(

@@ -18,6 +18,7 @@ from typing import Protocol
 from aiohttp import hdrs, web
 
 from gateway.http import sse
+from shared.ticks import next_tick
 
 TICK_SECONDS = 0.5
 PIECE_BYTES = 65_536
@@ -141,7 +142,7 @@ class StreamWatch:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            await next_tick(TICK_SECONDS)
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:

@@ -38,7 +38,6 @@ from gateway.requests.responses_body import (
     ChosenTool,
     Input,
     ResponsesBody,
-    ResponseTool,
     ResponseToolChoice,
     TextFields,
     chat_tools,
@@ -73,7 +72,7 @@ def repeated(fields: ResponsesBody) -> dict[str, Any]:
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": _text(fields.text),
         "tool_choice": _tool_choice(fields.tool_choice),
-        "tools": [_tool(tool) for tool in fields.tools or ()],
+        "tools": msgspec.to_builtins(fields.tools or []),  # `strict` is null where the request leaves it open
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
         "truncation": fields.truncation or "disabled",
@@ -85,11 +84,6 @@ def with_what_held(said: Mapping[str, Any], fields: SamplingFields, sampling: Sa
     """`said`: of repeated(), or nothing. What the request left open is as the engine was told: a model has defaults."""
     named = {name: getattr(fields, name) for name in ("temperature", "top_p") if name in said}
     return {**said, **{name: getattr(sampling, name) if value is None else value for name, value in named.items()}}
-
-
-def _tool(tool: ResponseTool) -> dict[str, Any]:
-    """`strict` is null where the request leaves it open: arguments follow the schema where a call is forced."""
-    return msgspec.to_builtins(tool)  # type: ignore[no-any-return]
 
 
 def _tool_choice(choice: ResponseToolChoice | None) -> str | dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Pure bookkeeping between the client's tasks, which offer what they hear or read from the journal, and one reader. It
 keeps every token it has: 4 bytes each, at most max_tokens of them a choice, so a slow reader costs nothing more and a
-store that lost its memory can be given the answer's beginning back. Log-probabilities are hundreds of times as much:
-those that were read are kept only where others may ask for them, and a reader that lags by MAX_UNREAD_SCORES of them
-is given nothing more until it has caught up; then the journal has the rest.
+store that lost its memory can be given the answer's beginning back. Log-probabilities, which stay bytes here, are a
+hundred times as much: those that were read are kept only where others may ask for them, and a reader that lags by
+MAX_UNREAD_SCORES of them is given nothing more until it has caught up; then the journal has the rest.
 
 A chat's way in ends at it, a token's way back begins there. It knows no Redis and no text.
 """
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shared.messages import (
+    EncodedLogprobs,
     ErrorEvent,
     FinishEvent,
     FinishReason,
@@ -27,13 +28,12 @@ from shared.messages import (
     StreamEvent,
     TerminalEvent,
     TokenEvent,
-    TokenLogprobs,
     Usage,
     scores_by_index,
 )
 from shared.new_requests import Keep
 
-MAX_UNREAD_SCORES = 512  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
+MAX_UNREAD_SCORES = 2_048  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
 # Tokens of one event: to read, understand and write them takes 15 us each, or 40 with 20 log-probabilities.
 MAX_READ_TOKENS = 64
 MAX_READ_SCORES = 16
@@ -46,7 +46,7 @@ class _ChoiceTokens:
         self.index = index
         self._keeps_logprobs = keeps_logprobs  # when they were read
         self.tokens = array("i")
-        self.logprobs: dict[int, TokenLogprobs] = {}  # by index, where the request asks for them
+        self.logprobs: dict[int, EncodedLogprobs] = {}  # by index, where the request asks for them
         self.finish_reason: FinishReason | None = None
         self.is_queued = False  # something of it waits for the reader
         self._num_read = 0
@@ -57,11 +57,13 @@ class _ChoiceTokens:
         return len(self.tokens) - self._num_read
 
     def takes_whole(self, event: TokenEvent) -> bool:
-        """Plain tokens right behind what the reader has, as nearly all are: read as they came. False: not taken."""
+        """Tokens right behind what the reader has, as nearly all are: read as they came. False: not taken."""
         token_ids = event.token_ids
         if self.is_queued or event.index != len(self.tokens) or not 0 < len(token_ids) <= MAX_READ_TOKENS:
             return False
-        if event.logprobs or event.finish_reason is not None or event.choice != self.index:
+        if event.finish_reason is not None or event.choice != self.index:
+            return False
+        if event.logprobs and (self._keeps_logprobs or not len(event.logprobs) == len(token_ids) <= MAX_READ_SCORES):
             return False
         self.tokens.extend(token_ids)
         self._next, self.is_queued = event, True
@@ -69,15 +71,25 @@ class _ChoiceTokens:
 
     def take(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> bool:
         """Tokens that follow those it has; whether there is anything new to read."""
-        self._next = None
+        if self._next is not None:
+            if self._next.logprobs:
+                self.keep_logprobs(dict(enumerate(self._next.logprobs, self._next.index)))
+            self._next = None
         self.tokens.extend(token_ids)
         if finish_reason is not None and self.finish_reason is None:
             self.finish_reason = finish_reason
             return True
         return bool(token_ids)
 
-    def read_whole(self) -> TokenEvent | None:
+    def keep_logprobs(self, logprobs: Mapping[int, EncodedLogprobs]) -> None:
+        """By index, until they are read; not with all of the message that each came in."""
+        self.logprobs.update({index: encoded.copy() for index, encoded in logprobs.items()})
+
+    def read_plain(self) -> TokenEvent | None:
         """All that waits, if it is one event of plain tokens; else None, and nothing is read."""
+        return None if self._next is None or self._next.logprobs else self._read_whole()
+
+    def _read_whole(self) -> TokenEvent | None:
         if (event := self._next) is not None:
             self._num_read = len(self.tokens)
             self._next, self.is_queued = None, False
@@ -85,7 +97,7 @@ class _ChoiceTokens:
 
     def read(self, request_id: str) -> TokenEvent:
         """The tokens that came since the last read, or the first of them: then it is still queued."""
-        if (event := self.read_whole()) is not None:
+        if (event := self._read_whole()) is not None:
             return event
         start = self._num_read
         end = self._num_read = min(len(self.tokens), start + (MAX_READ_SCORES if self.logprobs else MAX_READ_TOKENS))
@@ -105,7 +117,7 @@ class _ChoiceTokens:
         extras = None if logprobs is None else JournalExtras(logprobs)
         return JournalFrame(0, self.tokens.tolist(), extras, self.index, self.finish_reason)
 
-    def _logprobs_of(self, start: int, end: int) -> list[TokenLogprobs] | None:
+    def _logprobs_of(self, start: int, end: int) -> list[EncodedLogprobs] | None:
         """None also where a token has none, as from a worker that does not know of them."""
         if not self.logprobs:
             return None
@@ -131,7 +143,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.epoch = 0  # of its journal: it begins anew when the request is accepted anew; kept by the client
         self.is_set_aside = False  # what is heard of it may be of the epoch before; kept by the client
         self.num_repeated_tokens = 0
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by index in the prompt; complete before the first token
+        self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by index in the prompt; complete before the first token
         num_choices = request.sampling.n
         self._choices = [_ChoiceTokens(index, keeps_logprobs=keep is not None) for index in range(num_choices)]
         self._unread: deque[_ChoiceTokens] = deque()
@@ -240,7 +252,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         unread = self._unread
         if len(unread) != 1 or self._terminal is not None or self.lags:
             return None
-        event = unread[0].read_whole()
+        event = unread[0].read_plain()
         if event is not None:
             unread.clear()
         return event
@@ -258,7 +270,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         start: int,
         token_ids: Sequence[int],
         finish_reason: FinishReason | None,
-        logprobs: Mapping[int, TokenLogprobs] | None,
+        logprobs: Mapping[int, EncodedLogprobs] | None,
     ) -> None:
         if index >= len(self._choices):
             return  # not of this request's choices
@@ -278,7 +290,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
             if len(token_ids) > room:
                 token_ids, finish_reason, self.lags = token_ids[:room], None, True
             new = range(start, start + len(token_ids))
-            choice.logprobs.update({index: logprobs[index] for index in new if index in logprobs})
+            choice.keep_logprobs({index: logprobs[index] for index in new if index in logprobs})
         if choice.take(token_ids, finish_reason) and not choice.is_queued:
             choice.is_queued = True
             self._unread.append(choice)
@@ -323,9 +335,9 @@ async def news_of(streams: Iterable[Readable]) -> None:
     await waiting
 
 
-def _scores_from_the_start(by_index: Mapping[int, TokenLogprobs]) -> PromptLogprobs | None:
+def _scores_from_the_start(by_index: Mapping[int, EncodedLogprobs]) -> PromptLogprobs | None:
     """As far as they leave out none."""
-    tokens: list[TokenLogprobs] = []
+    tokens: list[EncodedLogprobs] = []
     while (index := len(tokens) + 1) in by_index:
         tokens.append(by_index[index])
     return PromptLogprobs(1, tokens) if tokens else None

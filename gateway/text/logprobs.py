@@ -14,13 +14,13 @@ string is.
 A token's way back, where its log-probabilities are asked for. It knows no request and no connection.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.text.token_spellings import SpellingTable, TokenSpellings
-from shared.messages import TokenLogprobs
+from shared.messages import EncodedLogprobs, TokenLogprobs, decoded_logprobs
 
 # OpenAI's stand-in for what has no logarithm: JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
@@ -30,51 +30,63 @@ _encode = msgspec.json.encode
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
     token_id: int
-    scores: TokenLogprobs | None  # None: of a prompt's first token
+    scores: EncodedLogprobs | None  # None: of a prompt's first token
     text_offset: int  # characters of the choice's text before this token
     spellings: TokenSpellings
 
 
-def chat_logprobs(entries: Iterable[LogprobEntry]) -> dict[str, Any]:
-    return {"content": _array(_object(entry, entry.spellings.tokens_with_bytes) for entry in entries), "refusal": None}
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    objects = (_object(entry.spellings.tokens_with_bytes, entry.token_id, score) for entry, score in _scored(entries))
+    return {"content": msgspec.Raw(_joined(objects)), "refusal": None}
 
 
-def event_logprobs(entries: Iterable[LogprobEntry]) -> msgspec.Raw:
-    return _array(_object(entry, entry.spellings.tokens) for entry in entries)
+def event_logprobs(entries: Sequence[LogprobEntry]) -> msgspec.Raw:
+    return msgspec.Raw(
+        _joined(_object(entry.spellings.tokens, entry.token_id, score) for entry, score in _scored(entries))
+    )
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     """`top_logprobs` has the chosen token too, as OpenAI's; of two tokens of one text it has the likelier."""
+    scored = list(_scored(entries))
     return {
-        "tokens": _array(entry.spellings.texts[entry.token_id] for entry in entries),
-        "token_logprobs": [
-            None if entry.scores is None else max(entry.scores.logprob, _LEAST_LOGPROB) for entry in entries
+        "tokens": [entry.spellings.texts[entry.token_id] for entry in entries],
+        "token_logprobs": [None if score is None else max(score.logprob, _LEAST_LOGPROB) for _, score in scored],
+        "top_logprobs": [
+            None if score is None else _by_text(entry.spellings.texts, entry.token_id, score) for entry, score in scored
         ],
-        "top_logprobs": _array(b"null" if entry.scores is None else _by_text(entry, entry.scores) for entry in entries),
         "text_offset": [entry.text_offset for entry in entries],
     }
 
 
 def prompt_logprobs(
-    spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, TokenLogprobs], start: int
+    spellings: TokenSpellings, token_ids: Sequence[int], scores: Mapping[int, EncodedLogprobs], start: int
 ) -> bytes:
     """For each token of a prompt the likeliest and itself; null for the first. The rank of a token that is not among
     the likeliest ones reported is null: it is not known. `scores`: by index in the prompt; `start`: that of the first
     of `token_ids`."""
-    known = ((token_id, scores.get(index)) for index, token_id in enumerate(token_ids, start))
-    return _joined(b"null" if score is None else _ranked(spellings, token_id, score) for token_id, score in known)
+    known = _decoded([scores.get(index) for index in range(start, start + len(token_ids))])
+    return _joined(
+        b"null" if score is None else _ranked(spellings, token_id, score)
+        for token_id, score in zip(token_ids, known, strict=True)
+    )
 
 
-def _array(items: Iterable[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(_joined(items))
+def _scored(entries: Sequence[LogprobEntry]) -> Iterator[tuple[LogprobEntry, TokenLogprobs | None]]:
+    return zip(entries, _decoded([entry.scores for entry in entries]), strict=True)
+
+
+def _decoded(scores: Sequence[EncodedLogprobs | None]) -> Iterator[TokenLogprobs | None]:
+    known = iter(decoded_logprobs([score for score in scores if score is not None]))
+    return (None if score is None else next(known) for score in scores)
 
 
 def _joined(items: Iterable[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-def _object(entry: LogprobEntry, heads: SpellingTable) -> bytes:
-    head, scores = heads[entry.token_id][2:], entry.scores
+def _object(heads: SpellingTable[bytes], token_id: int, scores: TokenLogprobs | None) -> bytes:
+    head = heads[token_id][2:]
     if scores is None:
         return head + b'null,"top_logprobs":[]}'
     own, *numbers = _numbers([scores.logprob, *scores.top_logprobs])
@@ -82,16 +94,14 @@ def _object(entry: LogprobEntry, heads: SpellingTable) -> bytes:
     return b'%b%b,"top_logprobs":[%b]}' % (head, own, top + b"}" if top else b"")
 
 
-def _by_text(entry: LogprobEntry, scores: TokenLogprobs) -> bytes:
-    token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
-    if entry.token_id not in token_ids:
-        token_ids, logprobs = (*token_ids, entry.token_id), (*logprobs, scores.logprob)
-    keys, numbers = entry.spellings.keys.all_of(token_ids), _numbers(logprobs)
-    if len(set(keys)) < len(keys):
-        first = {key: number for key, number in zip(reversed(keys), reversed(numbers), strict=True)}
-        keys = list(dict.fromkeys(keys))
-        numbers = [first[key] for key in keys]
-    return b"{" + b"".join(_interleaved(keys, numbers))[1:] + b"}"
+def _by_text(texts: SpellingTable[str], token_id: int, scores: TokenLogprobs) -> dict[str, float]:
+    token_ids, logprobs = scores.top_token_ids, _finite(scores.top_logprobs)
+    if token_id not in token_ids:
+        token_ids, logprobs = (*token_ids, token_id), (*logprobs, max(scores.logprob, _LEAST_LOGPROB))
+    by_text = dict(zip(texts.all_of(token_ids), logprobs, strict=True))
+    if len(by_text) < len(token_ids):  # the first one of each text has the place
+        by_text.update(zip(reversed(texts.all_of(token_ids)), reversed(logprobs), strict=True))
+    return by_text
 
 
 def _ranked(spellings: TokenSpellings, token_id: int, scores: TokenLogprobs) -> bytes:
@@ -107,9 +117,13 @@ def _ranked(spellings: TokenSpellings, token_id: int, scores: TokenLogprobs) -> 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
     """At least one."""
-    if min(logprobs) < _LEAST_LOGPROB:
-        logprobs = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
-    return _encode(logprobs)[1:-1].split(b",")
+    return _encode(_finite(logprobs))[1:-1].split(b",")
+
+
+def _finite(logprobs: Sequence[float]) -> Sequence[float]:
+    if min(logprobs, default=0.0) < _LEAST_LOGPROB:
+        return [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
+    return logprobs
 
 
 def _interleaved(*columns: Sequence[bytes]) -> list[bytes]:

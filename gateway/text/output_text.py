@@ -24,15 +24,12 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from gateway.text.token_spellings import BYTES_OF_ALPHABET
+from gateway.text.token_spellings import bytes_of_spelling
 from shared.messages import FinishReason
 
 # Four bytes make a character and a byte-level token has at least one; longer silence is broken UTF-8, not a character.
 _MAX_PENDING_TOKENS = 8
 _PRIMING_TOKENS = 6  # of the prompt: enough context for decoders that strip the space of a text's first word
-_BYTE_OF = {ord(character): chr(byte) for character, byte in BYTES_OF_ALPHABET.items()}
-# Latin-1 that is no letter of the alphabet must not pass for the byte of its number.
-_TO_BYTES = {code: "\uffff" for code in range(256)} | _BYTE_OF
 
 
 class ByteLevelVocabulary:
@@ -79,19 +76,11 @@ class ByteLevelDetokenizer:
 
 
 def _piece_of(spelling: str) -> str | bytes:
-    data = _bytes_of(spelling)
+    data = bytes_of_spelling(spelling)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return data
-
-
-def _bytes_of(spelling: str) -> bytes:
-    """One character outside the alphabet, and the tokenizer takes the whole token as text."""
-    try:
-        return spelling.translate(_TO_BYTES).encode("latin-1")
-    except UnicodeEncodeError:
-        return spelling.encode()
 
 
 class IncrementalDetokenizer:

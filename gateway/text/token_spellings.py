@@ -13,6 +13,7 @@ A token's way back, where its log-probabilities are asked for. It knows no reque
 import json
 import re
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MAX_SPELLED = 65_536  # tokens of each shape, 200 bytes each: those of a text are few of a large vocabulary
 _encode = msgspec.json.encode
+_Spelling = TypeVar("_Spelling", bytes, str)
 
 
 class TokenBytes:
@@ -38,7 +40,7 @@ class TokenBytes:
         if spelling is None:
             return b""
         if self._is_byte_level:
-            return b"".join(_byte_or_text(character) for character in spelling)
+            return bytes_of_spelling(spelling)
         if byte := _BYTE_TOKEN.fullmatch(spelling):
             return bytes((int(byte[1], 16),))
         return str(spelling).replace("▁", " ").encode()
@@ -52,11 +54,17 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-BYTES_OF_ALPHABET = _byte_alphabet()
+# Latin-1 that is no letter of the alphabet must not pass for the byte of its number.
+_TO_BYTES = {code: "\uffff" for code in range(256)}
+_TO_BYTES |= {ord(character): chr(byte) for character, byte in _byte_alphabet().items()}
 
 
-def _byte_or_text(character: str) -> bytes:
-    return bytes((BYTES_OF_ALPHABET[character],)) if character in BYTES_OF_ALPHABET else character.encode()
+def bytes_of_spelling(spelling: str) -> bytes:
+    """In GPT-2's alphabet. One character outside it, and the tokenizer takes the whole token as text."""
+    try:
+        return spelling.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return spelling.encode()
 
 
 def _has_byte_level(tokenizer: Tokenizer) -> bool:
@@ -67,20 +75,20 @@ def _has_byte_level(tokenizer: Tokenizer) -> bool:
     return any(step.get("type") == "ByteLevel" for step in steps)
 
 
-class SpellingTable(dict[int, bytes]):
-    """Token id -> bytes of JSON, found when they are first asked for."""
+class SpellingTable(dict[int, _Spelling]):
+    """Token id -> its text, or bytes of JSON, found when they are first asked for."""
 
-    def __init__(self, spell: Callable[[int], bytes]) -> None:
+    def __init__(self, spell: Callable[[int], _Spelling]) -> None:
         super().__init__()
-        self._spell = spell
+        self._spell: Callable[[int], _Spelling] = spell
 
-    def __missing__(self, token_id: int) -> bytes:
+    def __missing__(self, token_id: int) -> _Spelling:
         if len(self) >= MAX_SPELLED:
             self.clear()
         spelled = self[token_id] = self._spell(token_id)
         return spelled
 
-    def all_of(self, token_ids: Iterable[int]) -> list[bytes]:
+    def all_of(self, token_ids: Iterable[int]) -> list[_Spelling]:
         return list(map(self.__getitem__, token_ids))
 
 
@@ -91,21 +99,20 @@ class TokenSpellings:
         self._token_bytes = token_bytes
         self._by_id = by_id
         self.texts = SpellingTable(self._text)
-        self.keys = SpellingTable(lambda id_: b"," + self._text(id_) + b":")
-        self.tokens = SpellingTable(lambda id_: b'},{"token":' + self._text(id_) + b',"logprob":')
+        self.tokens = SpellingTable(lambda id_: b'},{"token":%b,"logprob":' % _encode(self._text(id_)))
         self.tokens_with_bytes = SpellingTable(
-            lambda id_: b'},{"token":' + self._text(id_) + b',"bytes":' + self._bytes(id_) + b',"logprob":'
+            lambda id_: b'},{"token":%b,"bytes":%b,"logprob":' % (_encode(self._text(id_)), self._bytes(id_))
         )
         self.decoded_by_id = SpellingTable(
-            lambda id_: b',"%d":{"decoded_token":%b,"logprob":' % (id_, self._decoded(id_))
+            lambda id_: b',"%d":{"decoded_token":%b,"logprob":' % (id_, _encode(self._decoded(id_)))
         )
 
-    def _text(self, token_id: int) -> bytes:
-        return b'"token_id:%d"' % token_id if self._by_id else self._decoded(token_id)
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._by_id else self._decoded(token_id)
 
-    def _decoded(self, token_id: int) -> bytes:
+    def _decoded(self, token_id: int) -> str:
         """The text that its bytes alone decode to, with U+FFFD for parts of a character."""
-        return _encode(self._token_bytes.of(token_id).decode(errors="replace"))
+        return self._token_bytes.of(token_id).decode(errors="replace")
 
     def _bytes(self, token_id: int) -> bytes:
         return _encode(list(self._token_bytes.of(token_id)))

@@ -12,12 +12,12 @@ from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.kv_snapshot import KVSnapshot
 from shared.messages import (
+    EncodedLogprobs,
     FinishEvent,
     FinishReason,
     GenerationRequest,
     StreamEvent,
     TokenEvent,
-    TokenLogprobs,
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
@@ -56,7 +56,7 @@ def finish(request: GenerationRequest, num_tokens: int, reason: FinishReason = F
 class FakeStream:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: dict[int, EncodedLogprobs] = {}
         self.on_news: Callable[[], None] = lambda: None
         self._events: deque[StreamEvent] = deque()
 
@@ -118,6 +118,7 @@ class FakeInferenceClient:
         self.store_error: Exception | None = None
         self.store_memory = StoreMemory()
         self.kv = FakeKVWatch()
+        self.was_ready = asyncio.Event()
         self.submission = self.archive = self.probe = self.fleet = self
         self._new_streams: asyncio.Queue[FakeStream] = asyncio.Queue()
         self._cancellations: asyncio.Queue[str] = asyncio.Queue()

@@ -71,8 +71,10 @@ def test_the_workers_that_are_ready_are_those_of_this_moment() -> None:
         return [heartbeat.worker_id for heartbeat in fleet.ready]
 
     assert ready() == []
+    beat("a", phase=WorkerPhase.LOAD)
+    assert ready() == [] and not fleet.was_ready.is_set()
     beat("a", step=1)
-    assert ready() == ["a"]
+    assert ready() == ["a"] and fleet.was_ready.is_set()
     now += 5.0
     beat("b", step=1)
     beat("supervisor")

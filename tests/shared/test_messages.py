@@ -5,6 +5,7 @@ import tracemalloc
 from contextlib import suppress
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,9 @@ from shared.messages import (
     decode_journal,
     decode_request,
     decode_terminal_event,
+    decoded_logprobs,
     encode,
+    encoded_logprobs,
     journal_choices,
 )
 from tests.idle_seconds import idle_seconds
@@ -110,7 +113,8 @@ def test_a_journal_of_several_choices():
         journal_choices(data + encode(JournalFrame(3, [5], None, 1)), 3)
 
 
-SCORED = [TokenLogprobs(-0.5, (3, 9), (-0.5, -1.25)), TokenLogprobs(float("-inf"), (), ())]
+TOLD = [TokenLogprobs(-0.5, (3, 9), (-0.5, -1.25)), TokenLogprobs(float("-inf"), (), ())]
+SCORED = list(map(encoded_logprobs, TOLD))
 
 
 def test_log_probabilities_survive_the_wire_and_keep_their_index():
@@ -305,5 +309,11 @@ def test_scores_that_wait_are_no_matter_for_the_search_for_cyclic_garbage() -> N
     events = [event for batch in kept for event in batch.events if isinstance(event, TokenEvent)]
     scores = [token for event in events for token in event.logprobs or ()]
     assert len(scores) == 10_000
-    for token in scores:
-        assert not any(map(gc.is_tracked, (token, token.top_token_ids, token.top_logprobs)))
+    assert not any(map(gc.is_tracked, scores))
+
+
+@pytest.mark.parametrize("encoded", [b"\x90", b"\x93\xa1x\x90\x90", b"\x93\xcb" + bytes(8) + b"\x91\xff\x90", b"\xc0"])
+def test_log_probabilities_that_are_none_are_refused_where_they_are_decoded(encoded: bytes) -> None:
+    with pytest.raises(FormatError):
+        decoded_logprobs([SCORED[0], msgspec.Raw(encoded)])
+    assert decoded_logprobs(SCORED) == TOLD and decoded_logprobs([]) == []

@@ -2,13 +2,15 @@
 
 write_model(directory, ...)                a model directory with random weights
 Reference(directory).shortfalls(p, o)      for each token of output o after prompt p: best logit - its logit, fp32
+
+transformers is imported where it is used: processes that only run an engine by this file, ranks most of all, would pay
+3 CPU seconds each for it.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine_worker.engine import Engine
 from engine_worker.execution.load import load_model_runner
@@ -42,6 +44,8 @@ TINY = {
 
 
 def write_model(directory: Path, *, max_shard_size: str = "50GB", **changes: Any) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - see above
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
@@ -60,6 +64,8 @@ def write_model_of_words(directory: Path, **changes: Any) -> Path:
 class Reference:
     def __init__(self, directory: Path, *, attention: str | None = None) -> None:
         """`attention`: a name in transformers' table of attention functions; None: the one it takes by itself."""
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - see above
+
         self._model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=attention
         )

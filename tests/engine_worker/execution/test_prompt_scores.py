@@ -10,7 +10,7 @@ from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import ScheduledSequence
-from shared.messages import GenerationRequest, TokenEvent, TokenLogprobs, scores_by_index
+from shared.messages import EncodedLogprobs, GenerationRequest, TokenEvent, decoded_logprobs, scores_by_index
 from tests.builders import make_request, make_sequence
 from tests.engine_worker.execution.reference import Reference, make_engine, make_runner, write_model
 
@@ -41,11 +41,11 @@ def runner(model_dir: Path, request: pytest.FixtureRequest) -> ModelRunner:
     return load_model_runner(settings, lambda phase, progress, detail: None)
 
 
-def scores(runner: ModelRunner, requests: list[GenerationRequest]) -> dict[str, dict[int, TokenLogprobs]]:
+def scores(runner: ModelRunner, requests: list[GenerationRequest]) -> dict[str, dict[int, EncodedLogprobs]]:
     engine = make_engine(runner, max_num_seqs=4, max_num_batched_tokens=24)
     for request in requests:
         engine.add_request(request)
-    found: dict[str, dict[int, TokenLogprobs]] = {}
+    found: dict[str, dict[int, EncodedLogprobs]] = {}
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, TokenEvent):
@@ -69,7 +69,7 @@ def test_they_are_those_of_transformers(
     for request, num_top in ((requests[0], 3), (requests[2], 0)):
         prompt = request.prompt_token_ids
         exact = reference.logits(prompt, len(prompt)).log_softmax(-1)[:-1]
-        told = [found[request.request_id][index] for index in range(1, len(prompt))]
+        told = decoded_logprobs([found[request.request_id][index] for index in range(1, len(prompt))])
         chosen = exact.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
         # fp32 on both sides, in another order of sums: logits of +-10 differ by 1e-4.
         assert [score.logprob for score in told] == pytest.approx(chosen.tolist(), abs=1e-3)

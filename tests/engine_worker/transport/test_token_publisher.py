@@ -17,6 +17,7 @@ from shared.messages import (
     Usage,
     decode_event_batch,
     decode_terminal_event,
+    encoded_logprobs,
     journal_choices,
 )
 from shared.reaping import reap_worker
@@ -59,9 +60,8 @@ async def test_one_emit_a_step_and_one_message_a_gateway(rig, heard):
 
 async def test_log_probabilities_are_published_and_journalled(rig, heard):
     await start(rig, "a")
-    event = TokenEvent(
-        "a", 0, [1, 2], logprobs=[TokenLogprobs(-0.5, (1,), (-0.5,)), TokenLogprobs(-1.5, (7,), (-0.25,))]
-    )
+    told = TokenLogprobs(-0.5, (1,), (-0.5,)), TokenLogprobs(-1.5, (7,), (-0.25,))
+    event = TokenEvent("a", 0, [1, 2], logprobs=list(map(encoded_logprobs, told)))
     async with heard(rig.keys.gateway_channel("g")) as messages:
         await rig.tokens.emit([event])
         assert decode_event_batch(await messages.next()).events == [event]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from gateway.text.served_model import ServedModel
-from shared.messages import FinishReason, GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs
+from shared.messages import FinishReason, GenerationRequest, StreamEvent, TokenEvent, TokenLogprobs, encoded_logprobs
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import Script, finish
 from tests.gateway.test_routes_inference import ids, read_events
@@ -17,7 +17,7 @@ def best_of_script(texts: list[list[int]], logprobs: list[float]) -> Script:
     def script(request: GenerationRequest) -> Iterable[StreamEvent]:
         assert (request.sampling.n, request.sampling.logprobs) == (len(texts), 0)
         for choice in reversed(range(len(texts))):
-            tokens = [TokenLogprobs(logprobs[choice], (), ())] * len(texts[choice])
+            tokens = [encoded_logprobs(TokenLogprobs(logprobs[choice], (), ()))] * len(texts[choice])
             yield TokenEvent(request.request_id, 0, texts[choice], choice, FinishReason.STOP, tokens)
         yield finish(request, sum(map(len, texts)))
 

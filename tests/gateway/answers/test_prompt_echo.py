@@ -7,7 +7,7 @@ import pytest
 
 from gateway.answers.answer_extras import prompt_entries
 from gateway.text.served_model import ServedModel
-from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs
+from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, TokenEvent, TokenLogprobs, encoded_logprobs
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import Script, finish, says
 from tests.gateway.text.test_logprobs import scored
@@ -178,7 +178,7 @@ async def test_an_unknown_class_is_refused(gateway: Gateway) -> None:
 
 def test_entries_of_a_prompt_stand_where_their_text_does(tiny_model: ServedModel) -> None:
     token_ids = ids(tiny_model, "a é b")
-    score = TokenLogprobs(-1.0, (), ())
+    score = encoded_logprobs(TokenLogprobs(-1.0, (), ()))
     spellings = tiny_model.encoder.spellings(by_id=False)
     scores = {index: score for index in range(1, len(token_ids))}
     entries = list(prompt_entries(tiny_model.encoder, spellings, token_ids, scores))

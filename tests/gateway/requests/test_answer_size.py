@@ -17,6 +17,7 @@ from shared.messages import (
     PromptLogprobs,
     TokenLogprobs,
     encode,
+    encoded_logprobs,
 )
 
 LIMITS = ModelLimits(max_model_len=2**20, vocab_size=2**31)
@@ -119,7 +120,7 @@ def test_without_a_limit_an_answer_is_as_long_as_it_may_be(request_: CompletionR
 @pytest.mark.parametrize("num_scores", [None, 0, 20, 128])
 def test_no_journal_of_an_accepted_request_is_too_long_to_be_read(num_scores: int | None) -> None:
     """Of the longest tokens there are, each in a frame of its own, as a step of the engine writes it."""
-    worst = TokenLogprobs(-1.1, (2**31 - 1,) * (num_scores or 0), (-1.1,) * (num_scores or 0))
+    worst = encoded_logprobs(TokenLogprobs(-1.1, (2**31 - 1,) * (num_scores or 0), (-1.1,) * (num_scores or 0)))
     tokens = JournalFrame(2**20, [2**31 - 1], None if num_scores is None else JournalExtras([worst]), 63)
     values = 1 if num_scores is None else 2 + num_scores
     assert len(encode(tokens)) * (MAX_VALUES // values) < MAX_JOURNAL_BYTES / 2

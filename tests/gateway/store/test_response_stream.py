@@ -2,15 +2,18 @@
 
 import asyncio
 import random
+import sys
 
 import pytest
 
 from gateway.admission import Fleet, ready_workers
 from gateway.store import response_stream
-from gateway.store.response_stream import ResponseStream, cancelled_event
+from gateway.store.response_stream import MAX_READ_SCORES, ResponseStream, cancelled_event
 from shared.messages import (
+    PROTOCOL_VERSION,
     ErrorCode,
     ErrorEvent,
+    EventBatch,
     FinishEvent,
     FinishReason,
     GenerationRequest,
@@ -25,7 +28,9 @@ from shared.messages import (
     Usage,
     WorkerHeartbeat,
     WorkerPhase,
+    decode_event_batch,
     encode,
+    encoded_logprobs,
     journal_choices,
 )
 from shared.new_requests import Keep
@@ -85,7 +90,7 @@ async def test_a_choice_that_was_not_asked_for_is_none() -> None:
 
 
 def scored(index: int, *token_ids: int) -> TokenEvent:
-    logprobs = [TokenLogprobs(-token_id, (), ()) for token_id in token_ids]
+    logprobs = [encoded_logprobs(TokenLogprobs(-token_id, (), ())) for token_id in token_ids]
     return TokenEvent("a", index, list(token_ids), logprobs=logprobs)
 
 
@@ -136,6 +141,36 @@ async def test_a_reader_that_keeps_up_gets_a_long_journal_at_once(monkeypatch: p
     assert not stream.lags and not stream.is_behind
 
 
+async def test_scores_that_wait_do_not_hold_the_messages_that_they_came_in() -> None:
+    """A reader that is slow would hold those of everybody else, which are in them too."""
+    stream = ResponseStream(REQUEST)
+    others = [TokenEvent("b", 0, [7] * 5_000)]
+    messages = [encode(EventBatch(PROTOCOL_VERSION, "w", 1, [scored(index, 5), *others])) for index in range(3)]
+    num_references = [sys.getrefcount(message) for message in messages]
+    for number in range(3):
+        stream.offer(decode_event_batch(messages[number]).events[0])
+    assert [sys.getrefcount(message) for message in messages] == num_references
+    assert await anext(stream) == scored(0, 5, 5, 5)
+
+
+@pytest.mark.parametrize("keep", [None, Keep(b"", "holder", "", 15)])
+async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_late(keep: Keep | None) -> None:
+    events = [scored(0, 5), scored(1, 6, 7), scored(3, 8), scored(4, *range(10, 10 + MAX_READ_SCORES))]
+    for num_late in range(len(events) + 1):
+        stream, found = ResponseStream(REQUEST, keep), list[TokenEvent]()
+        for number, event in enumerate(events):
+            stream.offer(event)
+            assert stream.read_whole() is None, "they are no plain tokens"
+            while number >= num_late and isinstance(told := stream.read(), TokenEvent):
+                found.append(told)
+        stream.offer(finish(stream.num_tokens))
+        found += [event for event in await everything(stream) if isinstance(event, TokenEvent)]
+        assert [id_ for told in found for id_ in told.token_ids] == [id_ for event in events for id_ in event.token_ids]
+        assert [one for told in found for one in told.logprobs or ()] == [
+            one for event in events for one in event.logprobs or ()
+        ]
+
+
 async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
     stream = ResponseStream(REQUEST)
     stream.offer(scored(0, 5, 6))
@@ -143,7 +178,7 @@ async def test_scores_that_were_read_are_not_kept_for_nobody() -> None:
     assert stream.frames == [JournalFrame(0, [5, 6])]
 
 
-PROMPT_SCORES = [TokenLogprobs(-1.0, (), ()), TokenLogprobs(-2.0, (), ()), TokenLogprobs(-3.0, (), ())]
+PROMPT_SCORES = [encoded_logprobs(TokenLogprobs(-float(place), (), ())) for place in (1, 2, 3)]
 
 
 def prompt_scores(start: int, stop: int) -> PromptLogprobs:

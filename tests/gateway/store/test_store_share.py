@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from gateway.store.acceptance import reserved_bytes, share_of
-from shared.messages import GenerationRequest, JournalExtras, JournalFrame, SamplingParams, TokenLogprobs, encode
+from shared.messages import (
+    GenerationRequest,
+    JournalExtras,
+    JournalFrame,
+    SamplingParams,
+    TokenLogprobs,
+    encode,
+    encoded_logprobs,
+)
 from shared.new_requests import Share
 
 
@@ -25,7 +33,7 @@ def test_what_is_reserved_holds_the_journal(num_logprobs: int | None) -> None:
     sampling = SamplingParams(max_tokens=1000, seed=0, n=2, logprobs=num_logprobs)
     request = GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling)
     scores = None if num_logprobs is None else TokenLogprobs(-1.25, (60_000,) * num_logprobs, (-1.25,) * num_logprobs)
-    frame = JournalFrame(999, [60_000], JournalExtras([scores]) if scores else None, 1)
+    frame = JournalFrame(999, [60_000], JournalExtras([encoded_logprobs(scores)]) if scores else None, 1)
     assert 2000 * len(encode(frame)) <= reserved_bytes(request) < 3000 * len(encode(frame))
 
 

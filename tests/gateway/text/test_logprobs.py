@@ -11,16 +11,25 @@ import pytest
 from gateway.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from gateway.text.served_model import ServedModel
 from gateway.text.token_spellings import TokenBytes, TokenSpellings
-from shared.messages import FinishReason, GenerationRequest, PromptLogprobs, StreamEvent, TokenEvent, TokenLogprobs
+from shared.messages import (
+    EncodedLogprobs,
+    FinishReason,
+    GenerationRequest,
+    PromptLogprobs,
+    StreamEvent,
+    TokenEvent,
+    TokenLogprobs,
+    encoded_logprobs,
+)
 from tests.gateway.conftest import IM_END, Gateway
 from tests.gateway.fake_inference import Script, finish
 
 HI: Any = [{"role": "user", "content": "hi"}]
 
 
-def scored(token_id: int) -> TokenLogprobs:
+def scored(token_id: int) -> EncodedLogprobs:
     """Top: the token itself and the next id."""
-    return TokenLogprobs(-token_id / 1024, (token_id, token_id + 1), (-token_id / 1024, -5.5))
+    return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id, token_id + 1), (-token_id / 1024, -5.5)))
 
 
 def says_scored(token_ids: list[int], group: int = 1, reason: FinishReason = FinishReason.LENGTH) -> Script:
@@ -171,7 +180,7 @@ async def test_tokens_of_a_worker_that_sends_none_go_without(client: openai.Asyn
 
 def test_what_has_no_logarithm_is_told_as_a_number(tiny_model: ServedModel) -> None:
     spellings = tiny_model.encoder.spellings(by_id=False)
-    entry = LogprobEntry(70, TokenLogprobs(-math.inf, (71,), (-math.inf,)), 0, spellings)
+    entry = LogprobEntry(70, encoded_logprobs(TokenLogprobs(-math.inf, (71,), (-math.inf,))), 0, spellings)
     (told,) = json.loads(bytes(chat_logprobs([entry])["content"]))
     assert told["logprob"] == told["top_logprobs"][0]["logprob"] == -9999.0
     assert completion_logprobs([entry])["token_logprobs"] == [-9999.0]
@@ -185,8 +194,8 @@ def test_of_tokens_with_one_text_the_likelier_is_told(tiny_model: ServedModel) -
         (x, TokenLogprobs(-3.0, tuple(halves), (-0.5, -0.7))),
         (halves[1], TokenLogprobs(-0.7, (halves[0], x), (-0.5, -3.0))),
     ):
-        shape = completion_logprobs([LogprobEntry(chosen, scores, 0, encoder.spellings(by_id=False))])
-        assert list(json.loads(bytes(shape["top_logprobs"]))[0].items()) == [("\ufffd", -0.5), ("x", -3.0)]
+        entry = LogprobEntry(chosen, encoded_logprobs(scores), 0, encoder.spellings(by_id=False))
+        assert list(completion_logprobs([entry])["top_logprobs"][0].items()) == [("\ufffd", -0.5), ("x", -3.0)]
 
 
 @pytest.mark.parametrize("by_id", [False, True])
@@ -200,7 +209,7 @@ def test_a_token_is_spelled_once(tiny_model: ServedModel, monkeypatch: pytest.Mo
             return super().of(token_id)
 
     spellings = TokenSpellings(Watched(tiny_model.encoder.tokenizer), by_id=by_id)
-    entry = LogprobEntry(70, TokenLogprobs(-1.0, (71, 72), (-2.0, -3.0)), 0, spellings)
+    entry = LogprobEntry(70, encoded_logprobs(TokenLogprobs(-1.0, (71, 72), (-2.0, -3.0))), 0, spellings)
     first = bytes(chat_logprobs([entry])["content"])
     num_asked = len(asked)
     assert bytes(chat_logprobs([entry] * 3)["content"]) == b"[" + b",".join([first[1:-1]] * 3) + b"]"
@@ -212,6 +221,4 @@ def test_only_so_many_spellings_are_kept(tiny_model: ServedModel, monkeypatch: p
     table = TokenSpellings(tiny_model.encoder.token_bytes).texts
     spelled = table.all_of(range(60, 90))
     assert len(table) <= 8
-    assert [json.loads(text) for text in spelled] == [
-        tiny_model.encoder.token_bytes.of(id_).decode(errors="replace") for id_ in range(60, 90)
-    ]
+    assert spelled == [tiny_model.encoder.token_bytes.of(id_).decode(errors="replace") for id_ in range(60, 90)]

@@ -19,6 +19,16 @@ def test_parts_of_a_character_have_their_own_bytes(tiny_model: ServedModel) -> N
     assert pieces == [b"\xc3", b"\xa9"]
 
 
+def test_a_token_with_a_letter_outside_the_alphabet_is_its_own_text() -> None:
+    """As the tokenizer decodes it: not a byte for each letter that is in the alphabet."""
+    spellings = ["Ġa", "Ġ€", "é\xad", "é "]
+    tokenizer = Tokenizer(models.BPE({spelling: place for place, spelling in enumerate(spellings)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    token_bytes = TokenBytes(tokenizer)
+    for place, expected in enumerate([b" a", "Ġ€".encode(), "é\xad".encode(), "é ".encode()]):
+        assert token_bytes.of(place) == expected and tokenizer.decode([place]) == expected.decode()
+
+
 def test_an_id_behind_the_tokenizers_own_has_none(tiny_model: ServedModel) -> None:
     assert tiny_model.encoder.token_bytes.of(tiny_model.vocab_size + 5) == b""
 
