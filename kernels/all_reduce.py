@@ -10,8 +10,8 @@ its part of the exchange between, and so has read the slot. How many exchanges a
 device: a CUDA graph that is replayed goes on counting.
 
 The sum is rounded once to bfloat16, and a + b is b + a, so both have the same bits, those of NCCL. Launches must be the
-same on both GPUs, in the same order. It knows no process: symmetric_memory.py maps the memory. Without two GPUs the
-kernel can only be compiled.
+same on both GPUs, in the same order. It is used in each step of a group, behind a product. It knows no process:
+paired_memory.py maps the memory. Without two GPUs the kernel can only be compiled.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,9 @@
 
 Queries and keys are rotated in place, half-split convention (element i is paired with i + D / 2): float32 inside, one
 rounding at the end. Rotated keys and the values are then also in their slots, which are distinct; nothing else of the
-cache changes. A cache of e4m3 has them divided by their scales, rounded once more, within +-448 (kernels/fp8_kv.py).
-Does not know how the table was made (base, scaling), or which sequence a token belongs to.
+cache changes. A cache of e4m3 has them divided by their scales, rounded once more, within +-448 (kernels/fp8_kv.py). On
+a block's walk, where each layer of a GPU writes it. It does not know how the table was made (base, scaling), or which
+sequence a token belongs to.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

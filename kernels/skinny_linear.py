@@ -10,13 +10,12 @@ one: gate and up are rounded, as if they were stored, then the product). So a ro
 its neighbours, and it has the bits of every matrix product that sums the same way (ADR 0026).
 
 A tile is BLOCK_N rows of the weight; each program, one an SM, takes an even share of them, and runs through it with one
-ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by TMA. Where tiles are too few for the SMs,
-ROW_BLOCKS programs share a tile, each with BLOCK_M rows of x: the memory is read once, L2 again by every one of them.
-Weights do not depend on the kernel before: the whole ring is asked for before the dependency wait, so the memory does
-not idle from one kernel to the next.
-Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of x cost 8 columns, and weights never
-pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py does. Gluon has no
-interpreter, so without a GPU the kernel can only be compiled.
+ring of NUM_STAGES steps of BLOCK_K in shared memory, filled by TMA. Where tiles are too few for the SMs, ROW_BLOCKS
+programs share a tile, each with BLOCK_M rows of x: the memory is read once, L2 again by every one of them. Weights do
+not depend on the kernel before: the whole ring is asked for before the dependency wait, so the memory does not idle
+from one kernel to the next. Weights are the 64-row operand of wgmma and the rows of x its columns: 8 rows of x cost 8
+columns, and weights never pass through registers. Does not know which tiles are fast where: skinny_linear_tiles.py
+does. It is used in each step of few tokens. Gluon has no interpreter, so without a GPU the kernel can only be compiled.
 """
 # Arguments of a launch are flat (ADR 0108).
 # ruff: noqa: PLR0913, PLR0917

@@ -102,7 +102,8 @@ def _part_of(
     return part.to(tl.float32)
 
 
-@triton.jit
+# The kernel that is tried with few spins is the one that serves with any number.
+@triton.jit(do_not_specialize=["most_spins"])
 def _sum_norm_kernel(
     part, residual, weight, normed, new_residual, scales, own, buffers, counts,
     part_row_stride, residual_row_stride, eps, most_spins,

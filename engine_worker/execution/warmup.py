@@ -3,16 +3,18 @@
 On a CPU nothing is compiled, and a shape's first step takes as long as its second: a step of each kind shows that the
 model runs. The shapes of a GPU would be 5 of the 8 s that a worker of SmolLM2-135M takes to start on one thread.
 
-The steps are real ones on made-up sequences; their KV lies in blocks that nobody owns yet and nobody will read.
+The steps are real ones on made-up sequences; their KV lies in blocks that nobody owns yet and nobody will read. One
+has what few requests ask for, a mask of tokens and a block's copy: their kernels would else be compiled while all wait.
 
 It is the last phase of a worker's start. It knows no request; what it computes is thrown away.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import StepBounds
-from engine_worker.scheduling.batch import made_up_batch
+from engine_worker.scheduling.batch import BlockCopy, made_up_batch
 
 _PREFILL_TOKENS = {"cpu": 32, "cuda": 512}
 _DECODE_SIZES = {"cpu": (1,), "cuda": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
@@ -25,7 +27,9 @@ def warm_up(runner: ModelRunner, bounds: StepBounds) -> Iterator[tuple[float, st
     prefill = min(bounds.max_num_batched_tokens, longest, _PREFILL_TOKENS[runner.device_type])
     batches = [made_up_batch(1, 0, prefill, runner.block_size)]
     decode_length = min(_DECODE_LENGTH_TOKENS, longest)
-    sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
+    first, *sizes = [size for size in _DECODE_SIZES[runner.device_type] if size <= bounds.max_num_seqs]
+    rare = made_up_batch(first, decode_length - 1, 1, runner.block_size, allowed_token_ids=(0,))
+    batches.append(replace(rare, block_copies=[BlockCopy(1, runner.num_blocks - 1)]))
     batches += [made_up_batch(size, decode_length - 1, 1, runner.block_size) for size in sizes]
     for number, batch in enumerate(batches, start=1):
         runner.execute(batch)

@@ -75,7 +75,8 @@ def norms_rightly(peers: PeerNorm, hidden_size: int, ranks: Trial, device: torch
     of the memory, and one width is one kernel, which is compiled here.
     """
     is_right = True
-    weight = torch.linspace(0.5, 1.5, hidden_size, device=device)
+    # In the type of a network's norms, or another kernel would be compiled for these.
+    weight = torch.linspace(0.5, 1.5, hidden_size, device=device).to(torch.bfloat16)
     for num_rows in _TRIED_ROWS:
         mine = _random(ranks, num_rows * hidden_size, device).to(torch.bfloat16).view(num_rows, hidden_size)
         if not peers.serves(mine):

@@ -4,7 +4,8 @@
     two shots   every rank adds up a share of the elements, and reads the shares of the others
 
 Its interface is alpha in torch 2.11; beside this file only paired_memory.py knows it. Multicast stays off:
-tensor_parallel.py says so before a rank joins. Both ways may be captured in a graph. It knows no network and no NCCL.
+tensor_parallel.py says so before a rank joins. Both ways may be captured in a graph. It is used in each step of a
+group. It knows no network and no NCCL.
 """
 
 from typing import Any

@@ -26,6 +26,10 @@ _SECOND_MULTIPLIER = tl.constexpr(MULTIPLIERS[1])
 _GROUP = tl.constexpr(GROUP_SIZE)
 _INFINITY = tl.constexpr(float("inf"))
 
+# Parts of one tensor, which begin at multiples of 8 bytes: each of 16 would be another variant of a kernel, compiled
+# when the first odd number of rows is sampled. A program reads one number of each.
+_PARAMETERS = ["seeds", "indices", "temperature", "log_min_p", "top_k", "top_p", "truncated_rows"]
+
 
 @triton.jit
 def _mix(values):
@@ -73,7 +77,7 @@ def argmax_kernel(scores, token_ids, best_scores, row_stride, VOCAB: tl.constexp
     tl.store(best_scores + row, tl.where(tl.max(unordered, axis=0) > 0, float("nan"), best))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def group_kernel(
     scores, temperature, group_best, group_mass, floors, row_stride,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_PER_TILE: tl.constexpr,
@@ -209,7 +213,7 @@ def _search(
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def floor_kernel(
     scores, truncated_rows, temperature, log_min_p, top_k, top_p, group_best, group_mass, active_lists, floors,
     row_stride,
@@ -272,7 +276,7 @@ def floor_kernel(
             tl.store(group_mass + row * NUM_GROUPS + listed, mass_kept, mask=places < num_active)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PARAMETERS)
 def draw_kernel(
     scores, seeds, indices, temperature, group_best, group_mass, floors, token_ids, best_scores, row_stride,
     VOCAB: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -42,7 +43,7 @@ from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantise
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import tiles_of
 from kernels.sum_norm import RowExchange, memory_elements, most_rows, sum_add_rms_norm, sum_add_rms_norm_quantised
-from kernels.token_bitmask import apply_token_bitmask_triton
+from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from tests.kernels.ingredients import ingredients, sources_read
 
@@ -166,19 +167,34 @@ def token_kernels(shape: str, dtype: torch.dtype, kv_dtype: torch.dtype | None =
     return launch
 
 
+class At8Bytes(torch.Tensor):
+    """A tensor without memory that is said to begin at a multiple of 8 bytes, not of 16."""
+
+    def __new__(cls, tensor: torch.Tensor) -> "At8Bytes":
+        return torch.Tensor._make_subclass(cls, tensor)
+
+    def data_ptr(self) -> int:
+        return 8
+
+
 def sampling(vocab_size: int, dtype: torch.dtype) -> Callable[[], object]:
     def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
     integers, numbers = empty(256, dtype=torch.int64), empty(256, dtype=torch.float64)
     rows = SamplingRows(integers, integers, numbers, numbers, integers, numbers, integers, integers)
+    # As of an odd number of rows, whose parameters are parts of one tensor.
+    odd_integers, odd_numbers = At8Bytes(integers), At8Bytes(numbers)
+    odd = SamplingRows(integers, integers, odd_numbers, numbers, odd_integers, odd_numbers, integers, odd_integers)
 
     def launch() -> None:
         scores = empty(256, vocab_size, dtype=dtype)
         sample_tokens_triton(scores, None)
         sample_tokens_triton(scores, rows)
-        masks = empty(32, -(-vocab_size // 32), dtype=torch.int32)
-        apply_token_bitmask_triton(scores, empty(32, dtype=torch.int32), masks)
+        sample_tokens_triton(scores, odd)
+        masks, numbers_of_rows = empty(32, -(-vocab_size // 32), dtype=torch.int32), empty(32, dtype=torch.int32)
+        apply_token_bitmask_triton(scores, numbers_of_rows, masks)
+        apply_token_bitmask_triton(scores, At8Bytes(numbers_of_rows), masks)
 
     return launch
 
@@ -232,6 +248,7 @@ def summing_and_norming() -> None:
         exchange = RowExchange(1, own, buffers, torch.empty(most_rows(size), dtype=torch.int32, device="meta"))
         x = torch.empty(64, hidden, dtype=torch.bfloat16, device="meta")
         sum_add_rms_norm(x, x, x[0], 1e-5, exchange)
+        sum_add_rms_norm(x, x, x[0], 1e-5, replace(exchange, most_spins=2**22))
         sum_add_rms_norm_quantised(x, x, x[0], 1e-5, exchange, is_grouped=hidden == 8192)
 
 
@@ -253,6 +270,7 @@ def describe(case: str, kernel: CompiledKernel, report: str) -> dict[str, object
     return {
         "case": case,
         "kernel": kernel.metadata.name,
+        "hash": kernel.hash,
         "registers": int(_search(r"Used (\d+) registers", report)),
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
         "shared_bytes": kernel.metadata.shared,

@@ -124,6 +124,12 @@ def test_no_register_spills_and_shared_memory_fits(reports: list[Report]) -> Non
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
 
 
+@pytest.mark.parametrize("kernel", ["group_kernel", "floor_kernel", "draw_kernel", "_token_bitmask_kernel"])
+def test_no_number_of_sampled_rows_compiles_a_kernel_of_its_own(reports: list[Report], kernel: str) -> None:
+    found = of(reports, kernel, "sampling llama-8b")
+    assert len(found) == 2 and len({report["hash"] for report in found}) == 1
+
+
 @pytest.mark.parametrize(("shape", "head_dim"), [("llama-8b", 128), ("smollm2-135m", 64), ("gemma3-4b", 128)])
 def test_decode_pipelines_its_loads_and_two_programs_fit_an_sm(
     reports: list[Report], shape: str, head_dim: int
@@ -191,6 +197,12 @@ def test_all_programs_that_wait_for_another_gpu_are_at_once_on_an_h200(reports: 
         assert PROGRAMS_PER_SM * threads * report["registers"] <= 65536 and PROGRAMS_PER_SM * threads <= 2048, report
         assert PROGRAMS_PER_SM * 132 >= MOST_ROWS
         assert report["waits_for_the_kernel_before"] == 1, report
+
+
+def test_a_sum_is_tried_with_the_kernel_that_serves(reports: list[Report]) -> None:
+    """However long it would wait: three widths and numbers of ranks, plain and quantised."""
+    found = of(reports, "_sum_norm_kernel", "sums and norms")
+    assert len(found) == 9 and len({report["hash"] for report in found}) == 6
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.token_bitmask import apply_token_bitmask_reference, apply_token_bitmask_triton
+from kernels.token_bitmask import apply_token_bitmask_reference
+from kernels.token_bitmask_triton import apply_token_bitmask_triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
