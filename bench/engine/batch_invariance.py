@@ -2,6 +2,7 @@
 
     python -m bench batch-invariance --out DIR [--deterministic] [--num-layers 32]
     python -m bench batch-invariance --out DIR --device cpu [--model DIR] [--quantization as-stored] [--dtype bfloat16]
+                                     [--kv-cache-dtype fp8]
 
 On one GPU it is made of Llama-3.1-8B's layers; on a CPU it is a model with its weights, the demo unless told. Compares
 logits bit by bit: a sequence that decodes alone, among others and among all; a prompt in one piece, in chunks and in
@@ -23,6 +24,7 @@ from bench.kernel.graph_time import graph_microseconds
 from bench.provenance import provenance
 from engine_worker.execution.load_replica import use_batch_invariant_products
 from engine_worker.execution.settings import QUANTIZATIONS
+from engine_worker.kv.layout import KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.model_input import ModelInput
@@ -64,12 +66,13 @@ def llama_8b(num_layers: int) -> ModelSpec:
 class Bench:
     """The model, a KV pool, and a table of blocks for each of the sequences of random tokens."""
 
-    def __init__(self, model: ServedModel, device: torch.device, cases: Cases) -> None:
+    def __init__(self, model: ServedModel, device: torch.device, cases: Cases, kv_dtype: str = "auto") -> None:
         spec = model.spec
         self.device, self.model, self.cases = device, model, cases
         num_blocks = 1 + cases.num_sequences * cases.blocks_each  # one is padding
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-        self.pool = torch.zeros(shape, dtype=model.dtype, device=device)
+        dtype = getattr(torch, kv_cache_dtype(kv_dtype, str(model.dtype).removeprefix("torch.")))
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
         self.kv = model.attach(self.pool)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(spec.vocab_size, (cases.num_sequences, MAX_LEN), generator=generator)
@@ -162,7 +165,7 @@ def on_cpu(options: argparse.Namespace) -> Bench:
     blueprint = blueprint_from_directory(directory, quantization=options.quantization)
     device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
     weights = SafetensorsWeights(directory, device, dtype, lambda progress, detail: None)
-    return Bench(blueprint.build(weights, CPU_CASES.chunks[-1], False), device, CPU_CASES)
+    return Bench(blueprint.build(weights, CPU_CASES.chunks[-1], False), device, CPU_CASES, options.kv_cache_dtype)
 
 
 def main(argv: list[str]) -> int:
@@ -174,6 +177,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", type=Path, default=None, help="model directory, of a CPU; default: the demo model")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of a CPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a CPU")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of a CPU")
     options = parser.parse_args(argv)
     is_cuda = options.device == "cuda"
     network = on_cuda(options) if is_cuda else on_cpu(options)

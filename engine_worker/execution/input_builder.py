@@ -1,7 +1,7 @@
 """A StepDescription as the tensors of one forward pass, on a CPU; persistent_inputs.py makes those of CUDA.
 
-In the middle of a step on a CPU: the model runner asks for them between the description and the forward pass. It knows
-nothing of sequences, of weights or of sampling.
+On a block's walk, where a step's description becomes tensors: the model runner asks for them before the forward pass.
+It knows nothing of sequences, of weights or of sampling.
 """
 
 from typing import Protocol

@@ -22,7 +22,7 @@ from engine_worker.execution.sampled_sequence import SampledSequence
 from engine_worker.execution.sampler import SampledTokens, Sampler, Samples
 from engine_worker.model.spec import ModelShape
 from engine_worker.scheduling.batch import FinishedStep, ScheduledBatch, StepResult
-from shared.messages import Grammar
+from shared.messages import EncodedLogprobs, Grammar, encoded_logprobs
 
 
 @dataclass(slots=True)
@@ -42,20 +42,22 @@ class SubmittedStep:
         if self.ended is not None:
             self.ended.synchronize()
         samples = self.tokens.collect() if self.tokens is not None else Samples([])
-        sampled, logprobs = iter(samples.token_ids), iter(samples.logprobs)
-        sequences = self.batch.sequences
+        sampled, sequences = iter(samples.token_ids), self.batch.sequences
         return StepResult(
             sampled_token_ids=[next(sampled) if scheduled.samples else None for scheduled in sequences],
             failures=samples.failures,
             beam_candidates=self.beams.collect() if self.beams is not None else {},
-            logprobs=[next(logprobs) if scheduled.samples else None for scheduled in sequences]
-            if samples.logprobs
-            else [],
+            logprobs=self._encoded(samples) if samples.logprobs else [],
             prompt_logprobs=self.scores.collect() if self.scores is not None else [],
             # On CUDA the other two are what it takes to enqueue them, and this one has all that the host waited.
             phase_seconds=self.phase_seconds | {"sample": self.phase_seconds["sample"] + time.perf_counter() - started},
             transfer_times=self.replica.finished_transfers(),
         )
+
+    def _encoded(self, samples: Samples) -> list[EncodedLogprobs | None]:
+        """One for each sequence of the batch."""
+        encoded = (None if one is None else encoded_logprobs(one) for one in samples.logprobs)
+        return [next(encoded) if scheduled.samples else None for scheduled in self.batch.sequences]
 
 
 @dataclass(frozen=True, kw_only=True)

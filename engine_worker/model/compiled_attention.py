@@ -4,20 +4,27 @@ compiled_step.py stores keys and values through its plan and attends. It knows n
 It is on a block's walk, where a layer writes and reads it on a CPU with the library.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.spec import AttentionSpec, ModelShape
 from kernels.attention.score_rules import ScoreRules
 from kernels.cpu.step import StepKernels
+from kernels.fp8_kv import UNIT_SCALES, KVScales
 
 
 class CompiledAttention:
     """The layers' views of the KV pool."""
 
-    def __init__(self, shape: ModelShape, kv_pool: Tensor, kernels: StepKernels) -> None:
+    def __init__(
+        self, shape: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
+    ) -> None:
+        """`kv_scales`: of a pool in e4m3, by layer; 1 where there are none."""
+        scales = kv_scales or (UNIT_SCALES,) * shape.num_layers
         self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
-        self.layers = [kv_pool[:, layer, 0] for layer in range(shape.num_layers)]
+        self.layers = [(kv_pool[:, layer, 0], scales[layer]) for layer in range(shape.num_layers)]
 
     @staticmethod
     def supports(spec: AttentionSpec, dtype: str) -> str:
@@ -38,11 +45,12 @@ class CompiledAttentionPlan:
 
     def rotate_and_store(self, qkv: Tensor, layer: int, cos_sin: Tensor | None = None) -> None:
         """qkv [T, (Hq + 2 Hkv) * D]: turned in place by `cos_sin` [max_len, D]; keys and values are stored."""
-        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, self._layers[layer])
+        keys, scales = self._layers[layer]
+        self._kernels.rotate_and_store(self._arguments, qkv, cos_sin, keys, scales)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
-        keys = self._layers[layer]
-        return self._kernels.attend(self._arguments, query, keys, scale, rows, rules.window, rules.softcap, rules.sinks)
+        keys, scales = self._layers[layer]
+        return self._kernels.attend(self._arguments, query, keys, scale, rows, rules, scales)
 
 
 def _described(model_input: ModelInput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

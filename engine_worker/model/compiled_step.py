@@ -5,6 +5,8 @@ a worker without a GPU whose processor and number formats the kernels serve; net
 sequence and no sampling.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
 from kernels.cpu.step import StepKernels
+from kernels.fp8_kv import KVScales
 from kernels.scaled import Scaled
 
 
@@ -31,9 +34,12 @@ def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -
 class CompiledDevice:
     """The state that outlives a step: attention over the KV pool."""
 
-    def __init__(self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels) -> None:
+    def __init__(
+        self, spec: ModelShape, kv_pool: Tensor, kernels: StepKernels, kv_scales: Sequence[KVScales] = ()
+    ) -> None:
+        """`kv_scales`: of a pool in e4m3, by layer."""
         self.spec, self.kernels = spec, kernels
-        self.attention = CompiledAttention(spec, kv_pool, kernels)
+        self.attention = CompiledAttention(spec, kv_pool, kernels, kv_scales)
 
     def begin_step(self, model_input: ModelInput) -> "CompiledStep":
         return CompiledStep(self, model_input)

@@ -10,6 +10,7 @@ It stands between the replica and the network. It knows no sequence, no family a
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,8 +46,9 @@ class DecodePrograms:
     def logits_of(self, model_input: ModelInput) -> Tensor | None:
         """[T, V] float32, overwritten by the next call; None where a step is none of one token a sequence."""
         num_rows = len(model_input.token_ids)
-        if not self._is_recordable or num_rows > MOST_ROWS or not _only_decodes(model_input):
+        if not self._is_recordable or num_rows > MOST_ROWS or (ordered := _in_order_of_logits(model_input)) is None:
             return None
+        model_input = ordered
         if num_rows not in self._by_rows:
             try:
                 self._by_rows[num_rows] = self._recorded(model_input)
@@ -85,10 +87,23 @@ class _DecodeProgram:
         return self._network.scaled_logits(self._logits)
 
 
-def _only_decodes(model_input: ModelInput) -> bool:
-    """Whether every sequence has one token, whose logits are wanted in the same order."""
-    return (
-        model_input.max_query_len == 1
-        and len(model_input.seq_lens) == len(model_input.token_ids) == len(model_input.logits_indices)
-        and model_input.logits_indices.tolist() == list(range(len(model_input.logits_indices)))
+def _in_order_of_logits(model_input: ModelInput) -> ModelInput | None:
+    """The step with its rows as their logits are wanted, for a program writes logits in the order of its rows; None
+    unless every sequence has one token, and the logits of each are wanted once."""
+    wanted = model_input.logits_indices
+    if model_input.max_query_len != 1 or not len(model_input.seq_lens) == len(model_input.token_ids) == len(wanted):
+        return None
+    order, rows = wanted.tolist(), list(range(len(wanted)))
+    if order == rows:
+        return model_input
+    if sorted(order) != rows:
+        return None
+    return replace(
+        model_input,
+        token_ids=model_input.token_ids[wanted],
+        positions=model_input.positions[wanted],
+        slot_mapping=model_input.slot_mapping[wanted],
+        seq_lens=model_input.seq_lens[wanted],
+        block_tables=model_input.block_tables[wanted],
+        logits_indices=torch.arange(len(rows)),
     )

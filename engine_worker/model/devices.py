@@ -134,7 +134,7 @@ def _attach_cpu(shape: ModelShape, kv_pool: Tensor, dtype: torch.dtype, scales: 
     from kernels.cpu.build import NoLibrary  # noqa: PLC0415
 
     try:
-        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype))
+        return CompiledDevice(shape, kv_pool, step_kernels(shape, dtype, kv_pool.dtype), scales)
     except NoLibrary as error:
         logger.info("steps by torch's operators, slower, and a row's bits may depend on its batch: %s", error)
     return CpuDevice(shape, kv_pool, dtype, scales)

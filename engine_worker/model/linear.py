@@ -6,7 +6,8 @@
     method.head(weight, name, source) -> Head        the product whose outputs are logits
 
 A layer says what it multiplies and where that lies in a checkpoint. How weights are fused, packed, scaled or tiled the
-method knows alone (quantisation/): nobody else looks at a weight.
+method knows alone (quantisation/): nobody else looks at a weight. Loaded at a start; multiplied in every step, on a
+block's walk beside the attention of each layer (network.py). It knows no family, no sequence and no rank.
 """
 
 from dataclasses import dataclass

@@ -18,6 +18,10 @@ Why it looks like this (SmolLM2-135M shape, 2 cores with AVX512_BF16, ctx 256, p
 The cache views must be `pool[:, layer, 0]` and `pool[:, layer, 1]` of one tensor whose [BS, D] pieces are contiguous.
 A cache whose elements are of another type than the queries (e4m3, or bf16 beside float32) is gathered as it is, then
 converted. Knows nothing of layers beyond the views it is given, nor of how blocks are allocated.
+
+On a block's walk, where every layer writes and reads it: in each step on a CPU that the C++ kernels
+(kernels/cpu/step.py) do not run as a whole. engine_worker/model/cpu_attention.py makes a plan a window and calls it for
+each layer.
 """
 
 from collections.abc import Iterator

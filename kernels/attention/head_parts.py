@@ -5,7 +5,8 @@
     normalised, store_parts a part's result; all parts to where the head is
 
 A cache in e4m3 is walked as 16-bit pairs of neighbours, so that its way to the registers is that of any other cache:
-TMA, ring, swizzle, ldmatrix. Only there a pair becomes two float16. It knows no softmax and no ring.
+TMA, ring, swizzle, ldmatrix. Only there a pair becomes two float16. On a block's walk, where decode_hopper.py reads it.
+It knows no softmax and no ring.
 """
 
 from triton.experimental import gluon

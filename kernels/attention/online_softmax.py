@@ -4,8 +4,10 @@
     with_sinks(total, row_max, sinks, heads, owned)      -> the sum of a row's weights, its sink's among them
 
 Maxima are in log2 units of the scaled scores, and rows start at -inf. Rules of scores that a layer has not are None and
-constexpr 0: no instruction is left of them. Where keys lie and who sees them the kernels know.
-online_softmax_gluon.py is the same for the kernels for Hopper.
+constexpr 0: no instruction is left of them. online_softmax_gluon.py is the same for the kernels for Hopper.
+
+On a block's walk, where each layer reads it on a GPU: decode.py and prefill.py weigh every tile by it. It does not know
+where keys lie and who sees them: the kernels do.
 """
 
 import math

@@ -7,7 +7,8 @@ window    a query at position p sees the keys p - window + 1 .. p, as transforme
 softcap   scores, scaled, become softcap * tanh(score / softcap) before the mask
 sinks     [Hq], a logit of each query head beside its scores: it enlarges the sum of weights, without a value
 
-The reference, the kernels and the plan of a CPU take it as it is. It knows no kernel.
+On a block's walk, where a layer reads it: the reference, the kernels and the plan of a CPU take the rules as they are.
+It knows no kernel.
 """
 
 from dataclasses import dataclass

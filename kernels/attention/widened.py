@@ -7,7 +7,8 @@
 
 Warp-group products take keys and values from shared memory in 16 bits, and the kernel for Hopper has no registers left
 to widen them on their way there. Written once and read again they are a small part of a prefill: 8192 keys are 34 MB of
-an 8B model's layer, beside 0.9 ms of products. It serves paged_attention.py. It knows no query.
+an 8B model's layer, beside 0.9 ms of products. On a block's walk, where a layer reads it: paged_attention.py asks for
+it. It knows no query.
 """
 
 import torch

@@ -1,11 +1,13 @@
 """python -m kernels.cpu [--check] [--beside]: build the library unless it is there, and say in one line what serves.
 
 Exit status 0 with and without a library: torch's operators serve where there is none. --check only looks; --beside
-writes it beside the sources, for a clone or an image. It knows no kernel by its name.
+writes it beside the sources, for a clone or an image, and needs no torch, which may be installed meanwhile. Beside the
+walks: make and the image's build run it, before any worker starts. It knows no kernel by its name.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kernels.cpu.build import SOURCES, NoLibrary, build, compiler, installed_library
@@ -16,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="look only: build nothing")
     parser.add_argument("--beside", action="store_true", help="build beside the sources, not in the cache")
     args = parser.parse_args(argv)
-    _, told = look() if args.check else made(SOURCES.parent if args.beside else None)
+    _, told = look() if args.check else made(SOURCES.parent, str) if args.beside else made(None)
     print(f"C++ kernels: {told}")
     return 0
 
@@ -30,10 +32,10 @@ def look() -> tuple[bool, str]:
         return False, _none(str(error))
 
 
-def made(directory: Path | None) -> tuple[bool, str]:
-    """As look(), once it is built. `directory`: see build()."""
+def made(directory: Path | None, told: Callable[[Path], str] | None = None) -> tuple[bool, str]:
+    """As look(), once it is built. `directory`: see build(); `told`: what to tell of the file."""
     try:
-        return True, _serving(installed_library() or build(directory))
+        return True, (told or _serving)(installed_library() or build(directory))
     except NoLibrary as error:
         return False, _none(str(error))
     except OSError as error:

@@ -4,7 +4,8 @@
     build(directory)      compiles; two cores take some seconds
 
 Plain calls of a C++ compiler: the library has a C interface and knows no header of torch or Python, so neither's
-version matters to it, and it builds in a tenth of the time of a torch extension. Knows no kernel.
+version matters to it, and it builds in a tenth of the time of a torch extension. It is used at a start, before the
+walks. Knows no kernel.
 """
 
 import hashlib

@@ -97,6 +97,11 @@ class _KernelsAlone(TorchDispatchMode):
         super().__init__()
         self._buffers = buffers
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here. What keeps torch.compile out of this mode imports it, 1.4 s of a start."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

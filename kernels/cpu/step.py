@@ -17,9 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.cpu.library import CpuLibrary, InstructionSet, address, num_threads
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+POOL_DTYPES = DTYPES | {E4M3: 2}
 # A part of a prompt that a thread attends for: more rows read a widened tile of keys more often, fewer share better.
 _ROWS_OF_AN_ITEM = 64
 _TILE = 64  # csrc/attention.h's
@@ -47,14 +50,20 @@ class _Step(Structure):
 
 
 class _Rules(Structure):
-    _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32), ("sinks", c_void_p))
+    _fields_ = (
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+        ("sinks", c_void_p),
+        ("value_scale", c_float),
+    )
 
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "attend": (
         POINTER(_Step), POINTER(_Rules), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int,
     ),
-    "rotate_and_store": (POINTER(_Step), c_void_p, c_void_p, c_void_p, c_int, c_int),
+    "rotate_and_store": (POINTER(_Step), c_void_p, c_void_p, c_void_p, c_float, c_float, c_int, c_int),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int, c_int),
     "rms_norm": (
         c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int,
@@ -117,10 +126,13 @@ class StepKernels:
         served = served_instruction_sets(library, head_dim)
         if not served:
             raise ValueError(f"heads of {head_dim} elements; the C++ kernels take multiples of 8")
-        if dtype not in DTYPES or kv_dtype not in DTYPES:
-            raise ValueError(f"{dtype} beside a KV cache in {kv_dtype}; the C++ kernels take float32 and bfloat16")
+        if dtype not in DTYPES or kv_dtype not in POOL_DTYPES:
+            raise ValueError(
+                f"{dtype} beside a KV cache in {kv_dtype}; "
+                "the C++ kernels take float32 and bfloat16, of a cache e4m3 too"
+            )
         self.dtype = dtype
-        self._types = DTYPES[dtype], DTYPES[kv_dtype]
+        self._types = DTYPES[dtype], POOL_DTYPES[kv_dtype]
         suffix = SUFFIXES[instruction_set or served[-1]]
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library.functions, f"pagestream_{name}_{suffix}")
@@ -177,13 +189,12 @@ class StepKernels:
         layer_keys: Tensor,
         scale: float,
         rows: Tensor | None = None,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        rules: ScoreRules = NO_RULES,
+        scales: KVScales = UNIT_SCALES,
     ) -> Tensor:
         """qkv [T, >= Hq * D] -> [T, Hq * D], or of `rows` (int64) alone.
 
-        `layer_keys`: a layer's keys of the pool, [num_blocks, Hkv, BS, D]. `sinks`: [Hq] float32.
+        `layer_keys`: a layer's keys of the pool, [num_blocks, Hkv, BS, D]; `scales`: of a pool in e4m3.
         """
         items = step.items if rows is None else _items_of_rows(step.query_start_loc, rows)
         num_rows = len(qkv) if rows is None else len(rows)
@@ -191,7 +202,7 @@ class StepKernels:
         assert qkv.stride(1) == 1 and qkv.dtype == self.dtype
         self._attend(
             byref(step.step),
-            byref(_Rules(scale, softcap, window, address(sinks))),
+            byref(_Rules(scale * scales.key, rules.softcap, rules.window, address(rules.sinks), scales.value)),
             items.ctypes.data,
             len(items),
             qkv.data_ptr(),
@@ -202,10 +213,23 @@ class StepKernels:
         )
         return output
 
-    def rotate_and_store(self, step: StepArguments, qkv: Tensor, cos_sin: Tensor | None, layer_keys: Tensor) -> None:
-        """qkv [T, (Hq + 2 Hkv) * D]: queries and keys are turned in place by `cos_sin` [max_len, D] float32, if any."""
+    def rotate_and_store(
+        self,
+        step: StepArguments,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        layer_keys: Tensor,
+        scales: KVScales = UNIT_SCALES,
+    ) -> None:
+        """qkv [T, (Hq + 2 Hkv) * D]: queries and keys are turned in place by `cos_sin` [max_len, D] float32, if any.
+
+        `scales`: of a pool in e4m3.
+        """
         assert qkv.is_contiguous() and qkv.dtype == self.dtype
-        self._rotate_and_store(byref(step.step), qkv.data_ptr(), address(cos_sin), layer_keys.data_ptr(), *self._types)
+        self._rotate_and_store(
+            byref(step.step), qkv.data_ptr(), address(cos_sin), layer_keys.data_ptr(), 1 / scales.key, 1 / scales.value,
+            *self._types,
+        )  # fmt: skip
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
         """x [N, H] becomes x + residual; return it normed, times `scaled_weight` / sqrt(H)."""

@@ -4,7 +4,7 @@
     bfloat16 and float32 else                C++ (kernels/cpu/dense.py), independent by construction
     the rest                                 torch: float16, and where there is no library
 
-Knows no layer and no network.
+It is used at a worker's start, where weights load, and in every step. It knows no layer and no network.
 """
 
 import logging

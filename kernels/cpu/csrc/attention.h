@@ -8,8 +8,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "e4m3.h"
 #include "operation.h"
-#include "simd.h"
 
 // What all layers of a step share. The fields are kernels/cpu/step.py's.
 struct Step {
@@ -39,6 +39,7 @@ struct Rules {
     float softcap;         // 0: none
     int32_t window;        // a token sees that many keys, itself among them; 0: all
     const float* sinks;    // [Hq]: a score that takes part in the softmax and has no value; or null
+    float value_scale;     // of values in e4m3, else 1; that of keys is in `scale`
 };
 
 namespace {
@@ -75,6 +76,10 @@ struct Row {
     float* sum;    // [D], of the values by weight
     float maximum, total;
 };
+
+inline Vec weighted(Vec sum, float total, const Rules& rules) {
+    return times(sum / splat(total), splat(rules.value_scale));
+}
 
 // Keys of one tile that a row sees.
 struct Range {
@@ -245,7 +250,7 @@ void attend_item(
     for (int index = 0; index < num_rows; index++) {
         const Row& row = rows[index];
         const int64_t place = (int64_t)(item.first_output + index / group) * step.num_heads + kv_head * group + index % group;
-        for (int d = 0; d < D; d += WIDTH) store(output + place * D + d, load(row.sum + d) / splat(row.total));
+        for (int d = 0; d < D; d += WIDTH) store(output + place * D + d, weighted(load(row.sum + d), row.total, rules));
     }
 }
 

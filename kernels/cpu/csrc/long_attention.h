@@ -114,7 +114,7 @@ struct LongAttention {
         for (int row = 0; row < ROWS; row++) {
             const float total = factors_of_row(scores_of_row(index, head + row), item)[end_tile(item)];
             T* to = output + ((int64_t)item.first_output * step->num_heads + head + row) * D + from;
-            for (int d = 0; d < end - from; d += WIDTH) store(to + d, load(sums[row] + d) / splat(total));
+            for (int d = 0; d < end - from; d += WIDTH) store(to + d, weighted(load(sums[row] + d), total, rules));
         }
     }
 };

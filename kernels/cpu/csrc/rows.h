@@ -77,13 +77,19 @@ inline void rotate(T* head, const float* cos_sin, int half) {
 }
 
 template <typename T, typename K>
-inline void copy(const T* from, int size, K* to) {
-    for (int i = 0; i < size; i += WIDTH) store(to + i, load(from + i));
+inline void copy(const T* from, int size, float factor, K* to) {
+    for (int i = 0; i < size; i += WIDTH) store(to + i, times(load(from + i), splat(factor)));
 }
+
+// What keys and values are multiplied with before they are stored: 1, but for a pool in e4m3.
+struct Factors {
+    float key, value;
+};
 
 // `cos_sin` [max_len, D], or null: queries and keys stay as they are.
 template <typename T, typename K>
-inline void rotate_and_store_row(const Step& step, T* row, const float* cos_sin, K* pool, int64_t token) {
+inline void rotate_and_store_row(
+    const Step& step, T* row, const float* cos_sin, K* pool, Factors factors, int64_t token) {
     const int D = step.head_dim, kv_size = step.num_kv_heads * D;
     const int num_rotated = cos_sin ? step.num_heads + step.num_kv_heads : 0;
     for (int head = 0; head < num_rotated; head++) rotate(row + head * D, cos_sin + step.positions[token] * D, D / 2);
@@ -91,18 +97,18 @@ inline void rotate_and_store_row(const Step& step, T* row, const float* cos_sin,
     const T* key = row + (int64_t)step.num_heads * D;
     for (int head = 0; head < step.num_kv_heads; head++) {
         K* to = pool + block * step.block_stride + (head * step.block_size + offset) * D;
-        copy(key + head * D, D, to);
-        copy(key + kv_size + head * D, D, to + step.value_offset);
+        copy(key + head * D, D, factors.key, to);
+        copy(key + kv_size + head * D, D, factors.value, to + step.value_offset);
     }
 }
 
 template <typename T, typename K>
-void rotate_and_store(const Step& of_step, void* qkv, const float* cos_sin, void* pool) {
+void rotate_and_store(const Step& of_step, void* qkv, const float* cos_sin, void* pool, Factors factors) {
     const Step* step = &of_step;
     const int64_t stride = (int64_t)(step->num_heads + 2 * step->num_kv_heads) * step->head_dim, rows = step->num_tokens;
     const int num_threads = threads_for(rows * stride, step->num_threads);
     perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t token, uint8_t*) {
-        rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, (K*)pool, token);
+        rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, (K*)pool, factors, token);
     });
 }
 

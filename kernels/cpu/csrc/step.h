@@ -1,6 +1,6 @@
 // The functions that a step calls, for the instruction set that this is compiled for: NAME(f) is f and its suffix.
 //
-// `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16.
+// `dtype` is that of activations, `kv_dtype` that of the pool: 0 is float32, 1 bfloat16, 2 e4m3, of a pool alone.
 #include "dense.h"
 #include "processor.h"
 #include "rows.h"
@@ -10,15 +10,21 @@
     ((dtype) ? ((kv_dtype) ? call<Bf16, Bf16>(__VA_ARGS__) : call<Bf16, float>(__VA_ARGS__)) \
              : ((kv_dtype) ? call<float, Bf16>(__VA_ARGS__) : call<float, float>(__VA_ARGS__)))
 
+#define BY_POOL(dtype, kv_dtype, call, ...)                                                        \
+    ((kv_dtype) != 2 ? BY_TYPES(dtype, kv_dtype, call, __VA_ARGS__)                                \
+                     : (dtype) ? call<Bf16, E4m3>(__VA_ARGS__) : call<float, E4m3>(__VA_ARGS__))
+
 PAGESTREAM_EXPORT void NAME(pagestream_attend)(
     const Step* step, const Rules* rules, const Item* items, int64_t num_items, const void* query,
     int64_t query_stride, const void* pool, void* output, int dtype, int kv_dtype) {
-    BY_TYPES(dtype, kv_dtype, attend, *step, *rules, items, num_items, query, query_stride, pool, output);
+    BY_POOL(dtype, kv_dtype, attend, *step, *rules, items, num_items, query, query_stride, pool, output);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_rotate_and_store)(
-    const Step* step, void* qkv, const float* cos_sin, void* pool, int dtype, int kv_dtype) {
-    BY_TYPES(dtype, kv_dtype, rotate_and_store, *step, qkv, cos_sin, pool);
+    const Step* step, void* qkv, const float* cos_sin, void* pool, float key_factor, float value_factor, int dtype,
+    int kv_dtype) {
+    const Factors factors = {key_factor, value_factor};
+    BY_POOL(dtype, kv_dtype, rotate_and_store, *step, qkv, cos_sin, pool, factors);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_add_rms_norm)(

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
@@ -18,6 +17,8 @@ FP32_MARGIN = 1e-3  # two different orders of summation differ by about 1e-5 her
 
 def write_family(directory: Path, case: Case) -> Path:
     """A random model; norms and biases are random too, or a missing one would not show."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as in reference.py
+
     options = {key: value for key, value in {**TINY, **case.changes}.items() if value is not None or key != "head_dim"}
     with torch.random.fork_rng():
         torch.manual_seed(0)

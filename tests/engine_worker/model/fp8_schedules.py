@@ -17,7 +17,7 @@ from engine_worker.execution.settings import CUDAGRAPH_MODES, ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.spec import kv_layout
 from engine_worker.scheduling.preemption import PreemptionMode
-from shared.messages import GenerationRequest, StoredChoice, TokenEvent
+from shared.messages import GenerationRequest, StoredChoice, TokenEvent, decoded_logprobs
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import make_engine
 from tests.engine_worker.model.families import prompts
@@ -65,7 +65,7 @@ def run(runner: ModelRunner, schedule: str, heads: Outputs | None = None) -> tup
             if isinstance(event, TokenEvent):
                 tokens, scores = outputs[event.request_id]
                 tokens += event.token_ids
-                scores += [one.logprob for one in event.logprobs or []]
+                scores += [one.logprob for one in decoded_logprobs(event.logprobs or [])]
     return outputs, sum(engine.stats().counters.preemptions.values())
 
 

@@ -149,13 +149,14 @@ def test_what_no_network_serves_is_refused(
 
 
 def test_a_worker_refuses_before_torch_is_there(sharded: Path, tmp_path: Path) -> None:
+    """Nor is it in a follower, which would be started before it."""
     directory = Path(shutil.copytree(sharded, tmp_path / "model"))
     cut(directory, lambda size: size - 1)
     # A module of this name that cannot be imported stands before the real one.
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     worker = subprocess.run(
         [sys.executable, "-m", "engine_worker", "--model", str(directory), "--redis-url", "redis://127.0.0.1:1",
-         "--metrics-port", "0"],
+         "--metrics-port", "0", "--tensor-parallel-size", "2"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert worker.returncode == 2

@@ -1,5 +1,6 @@
 """On a CPU a row's bits are its own: logits of a network alone, among others, decoded, and in chunks of a prompt."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from engine_worker.model.quantisation.dense_cpu import rows_are_independent
 from engine_worker.model.weights import RandomWeights
 from kernels.cpu import step
 from kernels.cpu.build import NoLibrary
+from kernels.fp8_kv import E4M3
 
 BLOCK_SIZE, LONGEST, NUM_SEQUENCES = 8, 160, 64
 BATCHES = (1, 2, 3, 5, 6, 7, 9, 16, 33, 64)
@@ -23,7 +25,7 @@ CHUNKS = (0, 1, 7, 40, 104, 150)
 class Engine:
     """A network of two layers and the KV of many sequences."""
 
-    def __init__(self, dtype: torch.dtype, **changed: object) -> None:
+    def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **changed: object) -> None:
         shape = {
             "model_type": "qwen3", "vocab_size": 300, "hidden_size": 72, "intermediate_size": 100, "head_dim": 24,
             "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -34,7 +36,7 @@ class Engine:
         self.model = Network(spec, RandomWeights(torch.device("cpu"), dtype), LONGEST)
         blocks = LONGEST // BLOCK_SIZE
         self.tables = (1 + torch.randperm(NUM_SEQUENCES * blocks)).view(NUM_SEQUENCES, blocks)
-        pool = torch.zeros(1 + NUM_SEQUENCES * blocks, 2, 2, 2, BLOCK_SIZE, 24, dtype=dtype)
+        pool = torch.zeros(1 + NUM_SEQUENCES * blocks, 2, 2, 2, BLOCK_SIZE, 24, dtype=kv_dtype or dtype)
         self.device = self.model.attach(pool)
         self.tokens = torch.randint(300, (NUM_SEQUENCES, LONGEST))
 
@@ -61,11 +63,15 @@ class Engine:
         )
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+TYPES = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, E4M3), (torch.bfloat16, E4M3)]
+
+
+@pytest.fixture(scope="module", params=TYPES, ids=str)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    engine = Engine(request.param)
+    dtype, kv_dtype = request.param
+    engine = Engine(dtype, kv_dtype)
     try:
-        step_kernels(engine.model.spec, request.param, request.param)
+        step_kernels(engine.model.spec, dtype, kv_dtype or dtype)
     except NoLibrary as error:
         pytest.skip(f"rows depend on their batch without the C++ kernels: {error}")
     assert isinstance(engine.device, CompiledDevice)
@@ -101,9 +107,13 @@ def test_a_program_of_a_decode_has_the_bits_of_its_operators(engine: Engine) -> 
     engine.logits(*((sequence, 0, 40 + sequence) for sequence in range(NUM_SEQUENCES)))
     for first, size in ((0, 1), (7, 3), (20, 1), (0, 32), (31, 3), (40, 17)):
         pieces = [(sequence, 40 + sequence, 41 + sequence) for sequence in range(first, first + size)]
-        logits = programs.logits_of(engine.step(*pieces))
+        step, wanted = engine.step(*pieces), engine.logits(*pieces)
+        logits = programs.logits_of(step)
         assert logits is not None
-        assert torch.equal(logits, engine.logits(*pieces))
+        assert torch.equal(logits, wanted)
+        logits = programs.logits_of(replace(step, logits_indices=step.logits_indices.flip(0)))
+        assert logits is not None
+        assert torch.equal(logits, wanted.flip(0))
     assert programs.logits_of(engine.step((0, 0, 9))) is None
     assert programs.logits_of(engine.step(*((sequence, 3, 4) for sequence in range(33)))) is None
 

@@ -169,8 +169,9 @@ def test_attach_chooses_by_the_pool(model: Network) -> None:
         assert isinstance(compiled, CompiledDevice)
         backend: AttentionBackend = compiled.attention  # that it is one is mypy's to say
         assert all(not backend.supports(layer, "float32") for layer in config.attentions)
-    # The kernels read no e4m3.
-    assert isinstance(model.attach(pool.to(torch.float8_e4m3fn)), CpuDevice)
+        assert isinstance(model.attach(pool.to(torch.float8_e4m3fn)), CompiledDevice)
+    # The kernels read no float16.
+    assert isinstance(model.attach(pool.to(torch.float16)), CpuDevice)
 
 
 def test_without_a_library_torchs_operators_serve_and_it_is_told(

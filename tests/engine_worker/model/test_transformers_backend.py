@@ -23,7 +23,7 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
 from engine_worker.model.transformers_backend import library
 from engine_worker.model.transformers_backend.library import ModelNotServed
-from shared.messages import TokenEvent
+from shared.messages import TokenEvent, decoded_logprobs
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, Reference, make_engine, make_runner, run_engine
 from tests.engine_worker.model.families import check_schedules, write_family
@@ -125,7 +125,10 @@ def test_scores_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
     while engine.has_work:
         tokens = (event for event in engine.step() if isinstance(event, TokenEvent))
         found += [
-            scored.logprob for event in tokens if event.prompt_logprobs for scored in event.prompt_logprobs.tokens
+            scored.logprob
+            for event in tokens
+            if event.prompt_logprobs
+            for scored in decoded_logprobs(event.prompt_logprobs.tokens)
         ]
     expected = Reference(directory).logits(prompt, len(prompt)).log_softmax(-1)
     wanted = [float(expected[row, token]) for row, token in enumerate(prompt[1:])]

@@ -1,6 +1,8 @@
 """The library of C++ kernels: what it is called, where it lies, and what is said where it cannot be had."""
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,9 @@ def test_a_library_is_built_once_and_appears_whole(sources: Path) -> None:
     assert path == build.installed_library()
     assert [path] == list(build.cache_directory().iterdir())
     assert build.build() == path
+
+
+def test_a_library_for_a_clone_is_built_while_torch_is_not_there() -> None:
+    code = "import sys; sys.modules['torch'] = None; from kernels.cpu.__main__ import main; main(['--beside'])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("C++ kernels: ") and (not COMPILED_HERE or told.strip().endswith(build.library_name()))

@@ -18,6 +18,7 @@ from kernels.attention.paged_attention import paged_attention_reference
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.step import DTYPES, StepKernels, served_instruction_sets
+from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales, to_e4m3
 
 FLOATS = sorted(DTYPES, key=DTYPES.__getitem__)
 # Of results of up to 4: float32 adds in another order; bfloat16 rounds the result once.
@@ -69,18 +70,22 @@ class Batch:
             self.pool, self.shape.num_heads, self.tables, self.starts, self.seq_lens, self.positions, self.slots
         )
 
-    def attend(self, kernels: StepKernels, rules: ScoreRules = NO_RULES, rows: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        kernels: StepKernels,
+        rules: ScoreRules = NO_RULES,
+        rows: Tensor | None = None,
+        scales: KVScales = UNIT_SCALES,
+    ) -> Tensor:
         scale = self.shape.head_dim**-0.5
         layer = self.pool[:, 1, 0]
-        return kernels.attend(
-            self.begin(kernels), self.qkv, layer, scale, rows, rules.window, rules.softcap, rules.sinks
-        )
+        return kernels.attend(self.begin(kernels), self.qkv, layer, scale, rows, rules, scales)
 
-    def expected(self, rules: ScoreRules) -> Tensor:
+    def expected(self, rules: ScoreRules, scales: KVScales) -> Tensor:
         shape = self.shape
         query = self.qkv[:, : shape.num_heads * shape.head_dim].float().unflatten(1, (shape.num_heads, -1))
         longest = max(count for count, _ in self.lengths), int(self.seq_lens.max())
-        keys, values = self.pool[:, 1, 0].float(), self.pool[:, 1, 1].float()
+        keys, values = self.pool[:, 1, 0].float() * scales.key, self.pool[:, 1, 1].float() * scales.value
         scale = shape.head_dim**-0.5
         return paged_attention_reference(
             query, keys, values, self.tables, self.starts, self.seq_lens, *longest, scale, rules=rules
@@ -114,22 +119,29 @@ SHAPES = st.builds(
     head_dim=st.sampled_from((8, 16, 40, 64, 72, 128, 256)),
     block_size=st.sampled_from((1, 8, 16, 64)),
     dtype=st.sampled_from(FLOATS),
-    kv_dtype=st.sampled_from(FLOATS),
+    kv_dtype=st.sampled_from((*FLOATS, E4M3)),
 )
+SCALES = st.sampled_from((UNIT_SCALES, KVScales(0.37, 1.9)))
 
 
 @settings(max_examples=40, deadline=None)
-@given(SHAPES, sequences(), st.sampled_from((0, 1, 5, 64, 100)), st.sampled_from((0.0, 2.0)), st.booleans())
+@given(SHAPES, sequences(), st.sampled_from((0, 1, 5, 64, 100)), st.sampled_from((0.0, 2.0)), st.booleans(), SCALES)
 def test_attention_is_that_of_the_reference(
-    library: CpuLibrary, shape: Shape, lengths: list[tuple[int, int]], window: int, softcap: float, has_sinks: bool
+    library: CpuLibrary,
+    shape: Shape,
+    lengths: list[tuple[int, int]],
+    window: int,
+    softcap: float,
+    has_sinks: bool,
+    scales: KVScales,
 ) -> None:
     sinks = torch.linspace(-2, 3, shape.num_heads) if has_sinks else None
     rules = ScoreRules(window=window, softcap=softcap, sinks=sinks)
     batch = Batch(shape, lengths)
     tolerance = TOLERANCES[shape.dtype]
-    expected = batch.expected(rules)
+    expected = batch.expected(rules, scales)
     for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
-        attended = batch.attend(kernels, rules)
+        attended = batch.attend(kernels, rules, scales=scales)
         torch.testing.assert_close(attended.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -256,7 +268,36 @@ def test_queries_and_keys_turn_and_are_stored(
         keys, values = turned[:, shape.num_heads :].to(shape.kv_dtype).chunk(2, dim=1)
         blocks, offsets = batch.slots // shape.block_size, batch.slots % shape.block_size
         before[blocks, 1, 0, :, offsets], before[blocks, 1, 1, :, offsets] = keys, values
-        assert torch.equal(batch.pool, before)
+        assert torch.equal(batch.pool.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_numbers_of_8_bits_are_stored_and_read_as_torch_has_them(library: CpuLibrary, dtype: torch.dtype) -> None:
+    """All of bfloat16, ties and NaN among them, and in float32 what lies just beside each: as keys of one head."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = torch.cat([(every.float().view(torch.int32) + beside).view(torch.float32) for beside in (-1, 0, 1)])
+    shape = Shape(num_kv_heads=1, group=1, dtype=dtype, kv_dtype=E4M3)
+    batch = Batch(shape, [(len(every) // 64, len(every) // 64)])
+    scales = KVScales(0.37, 1.9)
+    for kernels in kernels_of(library, 64, dtype, E4M3):
+        batch.qkv[:, 64:] = every.view(-1, 64).repeat(1, 2).to(dtype)
+        kernels.rotate_and_store(batch.begin(kernels), batch.qkv, None, batch.pool[:, 1, 0], scales)
+        blocks, offsets = batch.slots // shape.block_size, batch.slots % shape.block_size
+        for part, scale in enumerate((scales.key, scales.value)):
+            stored = batch.pool.view(torch.uint8)[blocks, 1, part, 0, offsets]
+            wanted = to_e4m3(batch.qkv[:, 64 * (1 + part) : 64 * (2 + part)], scale)
+            same = stored.view(E4M3).float(), wanted.float()
+            assert torch.equal(same[0].nan_to_num(500), same[1].nan_to_num(500))
+
+
+def test_every_number_of_8_bits_is_read(library: CpuLibrary) -> None:
+    """A sequence of one token reads its own value."""
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    batch = Batch(Shape(num_kv_heads=1, group=1, kv_dtype=E4M3), [(1, 1)] * 4)
+    batch.pool.view(torch.uint8)[batch.tables[:, 0].long(), 1, 1, 0, 0] = every
+    for kernels in kernels_of(library, 64, torch.float32, E4M3):
+        wanted = every.view(E4M3).float().nan_to_num(500)
+        assert torch.equal(batch.attend(kernels).nan_to_num(500), wanted)
 
 
 @pytest.mark.parametrize(
