@@ -47,9 +47,7 @@ def main(argv: list[str]) -> int:
 
 def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float, emit: Emit) -> bool:
     """Whether a section failed; the others are run all the same."""
-    import torch  # noqa: PLC0415 - its import is a part of the start that is measured
-
-    from bench.engine.profile import profile  # noqa: PLC0415 - imports torch
+    # Imports are a part of the start. torch's is load_engine()'s own: followers import it beside rank 0.
     from bench.engine.sections import SECTIONS as BY_NAME  # noqa: PLC0415
     from bench.engine.sections import Bench  # noqa: PLC0415
     from engine_worker.__main__ import load_engine  # noqa: PLC0415
@@ -60,6 +58,10 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
     imported_at = time.perf_counter()
     loaded = load_engine(settings, _print_progress)
     search_rarely()  # as a worker does
+    import torch  # noqa: PLC0415
+
+    from bench.engine.profile import profile  # noqa: PLC0415
+
     emit(
         {
             "what": "engine_start",
@@ -69,6 +71,7 @@ def _run(options: argparse.Namespace, worker_flags: list[str], started_at: float
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "kv_bytes": loaded.info.memory_bytes().get("kv"),
             "max_model_len": loaded.info.max_model_len,
+            "phases_s": {rank: [[name, round(s, 2)] for name, s in phases] for rank, phases in loaded.start.items()},
         }
     )
     first, last = options.token_ids

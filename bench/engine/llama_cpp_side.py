@@ -5,7 +5,6 @@ each, which costs a thousandth of what they compute. Nothing is kept of an earli
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from bench.engine.side import Run
+from bench.engine.peer_process import peer_process
+from bench.engine.side import NoPeer, Run, run_peer
 from pagestream.directories import cache_directory
 
 ENVIRONMENT = Path(sys.prefix) / "peers" / "llama-cpp"
@@ -25,22 +25,13 @@ _ANSWER_SECONDS = 1800.0  # 32 prompts on a machine that others use
 _MORE_CELLS = 8  # a slot ends a text a little before its last cell
 
 
-class NoPeer(RuntimeError):
-    """llama.cpp cannot be run here; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
     url: str
     versions: dict[str, str]
 
     def __call__(self, prompts: list[list[int]], output_tokens: int) -> Run:
-        """The prefill is timed by a run of its own with one output token."""
-        to_first, outputs = self._timed(prompts, 1)
-        if output_tokens == 1:
-            return Run(to_first, to_first, 0, outputs)
-        seconds, outputs = self._timed(prompts, output_tokens)
-        return Run(min(to_first, seconds), seconds, sum(len(output) - 1 for output in outputs), outputs)
+        return run_peer(self._timed, prompts, output_tokens)
 
     def _timed(self, prompts: list[list[int]], output_tokens: int) -> tuple[float, list[list[int]]]:
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -64,22 +55,11 @@ class LlamaCpp:
 @contextmanager
 def llama_cpp(file: Path, *, is_bf16: bool, threads: int, slots: int, slot_tokens: int) -> Iterator[LlamaCpp]:
     """A server of `file` until the end of the block. Raises NoPeer."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        raise NoPeer(f"{ENVIRONMENT} is not there: make peers, or make {ENVIRONMENT}/.installed alone")
-    command = [str(python), str(_PEER), str(file), "--threads", str(threads), "--slots", str(slots)]
-    command += ["--slot-tokens", str(slot_tokens + _MORE_CELLS)]
+    arguments = [str(file), "--threads", str(threads), "--slots", str(slots)]
+    arguments += ["--slot-tokens", str(slot_tokens + _MORE_CELLS)]
     if is_bf16:
         twin = cache_directory() / "peers" / f"{file.stem}.BF16.gguf"
         twin.parent.mkdir(parents=True, exist_ok=True)
-        command += ["--bf16", str(twin)]
-    # What it logs goes to our standard error: it is told apart from what is measured, and seen if it fails.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            told = next((line for line in process.stdout if line.startswith('{"url"')), None)
-            if told is None:
-                raise NoPeer(f"llama.cpp ended with {process.wait()} before it served {file}")
-            yield LlamaCpp(**json.loads(told))
-        finally:
-            process.stdin.close()
+        arguments += ["--bf16", str(twin)]
+    with peer_process("llama.cpp", file, ENVIRONMENT, _PEER, arguments) as peer:
+        yield LlamaCpp(**peer.told("url"))

@@ -26,7 +26,7 @@ from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import KV_CACHE_DTYPES
 from engine_worker.scheduling.scheduler import SchedulerConfig
-from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent
+from shared.messages import ErrorEvent, GenerationRequest, SamplingParams, TokenEvent, decoded_logprobs
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
 _ROWS = 8
@@ -70,7 +70,8 @@ def scores(settings: ExecutionSettings, windows: Sequence[list[int]]) -> Scores:
             if isinstance(event, ErrorEvent):
                 raise RuntimeError(f"window {event.request_id}: {event.message}")
             if isinstance(event, TokenEvent) and event.prompt_logprobs is not None:
-                for place, entry in enumerate(event.prompt_logprobs.tokens, event.prompt_logprobs.start):
+                tokens = decoded_logprobs(event.prompt_logprobs.tokens)
+                for place, entry in enumerate(tokens, event.prompt_logprobs.start):
                     found[int(event.request_id), place] = entry.logprob, entry.top_token_ids[0]
     ordered = [found[key] for key in sorted(found)]
     assert len(ordered) == sum(len(window) - 1 for window in windows)

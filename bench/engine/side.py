@@ -1,6 +1,7 @@
 """Our engine under the benchmark: a batch of requests from first to last token, without HTTP and without Redis."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_worker.engine import Engine
@@ -25,6 +26,22 @@ class Run:
     @property
     def e2e_tokens_per_second(self) -> float:
         return sum(map(len, self.outputs)) / self.seconds
+
+
+class NoPeer(RuntimeError):
+    """A peer cannot be run here; the message says why."""
+
+
+Timed = Callable[[list[list[int]], int], tuple[float, list[list[int]]]]  # prompts, output tokens: seconds and outputs
+
+
+def run_peer(timed: Timed, prompts: list[list[int]], output_tokens: int) -> Run:
+    """Time a peer that gives whole answers alone: its prefill by a run of its own with one output token."""
+    to_first, outputs = timed(prompts, 1)
+    if output_tokens == 1:
+        return Run(to_first, to_first, 0, outputs)
+    seconds, outputs = timed(prompts, output_tokens)
+    return Run(min(to_first, seconds), seconds, sum(len(output) - 1 for output in outputs), outputs)
 
 
 def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:

@@ -6,7 +6,8 @@
 
 Every repetition visits every concurrency and all sides before the next one begins, so that a change of the machine's
 speed meets all of them. The model is the demo unless told. --quantization as-stored,int8 makes a side of each;
---compare llama.cpp serves the GGUF file of the model and its twin in BF16 (`make .venv/peers/llama-cpp/.installed`).
+--compare llama.cpp serves the GGUF file of the model and its twin in BF16 (`make .venv/peers/llama-cpp/.installed`);
+--compare vllm-cpu compiles the model in bfloat16 (`make .venv/peers/vllm-cpu/.installed`).
 --check holds each greedy token against the fp32 logits of transformers on the same prefix.
 """
 
@@ -30,11 +31,12 @@ import torch
 from bench.engine.llama_cpp_side import llama_cpp
 from bench.engine.side import Run, run_engine
 from bench.engine.throughput_table import print_table, ratios
+from bench.engine.vllm_cpu_side import vllm_cpu
 from bench.provenance import commit
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
-from engine_worker.execution.start_times import StartTimes
+from engine_worker.execution.start_times import StartTimes, told
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 
 # Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
@@ -42,7 +44,7 @@ from pagestream.demo_model import ensure_demo_model, installed_gguf
 CHECK_MARGIN_DEVIATIONS = 0.1
 
 
-PEERS = ("llama.cpp", "transformers")
+PEERS = ("llama.cpp", "vllm-cpu", "transformers")
 OURS = "pagestream"
 Side = Callable[[list[list[int]], int], Run]
 
@@ -123,10 +125,11 @@ def _load(options: argparse.Namespace, quantization: str) -> Loaded:
         times,
     )
     seconds = time.perf_counter() - started
-    print(*times.lines(runner.group), sep="\n", flush=True)
+    start = times.by_rank(runner.group)
+    print(*told(start), sep="\n", flush=True)
     if (runner.num_blocks - 1) * runner.block_size < num_tokens:
         print(f"the KV cache holds less than {num_tokens} tokens: sequences will wait, and decode is not comparable")
-    return Loaded(runner, seconds, times.by_rank(runner.group))
+    return Loaded(runner, seconds, start)
 
 
 def _print_progress(phase: str, progress: float, detail: str) -> None:
@@ -155,6 +158,12 @@ def _peers(
             )
             machine |= server.versions
             sides[f"llama.cpp {'BF16' if is_bf16 else options.gguf.stem.rpartition('.')[2]}"] = server
+    if "vllm-cpu" in options.compare:
+        threads, sequences = torch.get_num_threads(), max(options.concurrency)
+        peer = vllm_cpu(options.model, threads=threads, sequences=sequences, sequence_tokens=_longest(options))
+        engine = running.enter_context(peer)
+        machine |= engine.versions
+        sides["vllm-cpu"] = engine
     if "transformers" in options.compare:
         from bench.engine.transformers_side import load_transformers, run_transformers  # noqa: PLC0415 - only if asked for
 

@@ -1,6 +1,8 @@
 """bench/engine/cases.py: the command from its flags to its file, on a small model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,4 +20,13 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     assert main([*options, "--out", str(tmp_path), "--", *worker_flags]) == 0
     rows = [json.loads(line) for line in (tmp_path / "pagestream.jsonl").read_text().splitlines()]
     assert [row["what"] for row in rows[:2]] == ["origin", "engine_start"] and rows[1]["kv_bytes"] > 0
+    assert [phase for phase, _ in rows[1]["phases_s"]["0"]][1:] == ["torch", "weights", "allocate_kv", "warmup"]
     assert {"requests": 3, "prompt_tokens": 32, "output_tokens": 14}.items() <= rows[2].items()
+
+
+def test_torch_is_imported_where_a_worker_imports_it() -> None:
+    """Beside its followers, which are started before."""
+    program = (
+        "import sys, bench.engine.cases, bench.engine.sections, engine_worker.__main__; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"False\n"

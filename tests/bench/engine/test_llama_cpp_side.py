@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.engine import llama_cpp_side
-from bench.engine.llama_cpp_side import NoPeer, llama_cpp
+from bench.engine.llama_cpp_side import llama_cpp
+from bench.engine.side import NoPeer
 
 FAKE = """
 import json, sys
