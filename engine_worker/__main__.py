@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from engine_worker.engine import Engine
 from engine_worker.execution.follower_processes import Followers
 from engine_worker.execution.group_health import ALONE
-from engine_worker.execution.start_times import StartTimes
+from engine_worker.execution.start_times import StartTimes, told
 from engine_worker.metrics import EngineInfo
 from engine_worker.model.preflight import check_files
 from engine_worker.scheduling.kv_cache_manager import KVCacheManager
@@ -30,7 +30,7 @@ from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
 from engine_worker.settings import WorkerSettings
-from shared.garbage_collection import search_rarely
+from shared.garbage_collection import no_searches, search_rarely
 from shared.logs import configure_logging
 from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
@@ -93,16 +93,18 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     size = execution.tensor_parallel_size
     report("load", 0.0, "torch")
     followers = Followers(size) if size > 1 and not execution.rendezvous_endpoint else None
-    import torch  # noqa: PLC0415 - see the module's docstring
+    with no_searches():
+        import torch  # noqa: PLC0415 - see the module's docstring
 
-    from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
-    from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
-    from engine_worker.model.devices import chosen_device  # noqa: PLC0415
+        from engine_worker.execution.load import load_model_runner  # noqa: PLC0415
+        from engine_worker.execution.speeds import decode_tokens_per_second  # noqa: PLC0415
+        from engine_worker.model.devices import chosen_device  # noqa: PLC0415
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
     runner = load_model_runner(settings.execution, report, followers)
-    for line in times.lines(runner.group):
+    start = times.by_rank(runner.group)
+    for line in told(start):
         logger.info("start of %s", line)
     engine = Engine(
         _scheduler(settings, runner),
@@ -114,7 +116,7 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
     )
     on_cpu = "on the CPU: expect {:.0f} tokens/s of one stream"
     note = on_cpu.format(decode_tokens_per_second(runner)) if device == "cpu" else ""
-    loaded = LoadedEngine(engine, _info(runner, device), runner.compile_grammar, note)
+    loaded = LoadedEngine(engine, _info(runner, device), runner.compile_grammar, note, start=start)
     if runner.group is None:
         return loaded
     return replace(loaded, dump_others=runner.group.dump_stacks, tell_end_to=runner.group.tell_end_to)

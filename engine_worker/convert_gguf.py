@@ -1,10 +1,10 @@
 """python -m engine_worker.convert_gguf SOURCE.gguf TARGET_DIR: from GGUF to a Hugging Face style model directory.
 
 TARGET_DIR gets config.json, generation_config.json, model.safetensors, the tokenizer, and stored_blocks.safetensors
-where the file has blocks that a CPU multiplies as they are; it appears whole or not
-at all (written beside it, then renamed). Needs no torch, so it runs before anything else is set up. What cannot be
-converted faithfully is refused with a ValueError. Knows the layout of the directory; engine_worker/gguf knows its
-contents.
+where the file has blocks that a CPU multiplies as they are; it appears whole or not at all (written beside it, then
+renamed). Needs no torch, so it runs before anything else is set up. What cannot be converted faithfully is refused with
+a ValueError. Knows the layout of the directory; engine_worker/gguf knows its contents. It runs at
+the start of `serve`, as a process of its own.
 """
 
 import argparse

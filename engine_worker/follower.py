@@ -66,7 +66,7 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
 
     from engine_worker.execution.group_messages import start_of  # noqa: PLC0415
     from engine_worker.execution.load_replica import load_plan, load_replica, prepare_process  # noqa: PLC0415
-    from engine_worker.execution.rank_group import SERVING, meet  # noqa: PLC0415
+    from engine_worker.execution.rank_group import PEERS, SERVING, meet, sum_by_peers  # noqa: PLC0415
     from engine_worker.execution.replica_group import follow  # noqa: PLC0415
 
     plan = load_plan(start_of(channel.receive()).settings, rank)
@@ -77,6 +77,9 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     ranks = meet(plan, rank, rendezvous_fd)
     if plan.device.type == "cpu":  # gloo has all its connections; NCCL makes them when it first needs a path
         stop_listening()
+    else:
+        channel.enter(PEERS)
+        sum_by_peers(ranks, plan)
     loaded = load_replica(plan, lambda phase, progress, detail: channel.enter(phase), ranks)
     search_rarely()
     channel.enter(SERVING)

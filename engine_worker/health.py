@@ -1,4 +1,4 @@
-"""The worker's small HTTP server: /metrics, /livez, /readyz and /debug/kv. Not in the way of any request.
+"""The worker's small HTTP server: /metrics, /livez, /readyz and /debug/kv. Beside all walks.
 
 /livez says only that the event loop turns; /readyz that requests are being claimed, and what is missing until then.
 /debug/kv shows every block and sequence, /debug/kv/events?since=NUMBER why blocks moved: request ids and counts, never

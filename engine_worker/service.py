@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -64,6 +64,7 @@ class LoadedEngine:
     note: str = ""  # told with its readiness
     dump_others: Callable[[], None] | None = None  # has the other processes of this worker write their stacks
     tell_end_to: Callable[[Callable[[str], None]], None] | None = None  # of another process; called in its own thread
+    start: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # by rank: its phases, in seconds
 
 
 class LostProcess(Exception):
@@ -98,6 +99,7 @@ class WorkerService:
             self._faults,
             vllm_names=settings.vllm_metric_names,
         )
+        self._heartbeats = HeartbeatPublisher(self._connections.commands, self._keys, faults=self._faults)
         self._sinks: list[TimesSink] = [self._metrics]
         try:
             self._tracing = open_tracing(settings.otlp_traces_endpoint, "pagestream-worker")
@@ -122,13 +124,12 @@ class WorkerService:
         try:
             async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
                 logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)
-                heartbeats = HeartbeatPublisher(self._connections.commands, self._keys, faults=self._faults)
                 await run_until_first_ends(
                     self._load_and_serve(load),
                     self._until_lost(),
-                    heartbeats.run(),
+                    self._heartbeats.run(),
                     self._fleet_clock.run(),
-                    self._offer_heartbeats(heartbeats),
+                    self._beat_each_second(),
                     Reaper(
                         self._connections,
                         self._keys,
@@ -247,18 +248,22 @@ class WorkerService:
             self._last_will.name(incarnation.worker_id)
         self._metrics.incarnation_began()
         self._status.report(WorkerPhase.DRAINING if self._told_to_stop.is_set() else WorkerPhase.READY, 1.0, self._note)
+        await self._beat()  # gateways that wait for a worker hear of it now, and not half a second later
         return incarnation
 
     async def _hear_cancels(self, incarnation: Incarnation, on_cancel: Callable[[str], None]) -> None:
         hints = CancelHints(self._connections.subscriber, self._keys, on_cancel, incarnation.claims.attach)
         await hints.run(incarnation.worker_id)
 
-    async def _offer_heartbeats(self, heartbeats: HeartbeatPublisher) -> None:
+    async def _beat_each_second(self) -> None:
         while True:
-            await self._refresh_stats()
-            heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
+            await self._beat()
             self._status.remind()
             await next_tick(BEAT_SECONDS)
+
+    async def _beat(self) -> None:
+        await self._refresh_stats()
+        self._heartbeats.offer(self._status.heartbeat(self._engine.num_steps, in_step=self._engine.in_step))
 
     async def _refresh_stats(self) -> None:
         if self._worker is None:

@@ -37,11 +37,13 @@ class StepWatchdog:
         self._ticks_in_step = 0
 
     async def run(self) -> None:
+        renewal_ticks = max(1, self._timeout_ticks // 6)  # each renewal is another thread of the interpreter's
         try:
             while True:
                 faulthandler.dump_traceback_later(2 * self._timeout_ticks * TICK_SECONDS, exit=True)
-                await next_tick(TICK_SECONDS)
-                self.tick()
+                for _ in range(renewal_ticks):
+                    await next_tick(TICK_SECONDS)
+                    self.tick()
         finally:
             faulthandler.cancel_dump_traceback_later()
 

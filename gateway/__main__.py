@@ -141,7 +141,7 @@ async def _until_drained(state: GatewayState, sites: Sequence[web.BaseSite]) -> 
 async def _settle(state: GatewayState) -> None:
     await state.models_loaded.wait()
     search_rarely()
-    state.keep_reader_ready(*KINDS.values())
+    await state.keep_reader_ready(*KINDS.values())
 
 
 class _CannotListen(Exception):

@@ -41,6 +41,7 @@ class WorkerStatus:
 
 class Fleet:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.was_ready = asyncio.Event()  # a worker has said so
         self._clock = clock
         self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
         self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
@@ -55,6 +56,7 @@ class Fleet:
         self._seen[heartbeat.worker_id] = (heartbeat, now, progress_at if stands_still else now)
         if heartbeat.phase is WorkerPhase.READY and heartbeat.worker_id != SUPERVISOR_ID:
             self._ready = heartbeat, now
+            self.was_ready.set()
         self._ready_until = now
 
     @property

@@ -112,12 +112,10 @@ def create_app(
     operations = tuple(operation for group in groups for operation in group.OPERATIONS)
     app.add_routes([web.route(operation.method, operation.path, operation.handler) for operation in operations])
     app[OPERATIONS_OF_ALL] = operations
-    app.cleanup_ctx.append(_inference_clients)
-    app.cleanup_ctx.append(_served_models)
-    app.cleanup_ctx.append(_stream_watch)
-    app.cleanup_ctx.append(_watch_of(access))
+    runs = [_run(work) for work in (app[STATE].load_models, app[STATE].watch.run, access.watch)]
     if settings.files_dir is not None:
-        app.cleanup_ctx.append(_batches)
+        runs.append(_run(app[BATCHES].run, app[BATCHES].close))
+    app.cleanup_ctx.extend([_inference_clients, *runs])
     return app
 
 
@@ -131,36 +129,17 @@ async def _inference_clients(app: web.Application) -> AsyncIterator[None]:
     await asyncio.gather(*(service.client.close() for service in state.models))
 
 
-async def _served_models(app: web.Application) -> AsyncIterator[None]:
-    async with _running(app[STATE].load_models()):
+def _run(
+    work: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], object] = lambda: None
+) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Have `work` done from the application's start to its end, and call `then` behind it."""
+
+    async def run(app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(work())
         yield
-
-
-async def _stream_watch(app: web.Application) -> AsyncIterator[None]:
-    async with _running(app[STATE].watch.run()):
-        yield
-
-
-async def _batches(app: web.Application) -> AsyncIterator[None]:
-    async with _running(app[BATCHES].run()):
-        yield
-    app[BATCHES].close()
-
-
-def _watch_of(access: Access) -> Callable[[web.Application], AsyncIterator[None]]:
-    async def keys_file(app: web.Application) -> AsyncIterator[None]:
-        async with _running(access.watch()):
-            yield
-
-    return keys_file
-
-
-@contextlib.asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        then()
+
+    return run

@@ -95,9 +95,12 @@ class GatewayState:
         """The model that is named, or all that the account may use. Raises ModelNotFound."""
         return self.models.of(account) if model_name is None else [self.models.find(model_name, account)]
 
-    def keep_reader_ready(self, *readers: object) -> None:
+    async def keep_reader_ready(self, *readers: object) -> None:
         """Once the models are loaded, have a process ready for the next long request, which would wait half a second
-        for its start. `readers`: what it reads by, to be loaded there."""
+        for its start. `readers`: what it reads by, to be loaded there. Not before workers are ready, whose start would
+        share its cores with that of the process."""
+        for service in self.models:
+            await service.client.fleet.was_ready.wait()
         if self._processes is not None:
             models = [service.require_model() for service in self.models]
             self._processes.keep_one_ready(partial(get_ready, models, readers), NUM_PROCESSES)

@@ -44,7 +44,7 @@ from shared.models_file import models_text
 from shared.settings import SettingsError
 
 STOP_MARGIN_SECONDS = 5.0  # beyond the children's own drain time: closing connections, ending threads
-READY_POLL_SECONDS = 0.1
+GATEWAY_POLL_SECONDS, READY_POLL_SECONDS = 0.1, 0.02
 HTTP_OK = 200
 PROBES_A_GATEWAY = 6  # e^-6: one in 400 is not met
 _GATEWAY_RANK, _WORKER_RANK = 0, 1
@@ -93,6 +93,7 @@ class _AllInOne:
     workers: dict[str, SupervisedChild] = field(default_factory=dict)  # by the id of the current life
     teams: list[list[SupervisedChild]] = field(default_factory=list)  # the workers of each model
     gateway_begins: asyncio.Event = field(default_factory=asyncio.Event)  # another life of one
+    worker_is_ready: asyncio.Event = field(default_factory=asyncio.Event)  # one more
 
     async def run(self) -> None:
         started_at = time.monotonic()
@@ -105,9 +106,8 @@ class _AllInOne:
         gateways = self._count_gateways(num_workers, gpus)
         settings = self.settings = replace(settings, gateways=gateways.number)
         self.console.print(banner.opening([model.name for model in models], gateways, num_workers))
-        for foreign in foreign_packages():
-            self.console.print(f"  warning   {foreign.message}\n            -> {foreign.hint}")
         async with (
+            self._told_of_foreign_packages(),
             self._store() as (url, is_fresh),
             self._links(url, models) as links,
             self._crew_stopped_at_the_end(),
@@ -131,6 +131,19 @@ class _AllInOne:
             num_cores=usable_cores(),
             counts_for_keys=counts_for_keys(self.flags, os.environ, self.config_path),
         )
+
+    @asynccontextmanager
+    async def _told_of_foreign_packages(self) -> AsyncIterator[None]:
+        """Beside the start, which takes no longer for it; also where the start fails, for they may be why."""
+        telling = asyncio.create_task(self._tell_of_foreign_packages())
+        try:
+            yield
+        finally:
+            await telling
+
+    async def _tell_of_foreign_packages(self) -> None:
+        for foreign in await asyncio.to_thread(foreign_packages):
+            self.console.print(f"  warning   {foreign.message}\n            -> {foreign.hint}")
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[tuple[str, bool]]:
@@ -252,11 +265,12 @@ class _AllInOne:
                 answers = await ready_status(self.settings.host, self.settings.port) is not None
                 for gateway in gateways:
                     gateway.is_ready = gateway.is_ready or answers
-                await asyncio.sleep(READY_POLL_SECONDS)
+                await asyncio.sleep(GATEWAY_POLL_SECONDS)
 
     async def _until_ready(self) -> None:
         while not all(any(worker.is_ready for worker in team) for team in self.teams):
-            await asyncio.sleep(READY_POLL_SECONDS)
+            self.worker_is_ready.clear()
+            await self.worker_is_ready.wait()
         # Behind a shared port each probe meets any of the gateways: so many good answers in a row miss none but rarely.
         wanted = 1 if self.settings.num_gateways == 1 else PROBES_A_GATEWAY * self.settings.num_gateways
         num_good = 0
@@ -275,6 +289,7 @@ class _AllInOne:
             return
         if heartbeat.phase is WorkerPhase.READY:
             worker.is_ready = True
+            self.worker_is_ready.set()
             self.console.end(worker.name)
             if heartbeat.detail:
                 self.console.print(f"  {worker.name:<9} {heartbeat.detail}")

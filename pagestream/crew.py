@@ -11,6 +11,7 @@ that it was given, no store and no request, and not what a child is.
 
 import asyncio
 import itertools
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -39,6 +40,7 @@ class SupervisedChild:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: ChildProcess | None = None
     lives: int = 0
+    signalled: asyncio.Event = field(default_factory=asyncio.Event)  # a child has ended, was stopped or goes on
 
     async def run(self) -> NoReturn:
         """Until cancelled, which leaves the process to `stop`. Raises ChildGaveUp."""
@@ -62,11 +64,13 @@ class SupervisedChild:
     async def _watch_for_stops(self, pid: int, life: int) -> None:
         if self.on_stopped is None or sys.platform != "linux":
             return
-        looks = 0
+        is_told = False
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            looks = looks + 1 if is_stopped(pid) else 0
-            if looks == STOPPED_LOOKS:
+            await self.signalled.wait()
+            self.signalled.clear()
+            is_told = is_told and is_stopped(pid)
+            if not is_told and await _stays_stopped(pid):
+                is_told = True
                 await self.on_stopped(life)
 
     async def stop(self, grace_seconds: float) -> None:
@@ -79,11 +83,22 @@ class SupervisedChild:
             self.process.kill()
 
 
+async def _stays_stopped(pid: int) -> bool:
+    for _ in range(STOPPED_LOOKS):
+        if not is_stopped(pid):
+            return False
+        await asyncio.sleep(LOOK_SECONDS)
+    return is_stopped(pid)
+
+
 class Crew:
     def __init__(self) -> None:
+        """To be made in the running event loop of the main thread, to which the kernel tells of children."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._hear_children)
         self._children: list[tuple[int, SupervisedChild]] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def children(self) -> list[SupervisedChild]:
@@ -122,10 +137,15 @@ class Crew:
         for _rank, group in itertools.groupby(in_order, key=lambda entry: entry[0]):
             await asyncio.gather(*(child.stop(grace_seconds) for _, child in group))
         self._failure.cancel()
+        self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def kill(self) -> None:
         for _rank, child in self._children:
             child.kill()
+
+    def _hear_children(self) -> None:
+        for child in self.children:
+            child.signalled.set()
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or self._failure.done():

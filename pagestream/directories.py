@@ -1,6 +1,6 @@
 """Directories of the embedded default: the XDG base directories, nothing beside them.
 
-It knows no file in them.
+It is used at the start of every command. It knows no file in them.
 """
 
 import os

@@ -1,7 +1,8 @@
 """The phases of a start, one line each on a terminal or in a log: what happens, how far it is, how long it took.
 
 On a terminal the running phase is rewritten in place. Elsewhere a line appears when a phase ends, and one every ten
-seconds while it lasts, so that no start is ever silent. Knows nothing of where the reports come from.
+seconds while it lasts, so that no start is ever silent. Used by `serve` at its start, before the walks. Knows nothing
+of where the reports come from.
 """
 
 import time

@@ -12,7 +12,12 @@ _LEAST_OF_A_TICK = 0.1  # a timer may end a little before its time, and must not
 
 async def next_tick(seconds: float) -> None:
     """Return at the next multiple of `seconds` on the event loop's clock, which all tasks of a process share."""
-    await asyncio.sleep(seconds_until_tick(asyncio.get_running_loop().time(), seconds))
+    await asyncio.sleep(until_tick(seconds))
+
+
+def until_tick(seconds: float) -> float:
+    """Return how long next_tick() would wait now: for who waits for something else besides."""
+    return seconds_until_tick(asyncio.get_running_loop().time(), seconds)
 
 
 def seconds_until_tick(now: float, seconds: float) -> float:

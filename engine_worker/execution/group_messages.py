@@ -7,7 +7,8 @@
 Followers decide nothing again: whether a step is a graph and which, or which rows' logits are computed beside the
 sampled ones, would be collectives that do not meet if two ranks came to two answers.
 
-It is between replica_group.py on rank 0 and follower.py on the others. It knows no channel and no device.
+In each step of a group it is between replica_group.py on rank 0 and follower.py on the others. It knows no channel and
+no device.
 """
 
 from collections.abc import Sequence

@@ -159,7 +159,10 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
     if settings.rendezvous_endpoint:  # hosts have as many GPUs each, and ranks in their order
         return torch.device(device, rank % found)
     if size > found:
-        raise ValueError(f"--tensor-parallel-size {size}: this process sees {found}; at most {found}, or --device cpu")
+        raise ValueError(
+            f"--tensor-parallel-size {size}: GPUs that this process sees: {found}; at most {max(found, 1)}, --device "
+            "cpu, or does CUDA_VISIBLE_DEVICES hide some?"
+        )
     return torch.device(device, rank)
 
 

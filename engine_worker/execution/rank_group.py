@@ -1,7 +1,7 @@
 """A group of ranks of one host as processes: rank 0 tells the others what to load, and they find each other.
 
     rank 0       group = RankGroup.start(plan, report, followers)
-    follower     ranks = meet(plan, rank, rendezvous_fd)
+    follower     ranks = meet(plan, rank, rendezvous_fd), then sum_by_peers(ranks, plan) on CUDA
 
 They meet by a memfd that followers inherit, so there is no file to be left over. It is used at a worker's start;
 afterwards the group is asked how its ranks are. It knows no step.
@@ -28,7 +28,7 @@ _MOVES_BYTES = 64 * 2**20
 
 
 _SEEN_SECONDS = 2.0  # some ms, but on a machine that is busy
-SERVING = "serve"  # the phase of a follower that has loaded
+PEERS, SERVING = "peers", "serve"  # phases: of trying sums by peers, and of a follower that has loaded
 
 
 class RankGroup:
@@ -48,7 +48,11 @@ class RankGroup:
         followers.channel.make_slots(_slot_bytes(plan))
         followers.channel.send(encode(GroupStart(plan.settings)))
         try:
-            return cls(meet(plan, 0, followers.rendezvous_fd), followers)
+            ranks = meet(plan, 0, followers.rendezvous_fd)
+            if plan.device.type == "cuda":
+                report("load", 0.0, PEERS)
+                sum_by_peers(ranks, plan)
+            return cls(ranks, followers)
         except RuntimeError:
             followers.wait_for_end(_SEEN_SECONDS)
             raise
@@ -93,19 +97,21 @@ class RankGroup:
 
 def meet(plan: LoadPlan, rank: int, rendezvous_fd: int) -> ProcessGroup:
     """Wait for all ranks. The store of torch.distributed opens the memfd anew each time, so it must stay open."""
-    size, device = plan.settings.tensor_parallel_size, plan.device
-    ranks = join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, device)
-    if device.type == "cuda":
-        shape = plan.blueprint.shape
-        assert isinstance(shape, ModelSpec)  # no other is shared by ranks
-        from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
-        from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
+    size = plan.settings.tensor_parallel_size
+    return join_by(FileStore(f"/proc/self/fd/{rendezvous_fd}", size), rank, size, plan.device)
 
-        if not ranks.reduce_by(peer_memory(device, size)):
-            logger.warning("all-reduces are NCCL's")
-        elif not ranks.norm_by(peer_norm(device, size), shape.hidden_size):
-            logger.warning("sums over ranks and the norms behind them are launches of their own")
-    return ranks
+
+def sum_by_peers(ranks: ProcessGroup, plan: LoadPlan) -> None:
+    """Try sums through each other's memory, which all ranks of GPUs do together, and take what is right."""
+    from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
+    from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
+
+    shape = plan.blueprint.shape
+    assert isinstance(shape, ModelSpec)  # no other is shared by ranks
+    if not ranks.reduce_by(peer_memory(plan.device, ranks.size)):
+        logger.warning("all-reduces are NCCL's")
+    elif not ranks.norm_by(peer_norm(plan.device, ranks.size), shape.hidden_size):
+        logger.warning("sums over ranks and the norms behind them are launches of their own")
 
 
 def _slot_bytes(plan: LoadPlan) -> int:

@@ -1,14 +1,14 @@
 """The phases of a worker's start on each of its ranks, timed: where a slow start goes.
 
-    times = StartTimes(report)      to be handed on in place of `report`
-    times.lines(runner.group)       "rank 0: torch 4.1 s, 2 ranks 1.0 s, weights 2.2 s, ...", and one of each follower
+    times = StartTimes(report)              to be handed on in place of `report`
+    told(times.by_rank(runner.group))       "rank 0: torch 4.1 s, 2 ranks 1.0 s, ...", and one of each follower
 
 It is used once, at a start, around load.py. It measures nothing itself but what is reported. It does not know what a
 phase does.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -36,11 +36,13 @@ class StartTimes:
         found = {0: list(_durations([*self._phases, ("", self._clock())]))}
         return found | {rank: list(_durations(phases)) for rank, phases in followers.items()}
 
-    def lines(self, group: Group | None) -> list[str]:
-        return [
-            f"rank {rank}: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases)
-            for rank, phases in self.by_rank(group).items()
-        ]
+
+def told(start: Mapping[int, Sequence[tuple[str, float]]]) -> list[str]:
+    """Return a line of each rank, for a log."""
+    return [
+        f"rank {rank}: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases)
+        for rank, phases in start.items()
+    ]
 
 
 def _durations(phases: Sequence[tuple[str, float]]) -> Iterator[tuple[str, float]]:

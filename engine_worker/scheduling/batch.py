@@ -12,7 +12,7 @@ from engine_worker.kv.sequence_kv import SequenceKV
 from engine_worker.scheduling.sequence import BeamCandidate as BeamCandidate  # noqa: PLC0414 - in a step's answer
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
-from shared.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from shared.messages import EncodedLogprobs, FinishReason, PromptLogprobs, SamplingParams
 
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: one is made for each token
@@ -110,7 +110,7 @@ class StepResult:
     sampled_token_ids: list[int | None]
     failures: dict[str, str] = field(default_factory=dict)  # request id -> why it failed; ends only that request
     phase_seconds: dict[str, float] = field(default_factory=dict)  # prepare, forward, sample: the executor's own split
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logprobs: list[EncodedLogprobs | None] = field(default_factory=list)
     transfer_times: list[TransferTime] = field(default_factory=list)  # of this batch or earlier ones, when they end
     # By request id, best first: sequence.num_beam_candidates of them for each beam search that sampled.
     beam_candidates: dict[str, list[BeamCandidate]] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class SequenceUpdate:
     new_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
-    new_logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asks for them
+    new_logprobs: list[EncodedLogprobs] | None = None  # one a token, if the request asks for them
     ended_group: SequenceGroup | None = None  # set if the whole request is complete with this update
 
     @property
@@ -157,11 +157,14 @@ def made_up_batch(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    allowed_token_ids: tuple[int, ...] | None = None,
 ) -> ScheduledBatch:
     """A step that nobody asked for, of sequences that all share the first blocks of the pool. Greedy by default."""
     num_tokens = start + num_new_tokens
     block_table = list(range(1, -(-num_tokens // block_size) + 1))
-    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, top_p=top_p)
+    params = SamplingParams(
+        max_tokens=1, seed=0, temperature=temperature, top_p=top_p, allowed_token_ids=allowed_token_ids
+    )
     made_up = [
         Sequence("warmup", [0] * num_tokens, params, kv=SequenceKV(block_table=block_table))
         for _ in range(num_sequences)

@@ -46,7 +46,7 @@ from engine_worker.scheduling.sequence import BeamCandidate, Sequence, SequenceS
 from engine_worker.scheduling.sequence_group import SequenceGroup
 from engine_worker.scheduling.stats import KVCacheStats
 from engine_worker.scheduling.step_plan import StepPlan, survey
-from shared.messages import TokenLogprobs
+from shared.messages import EncodedLogprobs
 
 __all__ = ["Scheduler", "SchedulerConfig", "SequenceUpdate"]
 
@@ -353,7 +353,7 @@ class Scheduler:
         self._end(group)
         return SequenceUpdate(sequence, error=error)
 
-    def _update(self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+    def _update(self, sequence: Sequence, token_id: int | None, logprobs: EncodedLogprobs | None) -> SequenceUpdate:
         group = self._running.get(sequence.request_id) or self._group(sequence.request_id)  # mostly without a call
         assert group is not None
         assert token_id is not None, f"{sequence.request_id} was to sample; the executor gave neither token nor failure"
@@ -370,7 +370,7 @@ class Scheduler:
             sequence,
             [token_id],
             reason,
-            new_logprobs=[logprobs] if logprobs else None,
+            new_logprobs=None if logprobs is None else [logprobs],
             ended_group=None if group.sequences else group,
         )
 

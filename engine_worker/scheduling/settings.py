@@ -1,6 +1,7 @@
 """The options of what decides who is computed next and who keeps blocks. A part of the worker's settings.
 
-What depends on the device stays None until `for_device` fills it in. Does not know how an option is used.
+What depends on the device stays None until `for_device` fills it in. Read once, at a worker's start. It does not know
+how an option is used.
 """
 
 from dataclasses import dataclass, replace

@@ -2,7 +2,7 @@
 
 StepRecorder makes them from what the scheduler decided and the executor answered; it reads no clock.
 
-It stands beside every step. It knows numbers alone.
+It is used behind every step, beside the walks. It knows numbers alone.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,6 @@ class KVCacheStats:
     def num_available_blocks(self) -> int:
         """The blocks that new content can have: free ones, and cached ones by evicting them."""
         return self.num_free_blocks + self.num_cached_blocks
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
     @property
     def usage_ratio(self) -> float:

@@ -1,4 +1,5 @@
-"""Publishes each heartbeat that is offered, or the newest where the store is slow; one is offered each second.
+"""Publishes each heartbeat that is offered, or the newest where the store is slow; one is offered each second, and one
+more as soon as a worker is ready.
 
 A PUBLISH and not a key with a TTL: it is still allowed when the store is out of memory, and no clock of the server
 decides who is alive. Only what the engine loop has offered since the last beat is published: a hung loop falls silent.

@@ -26,6 +26,7 @@ from gateway.batches.line_answers import LineAnswers
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
 from shared.tasks import cancel_and_wait
+from shared.ticks import until_tick
 
 logger = logging.getLogger("gateway")
 
@@ -69,12 +70,14 @@ class BatchService:
             while not self._state.open_requests.draining:
                 self._changed.clear()
                 try:
-                    await self._begin_waiting()
+                    waiting, used_bytes = await to_the_end(self._look, frozenset(self._driven))
+                    self._state.metrics.files_bytes.set(used_bytes)
+                    self._begin_waiting(waiting)
                     await self._tidy()
                 except OSError as error:
                     logger.error("cannot read the batches: %s", error)
                 try:
-                    async with asyncio.timeout(POLL_SECONDS):
+                    async with asyncio.timeout(until_tick(POLL_SECONDS)):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -86,13 +89,16 @@ class BatchService:
         self.storage.close()
 
     async def _tidy(self) -> None:
-        self._state.metrics.files_bytes.set(await to_the_end(self.storage.used_bytes))
         if time.monotonic() - self._tidied_at >= TIDY_SECONDS:
             self._tidied_at = time.monotonic()
             await to_the_end(self.storage.tidy)
 
-    async def _begin_waiting(self) -> None:
-        waiting = await to_the_end(self._waiting, frozenset(self._driven))
+    def _look(self, driven: frozenset[str]) -> tuple[list[BatchFolder], int]:
+        """Return the batches that may be driven, and the bytes of all files: in one call of a thread, of which an idle
+        gateway makes one a second."""
+        return self._waiting(driven), self.storage.used_bytes()
+
+    def _begin_waiting(self, waiting: list[BatchFolder]) -> None:
         waiting.sort(key=lambda folder: folder.record.created_ns)
         while waiting and len(self._driven) < 2 * MAX_DRIVEN:
             turns = list(self._turns.values())

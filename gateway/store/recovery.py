@@ -25,6 +25,7 @@ from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from shared.messages import ErrorCode, ErrorEvent, FormatError
 from shared.redis_scripts import AttachStatus
+from shared.ticks import until_tick
 
 QUIET_SECONDS = 2.0
 TICK_SECONDS = 0.5
@@ -61,7 +62,7 @@ class Recovery:
         raise the store's errors, and are repeated then."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
+                async with asyncio.timeout(until_tick(TICK_SECONDS)):
                     await wake.wait()
             wake.clear()
             try:

@@ -50,6 +50,7 @@ def test_serve_help_tells_of_the_other_options(capsys: pytest.CaptureFixture[str
     ("argv", "says"),
     [
         (["serve", "--workers", "0"], "--workers: expected 1 to 64, got 0"),
+        (["serve", "--tensor-parallel-size", "0"], "--tensor-parallel-size: at least 1; got 0"),
         (["serve", "demo", "other"], "unexpected argument 'other'"),
         (["serve", "--worker-id", "x"], "--worker-id: is set by serve itself"),
     ],

@@ -80,6 +80,28 @@ async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:
     ]  # fmt: skip
 
 
+async def test_a_stop_is_not_told_again_with_the_end_of_another_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream.crew.LOOK_SECONDS", 0.0)  # or it would be told again only after the test
+    record, crew = Record(), Crew()
+    child, other = record.child("worker"), record.child("gateway")
+
+    async def on_stopped(life: int) -> None:
+        record.add("worker is stopped")
+
+    child.on_stopped = on_stopped
+    for one in (child, other):
+        crew.start(one, stop_rank=0)
+    await record.until(lambda events: {"worker: up", "gateway: up"} <= set(events))
+    assert child.process is not None
+    child.process.send_signal(signal.SIGSTOP)
+    await record.until(lambda events: "worker is stopped" in events)
+    other.kill()
+    await record.until(lambda events: events.count("gateway: up") == 2)
+    assert record.events.count("worker is stopped") == 1
+    child.kill()
+    await crew.stop(5.0)
+
+
 async def test_a_child_that_cannot_start_ends_the_work_with_its_last_lines() -> None:
     record, crew = Record(), Crew()
     crew.start(record.child("worker", "print('out of memory'); raise SystemExit(3)"), stop_rank=0)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from shared.garbage_collection import YOUNG_OBJECTS, search_rarely
+from shared.garbage_collection import YOUNG_OBJECTS, no_searches, search_rarely
 
 pytestmark = pytest.mark.usefixtures("garbage_as_before")
 
@@ -25,3 +25,10 @@ def test_what_was_loaded_is_not_searched_and_garbage_is_found() -> None:
     assert after() is not None
     many = [[number] for number in range(YOUNG_OBJECTS + 1_000)]
     assert after() is None and many
+
+
+def test_nothing_is_searched_while_modules_are_imported_and_again_after_an_error() -> None:
+    with pytest.raises(ImportError), no_searches():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()

@@ -139,7 +139,7 @@ def _runner(plan: LoadPlan, replica: Replica, ranks: ProcessGroup, sender: Broad
 
 
 def _by_peers(plan: LoadPlan) -> ProcessGroup:
-    """As rank_group.meet() does it, and with less patience: it must work."""
+    """As rank_group.sum_by_peers() does it, and with less patience: it must work."""
     from engine_worker.model.paired_memory import peer_memory  # noqa: PLC0415 - of GPUs alone
     from engine_worker.model.peer_norm import peer_norm  # noqa: PLC0415
 

@@ -52,14 +52,22 @@ def test_a_model_by_transformers_has_one_rank(model_dir: Path) -> None:
         load(model_dir, 2, model_impl="transformers")
 
 
-def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="--tensor-parallel-size 2: this process sees 1; at most 1"):
-        load(model_dir, 2, device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
 
 
-def test_gpus_of_two_kinds() -> None:
+@pytest.mark.parametrize("num_gpus", [1, 3])
+def test_more_ranks_than_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    has_gpus(monkeypatch, *["H200"] * num_gpus)
+    sentence = f"--tensor-parallel-size {num_gpus + 1}: GPUs that this process sees: {num_gpus}; at most {num_gpus}, "
+    with pytest.raises(ValueError, match=sentence):
+        load(model_dir, num_gpus + 1, device="cuda")
+
+
+def test_gpus_of_two_kinds(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_alike(["H200", "H200"])
+    has_gpus(monkeypatch, "H200", "A10")
     with pytest.raises(ValueError, match="--tensor-parallel-size 2: the GPUs of a group must be alike; H200, A10"):
-        check_alike(["H200", "A10"])
+        load(model_dir, 2, device="cuda", dtype="bfloat16")

@@ -2,15 +2,18 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from engine_worker.execution.kv_cache import KVCache
 from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.scheduling.batch import BlockCopy, ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence import Sequence
+from kernels.token_bitmask import apply_token_bitmask
 from tests.builders import make_request, make_sequence
 from tests.engine_worker.execution.reference import generate, make_runner, write_model
 
@@ -99,6 +102,19 @@ def test_a_cpu_is_warmed_by_a_step_of_each_kind(model_dir: Path) -> None:
         lambda phase, progress, detail: ran.append(detail) if phase == "warmup" and progress > 0 else None,
     )
     assert ran == ["1 sequences, 32 tokens", "1 sequences, 1 tokens"]
+
+
+def test_what_few_requests_ask_for_has_run_before_any_does(model_dir: Path) -> None:
+    """On a GPU its kernels would be compiled in the middle of everybody's steps."""
+    settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    masks = mock.patch("engine_worker.execution.sampler.apply_token_bitmask", wraps=apply_token_bitmask)
+    copies = mock.patch.object(KVCache, "copy_blocks", autospec=True)
+    with masks as masked, copies as copied:
+        load_model_runner(
+            ExecutionSettings(model=model_dir, device="cpu", **settings), lambda phase, progress, detail: None
+        )
+    assert masked.call_count == 1
+    assert [len(call.args[1]) for call in copied.call_args_list if call.args[1]] == [1]
 
 
 def test_random_weights_need_a_config_only(model_dir: Path, tmp_path: Path) -> None:

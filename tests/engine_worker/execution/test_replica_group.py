@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ import pytest
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.rank_group import RankGroup
 from engine_worker.scheduling.preemption import PreemptionMode
-from shared.messages import GenerationRequest, Grammar, GrammarKind, TokenEvent, TokenLogprobs, scores_by_index
+from shared.messages import (
+    EncodedLogprobs,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    TokenEvent,
+    decoded_logprobs,
+    scores_by_index,
+)
 from tests.builders import Transcript, make_prompt, make_request
 from tests.engine_worker.execution.reference import make_engine, make_runner, write_model_of_words
 from tests.tiny_model import IM_END
@@ -54,8 +62,8 @@ class Answers:
     transcript: Transcript
     preemptions: int
     num_prompt_tokens: int  # computed
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[str, list[EncodedLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, EncodedLogprobs]] = field(default_factory=dict)
 
 
 def answers(runner: ModelRunner, requests: list[GenerationRequest], **config: Any) -> Answers:
@@ -155,8 +163,8 @@ def test_log_probabilities_are_those_of_one_rank(alone: ModelRunner, group: Mode
     assert len(found.prompt_logprobs["r90"]) == 89
 
 
-def values(scores: Any) -> list[float]:
-    return [number for score in scores for number in (score.logprob, *score.top_logprobs)]
+def values(scores: Iterable[EncodedLogprobs]) -> list[float]:
+    return [number for score in decoded_logprobs(list(scores)) for number in (score.logprob, *score.top_logprobs)]
 
 
 def test_followers_have_no_store_and_no_socket_that_listens(group: ModelRunner) -> None:

@@ -57,7 +57,7 @@ def test_stats_of_two_sequences() -> None:
     first.kv.num_computed_tokens, second.kv.num_computed_tokens = 5, 4
     stats = kv_cache.stats([first, second])
     assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks, stats.num_active_blocks) == (8, 5, 0, 3)
-    assert (stats.block_size, stats.capacity_tokens, stats.num_wasted_slots) == (4, 32, 3)
+    assert (stats.block_size, stats.num_blocks, stats.num_wasted_slots) == (4, 8, 3)
     assert stats.usage_ratio == 3 / 8
     assert stats.sharing_ratio == 0.0
 

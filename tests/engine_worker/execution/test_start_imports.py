@@ -1,0 +1,27 @@
+"""A worker on a CPU imports at its start what it serves with, and no compiler: those take longer than all the rest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine_worker.model.families import write_family
+from tests.engine_worker.model.family_cases import Case
+
+COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+START = """
+import sys
+from pathlib import Path
+from engine_worker.__main__ import load_engine
+from engine_worker.execution.settings import ExecutionSettings
+from engine_worker.scheduling.settings import SchedulingSettings
+from engine_worker.settings import WorkerSettings
+execution = ExecutionSettings(model=Path(sys.argv[1]), device="cpu", max_model_len=64, kv_cache_memory_bytes=2**20)
+load_engine(WorkerSettings(execution=execution, scheduling=SchedulingSettings()), lambda phase, progress, detail: None)
+print([name for name in sys.argv[2:] if name in sys.modules])
+"""
+
+
+def test_a_start_on_a_cpu_imports_no_compiler(tmp_path: Path) -> None:
+    directory = write_family(tmp_path, Case("llama"))
+    command = [sys.executable, "-c", START, str(directory), *COMPILERS]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout.strip() == "[]"
