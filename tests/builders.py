@@ -25,6 +25,7 @@ from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.sequence import BeamCandidate, Sequence
 from shared.choice_seeds import choice_seed
 from shared.messages import (
+    EncodedLogprobs,
     ErrorEvent,
     FinishEvent,
     FinishReason,
@@ -34,6 +35,7 @@ from shared.messages import (
     StreamEvent,
     TokenEvent,
     TokenLogprobs,
+    encoded_logprobs,
 )
 from tests.request_ids import next_request_id
 
@@ -215,7 +217,7 @@ class FakeModelRunner:
         return seen[-self._window :]
 
 
-def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[TokenLogprobs | None]:
+def _logprobs(batch: ScheduledBatch, sampled: SequenceOf[int | None]) -> list[EncodedLogprobs | None]:
     """As the real executor: of those that ask, and an empty list when nobody does."""
     asking = [scheduled.sequence.sampling.logprobs is not None for scheduled in batch.sequences]
     if not any(asking):
@@ -234,9 +236,9 @@ def _prompt_logprobs(batch: ScheduledBatch) -> Iterator[tuple[Sequence, PromptLo
             yield sequence, PromptLogprobs(tokens.start, scores)
 
 
-def fake_logprobs(token_id: int) -> TokenLogprobs:
+def fake_logprobs(token_id: int) -> EncodedLogprobs:
     """Recognizable by the token, and exact in any float."""
-    return TokenLogprobs(-token_id / 1024, (token_id,), (-token_id / 1024,))
+    return encoded_logprobs(TokenLogprobs(-token_id / 1024, (token_id,), (-token_id / 1024,)))
 
 
 @dataclass

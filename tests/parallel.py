@@ -1,6 +1,7 @@
 """How several processes of pytest-xdist share the suite (`make test`). Knows no test; knows which folders take long.
 
-A file stays whole, because its module's fixtures are servers and models; so does a folder whose tests share one server.
+A file stays whole, because its module's fixtures are servers and models; so does a folder whose tests share one server,
+or a library that is compiled for them.
 What takes longest begins first, so that no process ends with a long file while the others idle.
 """
 
@@ -36,8 +37,7 @@ LONGEST_FIRST = (
     "tests/test_architecture.py",
     "tests/docs",
 )
-ONE_SERVER = ("tests/browser", "tests/clients")
-ONE_PROCESS_A_TEST = ("tests/kernels/test_interpreter.py",)
+WHOLE_FOLDERS = ("tests/browser", "tests/clients", "tests/kernels/cpu")
 
 
 def num_processes(selected: str, num_cores: int) -> int:
@@ -62,11 +62,9 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def together(nodeid: str) -> str:
-    """The name of the tests that one process runs with this one: a file, a folder of files, or the test alone."""
+    """Return the name of what one process runs with this test: a file, or a folder of files."""
     file = nodeid.partition("::")[0]
-    if file in ONE_PROCESS_A_TEST:
-        return nodeid
-    return next((folder for folder in ONE_SERVER if file.startswith(f"{folder}/")), file)
+    return next((folder for folder in WHOLE_FOLDERS if file.startswith(f"{folder}/")), file)
 
 
 def turn(nodeid: str) -> int:

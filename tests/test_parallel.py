@@ -2,22 +2,20 @@
 
 from pathlib import Path
 
-from tests.parallel import LONGEST_FIRST, ONE_PROCESS_A_TEST, ONE_SERVER, num_processes, share_cores, together, turn
+from tests.parallel import LONGEST_FIRST, WHOLE_FOLDERS, num_processes, share_cores, together, turn
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_what_is_named_is_there() -> None:
     assert all((ROOT / first).exists() for first in LONGEST_FIRST)
-    assert all((ROOT / folder / "conftest.py").exists() for folder in ONE_SERVER)
-    assert all((ROOT / file).exists() for file in ONE_PROCESS_A_TEST)
+    assert all((ROOT / folder / "conftest.py").exists() for folder in WHOLE_FOLDERS)
 
 
-def test_a_file_stays_whole_and_so_does_a_folder_with_one_server() -> None:
+def test_a_file_stays_whole_and_so_does_a_folder_with_one_server_or_library() -> None:
     assert together("tests/shared/test_logs.py::test_a[x::y]") == "tests/shared/test_logs.py"
     assert together("tests/browser/test_page.py::test_a") == together("tests/browser/test_map.py::test_b")
-    one, other = (f"tests/kernels/test_interpreter.py::test_kernels[{name}]" for name in "ab")
-    assert together(one) != together(other)
+    assert together("tests/kernels/cpu/test_step.py::test_a") == together("tests/kernels/cpu/test_dense.py::test_a")
 
 
 def test_what_takes_long_begins_first() -> None:

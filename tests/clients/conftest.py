@@ -1,4 +1,5 @@
-"""A gateway and a worker with SmolLM2 for real clients, which run in an environment of their own (`make dev`)."""
+"""A gateway and a worker with SmolLM2 for real clients. OpenAI's runs in the tests themselves, the others in an
+environment of their own (`make dev`)."""
 
 import asyncio
 import json
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
+from bench.serving.free_port import free_port
 from tests.conftest import Valkey
 from tests.e2e.fleet import MODEL, Fleet, connected, running_fleet
 
@@ -30,6 +33,25 @@ class Served:
 
     url: str
     fleet: Fleet
+    metrics_port: int  # the worker's
+    common: list[str]  # flags of every process
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    @contextmanager
+    def own_gateway(self, *flags: str) -> Iterator[tuple[openai.OpenAI, "subprocess.Popen[bytes]"]]:
+        """One of a test's own, before the same worker, and a client of it."""
+        port = free_port()
+        own = self.fleet.start("own", "-m", "gateway", *self.common, "--port", str(port), *flags)
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}", self.fleet)
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+                yield client, own
+        finally:
+            own.kill()
+            own.wait()
+            del self.fleet.processes["own"]
 
     def seen_by(self, program: str) -> Any:
         """What the client in programs/ saw of this server."""
@@ -90,15 +112,19 @@ def running_server_of(redis_url: str, model: Path, logs: Path) -> Iterator[Serve
         common = ["--model", str(model), "--served-model-name", MODEL, "--redis-url", redis_url]
         fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
         # Two clients ask twice and compare: float32, where a batch's size changes no token.
-        options = ["--metrics-port", "0", "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]
+        metrics_port = free_port()
+        options = ["--metrics-port", str(metrics_port), "--kv-cache-memory-bytes", "512M", "--dtype", "float32"]
         # One thread: two that wait for each other crawl when a third process wants a core.
-        options += ["--max-num-seqs", "16", "--num-threads", "1"]
+        options += ["--max-num-seqs", "32", "--num-threads", "1"]
         fleet.start("worker", "-m", "engine_worker", *common, *options)
         url = f"http://127.0.0.1:{fleet.port}"
+        wait_until_ready(url, fleet)
+        yield Served(url, fleet, metrics_port, common)
 
-        async def wait() -> None:
-            async with connected(url) as api:
-                await api.wait_until_ready(fleet)
 
-        asyncio.run(wait())
-        yield Served(url, fleet)
+def wait_until_ready(url: str, fleet: Fleet) -> None:
+    async def wait() -> None:
+        async with connected(url) as api:
+            await api.wait_until_ready(fleet)
+
+    asyncio.run(wait())

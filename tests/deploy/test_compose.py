@@ -120,6 +120,14 @@ def test_references_lead_somewhere(name: str) -> None:
         assert source.startswith("${") or source in volumes or (ROOT / source).exists(), source
 
 
+def test_compiled_kernels_outlive_a_container() -> None:
+    """A group that has lost a rank is back without compiling; the folder is its user's, as a volume in it will be."""
+    worker = SERVICES["engine_worker_gpu"]
+    (folder,) = [volume.removeprefix("kernels:") for volume in worker["volumes"] if volume.startswith("kernels:")]
+    assert worker["environment"]["TRITON_CACHE_DIR"].startswith(f"{folder}/")
+    assert f"install -d -o 10001 -g 10001 -m 700 {folder}\n" in stage("engine_worker")
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_container_has_no_privileges(name: str) -> None:
     service = SERVICES[name]

@@ -14,7 +14,7 @@ FOLDERS = ("engine_worker", "gateway", "kernels", "pagestream", "shared")
 _IGNORANCE = re.compile(r"\bknows?\b", re.IGNORECASE)
 # The steps of docs/architecture.md as headers name them, or that there is none.
 _PLACE = re.compile(
-    r"\bwalks?\b|\bway\b|\bbeside\b|takeover|\bstarts?\b|\bserves\b|\bused\b|\bruns? (it|once)\b|first phase"
+    r"\bwalks?\b|\bway (in|back)\b|takeover|\bstarts?\b|\bserves\b|\bused\b|\bruns? (it|once)\b|first phase"
     r"|\b(in|of) (a|each|every) step\b|behind the end|between two steps",
     re.IGNORECASE,
 )

@@ -1,16 +1,22 @@
-"""`pagestream serve` as a newcomer runs it: the demo model, a real answer, deaths in the middle of it, no orphans."""
+"""`pagestream serve` as a newcomer runs it: the demo model, a real answer, deaths in the middle of it, no orphans.
+
+The tests share one, as it starts for seconds: it is as whole after a disaster as before.
+"""
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,8 @@ from bench.serving.free_port import free_port
 from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from tests.e2e.fleet import connected
+from tests.e2e.test_takeover import PROMPTS, kill_in_the_middle
 from tests.patience import PATIENCE_SECONDS
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -29,6 +37,7 @@ START_SECONDS = 180.0  # with cached weights it takes 8 s; a busy CI machine is 
 STOP_SECONDS = 100.0
 MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
+NUM_PROMPT_TOKENS = 32  # of each of several prompts: nobody runs ahead of the only worker
 
 pytestmark = [
     pytest.mark.timeout(500),
@@ -40,6 +49,7 @@ class Serve:
     """A running `pagestream serve`, its lines, and a minimal client of its API."""
 
     def __init__(self, state: Path, *arguments: str) -> None:
+        self.state = state
         self.port = free_port()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
         environ["XDG_STATE_HOME"] = str(state)
@@ -109,17 +119,29 @@ class Serve:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def state() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ps-") as path:
-        yield Path(path)
+@pytest.fixture(scope="module")
+def started(demo_model_dir: Path) -> Iterator[list[Serve]]:
+    """All of this file, each with a directory of its own; the last one serves, unless a test has ended it."""
+    serves: list[Serve] = []
+    yield serves
+    for one in serves:
+        one.close()
+        shutil.rmtree(one.state)
+
+
+def begin(started: list[Serve]) -> Serve:
+    started.append(Serve(Path(tempfile.mkdtemp(prefix="ps-"))))  # tmp_path is too long for a socket
+    return started[-1]
 
 
 @pytest.fixture
-def serve(state: Path, demo_model_dir: Path) -> Iterator[Serve]:
-    one = Serve(state)
-    yield one
-    one.close()
+def serve(started: list[Serve]) -> Serve:
+    """One that is ready, whatever the test before has done to it."""
+    one = started[-1] if started and started[-1].process.poll() is None else begin(started)
+    one.wait_for_line("Ready after")
+    while serve_phase(one) != "ready":
+        time.sleep(0.1)  # polls other processes: there is nothing to wait on
+    return one
 
 
 def worker_ids(state: Path) -> list[str]:
@@ -140,7 +162,8 @@ def gone(processes: list[psutil.Process]) -> bool:
     return alive == []
 
 
-def test_from_the_first_phase_to_the_last_process(serve: Serve) -> None:
+def test_from_the_first_phase_to_an_answer(started: list[Serve]) -> None:
+    serve = begin(started)
     phases = [serve_phase(serve)]
     while phases[-1] != "ready":
         if (phase := serve_phase(serve)) != phases[-1]:
@@ -152,13 +175,8 @@ def test_from_the_first_phase_to_the_last_process(serve: Serve) -> None:
     assert any("on the CPU: expect" in line for line in serve.lines)
     assert "Paris" in "".join(serve.chat(PARIS))
     assert [model["id"] for model in serve.get("/v1/models")[1]["data"]] == [MODEL]
-
-    family = serve.family()
     # Store, gateway and worker; the gateway's processes for long requests are its own children.
     assert len(psutil.Process(serve.process.pid).children()) == 3
-    serve.process.send_signal(signal.SIGTERM)
-    assert serve.process.wait(STOP_SECONDS) == 0
-    assert gone(family)
 
 
 def serve_phase(serve: Serve) -> str:
@@ -180,20 +198,21 @@ def story_with(serve: Serve, disaster: Callable[[], None]) -> list[str]:
     return pieces
 
 
-def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
-    serve.wait_for_line("Ready after")
-    undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+@cache
+def undisturbed(serve: Serve) -> str:
+    return "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+
+
+async def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
     (worker,) = serve.workers()
-    pieces = story_with(serve, worker.kill)
-    assert "".join(pieces) == undisturbed
-    assert pieces[-1] == "<length>"
-    serve.wait_for_line("worker-0  died (signal 9); 1 requests requeued")
+    async with connected(f"http://127.0.0.1:{serve.port}", MODEL) as api:
+        await kill_in_the_middle(api, worker.kill, NUM_PROMPT_TOKENS)
+    serve.wait_for_line(f"worker-0  died (signal 9); {len(PROMPTS)} requests requeued")
 
 
 def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it_wakes(serve: Serve) -> None:
     """Nobody waits for its heartbeats to be missed: its parent sees the stop, and it finds itself fenced."""
-    serve.wait_for_line("Ready after")
-    undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+    expected = undisturbed(serve)
     (worker,) = serve.workers()
 
     def stop_and_wake() -> None:
@@ -201,34 +220,39 @@ def test_what_a_stopped_worker_held_is_requeued_at_once_and_it_serves_on_when_it
         serve.wait_for_line("worker-0  is stopped by a signal; 1 requests requeued")
         worker.resume()
 
-    assert "".join(story_with(serve, stop_and_wake)) == undisturbed
+    pieces = story_with(serve, stop_and_wake)
+    assert "".join(pieces) == expected and pieces[-1] == "<length>"
     assert serve.workers() == [worker]
 
 
 def test_the_store_keeps_what_was_accepted_when_it_is_killed(serve: Serve) -> None:
-    serve.wait_for_line("Ready after")
-    undisturbed = "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+    expected = undisturbed(serve)
     (store,) = [child for child in serve.family() if "valkey" in child.name()]
-    assert "".join(story_with(serve, store.kill)) == undisturbed
+    assert "".join(story_with(serve, store.kill)) == expected
 
 
-def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves(serve: Serve, state: Path) -> None:
-    serve.wait_for_line("Ready after")
+def test_no_orphan_stays_when_the_supervisor_is_killed_and_the_next_start_serves(
+    started: list[Serve], serve: Serve
+) -> None:
     family = serve.family()
     stream = serve.chat(STORY, max_tokens=200)
     next(stream)
-    (first_worker,) = worker_ids(state)
-    first_fleet = first_worker.split("-")[0]
+    (first_fleet,) = {worker_id.split("-")[0] for worker_id in worker_ids(serve.state)}
     serve.process.kill()
     assert gone(family)
     with pytest.raises((ConnectionError, json.JSONDecodeError, urllib.error.URLError, StopIteration)):
         while True:
             next(stream)
-    again = Serve(state)
-    try:
-        again.wait_for_line("Ready after")
-        # Heartbeats would tell only after 15 s that the first fleet is dead; a fresh store's supervisor knows at once.
-        assert not any(worker_id.startswith(first_fleet) for worker_id in worker_ids(state))
-        assert "Paris" in "".join(again.chat(PARIS))
-    finally:
-        again.close()
+    serve.close()
+    again = started[-1] = Serve(serve.state)
+    again.wait_for_line("Ready after")
+    # Heartbeats would tell only after 15 s that the first fleet is dead; a fresh store's supervisor knows at once.
+    assert not any(worker_id.startswith(first_fleet) for worker_id in worker_ids(again.state))
+    assert "Paris" in "".join(again.chat(PARIS))
+
+
+def test_an_orderly_end_leaves_no_process(serve: Serve) -> None:
+    family = serve.family()
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.process.wait(STOP_SECONDS) == 0
+    assert gone(family)

@@ -2,23 +2,19 @@
 
 import asyncio
 import re
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import redis
 
 from shared.redis_keys import GROUP, RedisKeys
 from tests.conftest import Valkey
-from tests.e2e.fleet import MODEL, START_SECONDS, Answer, Api, Fleet, connected, running_fleet
+from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
 
 pytestmark = pytest.mark.timeout(900)
 
 NUM_TOKENS = 64
-NUM_TOKENS_OF_ONE_WORKER = 32  # nobody runs ahead of it
 WORDS = {"guided_regex": "([A-Z][a-z]+ ){200}"}  # the new owner advances the grammar over the journal
 PROMPTS = [
     "The capital of France is",
@@ -43,20 +39,6 @@ async def test_a_second_worker_takes_over(valkey: Valkey, demo_model_dir: Path, 
         async with connected(f"http://127.0.0.1:{fleet.port}") as api:
             await api.wait_until_ready(fleet, num_workers=2)
             await kill_in_the_middle(api, lambda: kill_the_busiest(fleet, valkey))
-
-
-async def test_the_supervisor_restarts_the_only_worker(demo_model_dir: Path, tmp_path: Path) -> None:
-    with running_fleet(tmp_path / "logs") as fleet:
-        options = ["--port", str(fleet.port), "--dtype", "float32", "--kv-cache-memory-bytes", "256M"]
-        options += ["--max-model-len", "1024", "--served-model-name", MODEL, "--model", str(demo_model_dir)]
-        options += ["--num-threads", "1"]
-        # A short path: the store's unix socket lies in it.
-        serve = fleet.start("serve", "-m", "pagestream", "serve", *options, XDG_STATE_HOME=str(tmp_path))
-        async with connected(f"http://127.0.0.1:{fleet.port}") as api:
-            await api.wait_until_ready(fleet)
-            await kill_in_the_middle(api, lambda: kill_the_child(serve), NUM_TOKENS_OF_ONE_WORKER)
-        serve.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(serve.wait, START_SECONDS)
 
 
 async def kill_in_the_middle(api: Api, kill: Callable[[], None], num_tokens: int = NUM_TOKENS) -> None:
@@ -94,9 +76,3 @@ def kill_the_busiest(fleet: Fleet, valkey: Valkey) -> None:
     busiest = max(held, key=lambda worker_id: held[worker_id])
     print(f"killing {busiest} of {held}")
     fleet.processes[busiest.split(".")[0]].kill()
-
-
-def kill_the_child(serve: "subprocess.Popen[bytes]") -> None:
-    children = psutil.Process(serve.pid).children(recursive=True)
-    (worker,) = [child for child in children if "engine_worker" in child.cmdline()]
-    worker.kill()

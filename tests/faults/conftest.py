@@ -18,12 +18,11 @@ from gateway.store.inference_client import InferenceClient
 from shared.messages import WorkerPhase
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
-from tests.e2e.fleet import Fleet, running_fleet
+from tests.e2e.fleet import START_SECONDS, Fleet, running_fleet
 from tests.e2e.reader import Reader
 from tests.faults.tcp_proxy import TcpProxy
 
 SCRIPT = str(Path(__file__).parents[1] / "e2e" / "scripted_worker.py")
-START_SECONDS = 60.0
 
 
 @dataclass

@@ -4,8 +4,8 @@
 
 A round kills one rank of one of two groups: while it loads, warms up, prefills, decodes or drains. The other group goes
 on with the streams, each of which must get the tokens of an undisturbed run, every one once; then nothing of the
-killed group and no request may be left. What a dead rank 0 held is requeued as `serve` does it. Prints a report; ends
-with 1 when a promise was broken.
+killed group and no request may be left. What a dead rank 0 held is requeued as `serve` does it. Prints each round and
+then a report, of what was played if a round fails; ends with 1 when a promise was broken.
 """
 
 import argparse
@@ -48,19 +48,30 @@ MOST_DELAY_SECONDS = 0.2
 
 @dataclass
 class Report:
+    rounds: int = 0
     killed: Counter[str] = field(default_factory=Counter)
     streams: int = 0
     taken_over: int = 0
     wrong: list[str] = field(default_factory=list)
     silences_seconds: list[float] = field(default_factory=list)  # of streams that were taken over
 
+    def figures(self) -> dict[str, Any]:
+        silences = sorted(self.silences_seconds) or [0.0]
+        return {
+            "rounds": self.rounds,
+            "killed": dict(self.killed),
+            "streams": self.streams,
+            "taken_over": self.taken_over,
+            "wrong": self.wrong,
+            "silence_of_taken_over_seconds": {"median": statistics.median(silences), "max": silences[-1]},
+        }
+
 
 class Rounds:
-    def __init__(self, world: World, groups: Groups, source: random.Random) -> None:
-        self._world, self._groups, self._random = world, groups, source
+    def __init__(self, world: World, groups: Groups, source: random.Random, report: Report) -> None:
+        self._world, self._groups, self._random, self.report = world, groups, source, report
         self._names = (f"g{number}" for number in itertools.count())
         self._expected: dict[int, list[int]] = {}  # by the length of the prompt
-        self.report = Report()
 
     async def begin(self) -> None:
         names = [self._start(), self._start()]
@@ -68,17 +79,22 @@ class Rounds:
         readers = [self._reader(length, MOST_TOKENS) for length in LENGTHS]
         self._expected = dict(zip(LENGTHS, await outputs(readers), strict=True))
 
-    async def play(self) -> None:
+    async def play(self) -> str:
+        """Play a round; who was killed when, and what the streams got."""
         moment, rank = self._random.choice(MOMENTS), self._random.randrange(2)
-        self.report.killed[f"rank {rank}, {moment}"] += 1
+        killed = f"rank {rank}, {moment}"
+        self.report.killed[killed] += 1
         lengths = self._random.choices(LENGTHS, k=NUM_STREAMS)
         readers = [self._reader(length, self._random.randrange(100, MOST_TOKENS)) for length in lengths]
         if moment in PHASES:
             await self._groups.kill_while(next(self._names), self._random.choice(PHASES[moment]), rank)
         else:
             await self._kill_the_holder(moment, rank, readers)
-        await self._compare(lengths, readers)
+        num_taken_over, num_wrong = await self._compare(lengths, readers)
         await self._world.nothing_is_left()
+        self.report.rounds += 1
+        equal = "each with the undisturbed tokens" if not num_wrong else f"{num_wrong} WITH OTHER TOKENS"
+        return f"{killed}: {NUM_STREAMS} streams, {num_taken_over} taken over, {equal}"
 
     async def _kill_the_holder(self, moment: str, rank: int, readers: list[Reader]) -> None:
         world = self._world
@@ -92,16 +108,21 @@ class Rounds:
         await reap_workers_with_prefix(world.connections.commands, world.keys, name)
         await world.has_ready(self._start())
 
-    async def _compare(self, lengths: list[int], readers: list[Reader]) -> None:
-        found = await outputs(readers)
+    async def _compare(self, lengths: list[int], readers: list[Reader]) -> tuple[int, int]:
+        """How many streams were taken over, and how many have other tokens than the undisturbed run."""
+        report, found = self.report, await outputs(readers)
         attempts = await self._world.attempts(readers)
-        for length, reader, tokens, attempt in zip(lengths, readers, found, attempts, strict=True):
-            self.report.streams += 1
-            if tokens != self._expected[length][: reader.request.sampling.max_tokens]:
-                self.report.wrong.append(f"{length} tokens of prompt: {tokens}")
-            if attempt > 1:
-                self.report.taken_over += 1
-                self.report.silences_seconds.append(reader.longest_silence_seconds)
+        wrong = [
+            f"{length} tokens of prompt: {tokens}"
+            for length, reader, tokens in zip(lengths, readers, found, strict=True)
+            if tokens != self._expected[length][: reader.request.sampling.max_tokens]
+        ]
+        moved = [reader for reader, attempt in zip(readers, attempts, strict=True) if attempt > 1]
+        report.streams += len(readers)
+        report.taken_over += len(moved)
+        report.wrong += wrong
+        report.silences_seconds += [reader.longest_silence_seconds for reader in moved]
+        return len(moved), len(wrong)
 
     def _start(self) -> str:
         self._groups.start(name := next(self._names))
@@ -131,30 +152,21 @@ async def running_world(directory: Path) -> AsyncIterator[World]:
         store.kill()
 
 
-async def run_rounds(directory: Path, *, num_rounds: int, seed: int) -> dict[str, Any]:
+async def run_rounds(directory: Path, *, num_rounds: int, source: random.Random, report: Report) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
     (directory / "models").mkdir()
     model = write_model_of_words(directory / "models" / "tiny", **sizes)
     async with running_world(directory) as world:
-        rounds = Rounds(world, Groups(world, model), random.Random(seed))
-        await rounds.begin()
-        for number in range(num_rounds):
-            try:
-                await rounds.play()
-            except BaseException:
-                print(world.fleet.all_logs(), file=sys.stderr)
-                raise
-            print(f"round {number + 1} of {num_rounds}", flush=True)
-    report = rounds.report
-    silences = sorted(report.silences_seconds) or [0.0]
-    return {
-        "seed": seed,
-        "killed": dict(report.killed),
-        "streams": report.streams,
-        "taken_over": report.taken_over,
-        "wrong": report.wrong,
-        "silence_of_taken_over_seconds": {"median": statistics.median(silences), "max": silences[-1]},
-    }
+        rounds = Rounds(world, Groups(world, model), source, report)
+        try:
+            await rounds.begin()
+            for number in range(1, num_rounds + 1):
+                started = time.monotonic()
+                played = await rounds.play()
+                print(f"round {number} of {num_rounds}, {time.monotonic() - started:.1f} s, {played}", flush=True)
+        except BaseException:
+            print(world.fleet.all_logs(), file=sys.stderr)
+            raise
 
 
 def main() -> int:
@@ -166,14 +178,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ps-groups-") as directory:
-        report = asyncio.run(run_rounds(Path(directory), num_rounds=options.rounds, seed=options.seed))
-    report = {**provenance(sys.argv[1:]), **report, "took_seconds": round(time.monotonic() - started, 1)}
-    print(json.dumps(report, indent=1))
+    started, source, report = time.monotonic(), random.Random(options.seed), Report()
+    try:
+        with tempfile.TemporaryDirectory(prefix="ps-groups-") as directory:
+            asyncio.run(run_rounds(Path(directory), num_rounds=options.rounds, source=source, report=report))
+    finally:
+        told = {"seed": options.seed, **report.figures(), "took_seconds": round(time.monotonic() - started, 1)}
+        print(json.dumps(told, indent=1), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if report["wrong"] else 0
+        options.json.write_text(json.dumps({**provenance(sys.argv[1:]), **told}, indent=1) + "\n")
+    return 1 if report.wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A group of ranks fails as one, whichever rank fails and how, and another group goes on with its streams."""
+"""A group of ranks fails as one, whichever rank fails and how, and another group goes on with its streams.
+
+One test in three parts: each goes on with the group that the part before has left, as a start takes seconds.
+"""
 
 import os
 import signal
@@ -12,7 +15,7 @@ from tests.engine_worker.execution.reference import write_model_of_words
 from tests.faults.conftest import StartWorld, World
 from tests.faults.group_site import Groups, gone, outputs
 
-pytestmark = [pytest.mark.tp, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.tp, pytest.mark.timeout(1800)]
 LENGTHS = (3, 40, 200)
 HANG_SECONDS = "3"
 # From when a file is there, a follower that has a message keeps the interpreter's lock to itself, as a stuck call does.
@@ -59,41 +62,24 @@ def changed(directory: Path, code: str) -> Path:
     return directory
 
 
-async def test_each_rank_is_killed_while_its_group_loads_prefills_and_decodes(
-    start_world: StartWorld, model_dir: Path
-) -> None:
-    groups = Groups(world := await start_world(), model_dir)
-    groups.start("w0")
-    groups.start("w1")
-    await world.has_ready("w0", "w1")
-    undisturbed = await outputs(read(world, 200))
-
-    readers = read(world, 200)
-    await world.all_have(readers, 20)
-    holder = await groups.holder()
-    assert await groups.kill(holder, rank=1) == 1
-    log = world.fleet.log(holder)
-    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in log
-    assert "this worker fails, others go on: ReapSummary(requeued=" in log
-    groups.start("w2")
-    assert await groups.kill("w2", rank=1) == 1  # while it loads
-    assert "rank 1 of 2 ended in its phase" in world.fleet.log("w2")
-    groups.start("w3")
-    assert await outputs(readers) == undisturbed
-
-    await world.has_ready("w3")
-    readers = read(world, 200)
-    await world.all_have(readers[:1], 1)  # the others are being prefilled
-    assert await groups.kill(await groups.holder(), rank=0) == -signal.SIGKILL
-    assert await outputs(readers) == undisturbed
-    assert max(await world.attempts(readers)) == 2
-    await world.nothing_is_left()
-
-
-async def test_a_follower_that_hangs_a_broken_message_one_that_is_stopped_and_an_orderly_end(
+async def test_a_group_ends_whole_and_another_one_goes_on(
     start_world: StartWorld, model_dir: Path, tmp_path: Path
 ) -> None:
     groups = Groups(world := await start_world(), model_dir)
+    await a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(groups, tmp_path)
+    await a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(groups)
+    await each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups)
+
+    (left,) = world.fleet.processes
+    last = await groups.follower(left)
+    world.fleet.processes[left].send_signal(signal.SIGTERM)
+    assert await groups.end_of(left) == 0
+    await gone(last)
+    await world.nothing_is_left()
+
+
+async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(groups: Groups, tmp_path: Path) -> None:
+    world = groups.world
     groups.start("w0", "--step-timeout-seconds", HANG_SECONDS, python_path=changed(tmp_path / "hangs", HANGS))
     groups.start("w1", python_path=changed(tmp_path / "breaks", BREAKS))
     await world.has_ready("w0", "w1")
@@ -133,29 +119,18 @@ async def test_a_follower_that_hangs_a_broken_message_one_that_is_stopped_and_an
     assert await outputs(readers) == undisturbed
     print(f"the longest silence was {max(reader.longest_silence_seconds for reader in readers):.2f} s")
 
-    (left,) = world.fleet.processes
-    last = await groups.follower(left)
-    world.fleet.processes[left].send_signal(signal.SIGTERM)
-    assert await groups.end_of(left) == 0
-    await gone(last)
-    await world.nothing_is_left()
 
-
-async def test_rank_0_stands_still_a_follower_has_no_memory_and_ranks_die_in_other_phases(
-    start_world: StartWorld, model_dir: Path
-) -> None:
-    groups = Groups(world := await start_world(), model_dir)
-    groups.start("w0")
-    await world.has_ready("w0")
-    await groups.let_no_memory("w0")
+async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(groups: Groups) -> None:
+    (left,) = (world := groups.world).fleet.processes
+    await groups.let_no_memory(left)
     readers = read(world, 200, (3, 700))
-    assert await groups.end_of("w0") == 1
-    log = world.fleet.log("w0")
+    assert await groups.end_of(left) == 1
+    log = world.fleet.log(left)
     assert "rank 1 of 2 ended in its phase 'serve'" in log and "the group ends whole" in log
-    groups.start("w1")
-    groups.start("w2")
+    groups.start("w4")
+    groups.start("w5")
     assert await outputs(readers) == await outputs(read(world, 200, (3, 700)))
-    await world.has_ready("w1", "w2")
+    await world.has_ready("w4", "w5")
 
     undisturbed = await outputs(read(world, 200))
     readers = read(world, 200)
@@ -177,4 +152,32 @@ async def test_rank_0_stands_still_a_follower_has_no_memory_and_ranks_die_in_oth
     await world.logged(draining, "draining")
     assert await groups.kill(draining, rank=1) == 1
     assert await outputs(readers) == await outputs(read(world, 600))
+    await world.nothing_is_left()
+
+
+async def each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups: Groups) -> None:
+    world = groups.world
+    groups.start("w6")
+    await world.has_ready("w6")
+    undisturbed = await outputs(read(world, 200))
+
+    readers = read(world, 200)
+    await world.all_have(readers, 20)
+    holder = await groups.holder()
+    assert await groups.kill(holder, rank=1) == 1
+    log = world.fleet.log(holder)
+    assert "rank 1 of 2 ended in its phase 'serve' by signal 9; the group ends whole" in log
+    assert "this worker fails, others go on: ReapSummary(requeued=" in log
+    groups.start("w7")
+    assert await groups.kill("w7", rank=1) == 1  # while it loads
+    assert "rank 1 of 2 ended in its phase" in world.fleet.log("w7")
+    groups.start("w8")
+    assert await outputs(readers) == undisturbed
+
+    await world.has_ready("w8")
+    readers = read(world, 200)
+    await world.all_have(readers[:1], 1)  # the others are being prefilled
+    assert await groups.kill(await groups.holder(), rank=0) == -signal.SIGKILL
+    assert await outputs(readers) == undisturbed
+    assert max(await world.attempts(readers)) == 2
     await world.nothing_is_left()

@@ -27,6 +27,8 @@ from shared.messages import (
     TokenEvent,
     TokenLogprobs,
     Usage,
+    decoded_logprobs,
+    encoded_logprobs,
 )
 from tests.gateway.answers.test_prompt_echo import scores_prompt_and_says
 from tests.gateway.conftest import Gateway
@@ -193,7 +195,7 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
     stream = ResponseStream(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling))
     num_tokens = 2 * most + 1
     tokens = list(range(num_tokens))
-    scores = {index: TokenLogprobs(-float(index), (), ()) for index in tokens} if has_scores else {}
+    scores = {index: encoded_logprobs(TokenLogprobs(-float(index), (), ())) for index in tokens} if has_scores else {}
     choices = [StoredChoice(list(tokens), FinishReason.STOP, dict(scores)) for _ in range(2)]
     usage = Usage(prompt_tokens=1, completion_tokens=2 * num_tokens)
     stream.offer_journal(choices, FinishEvent("a", FinishReason.STOP, usage))
@@ -201,7 +203,7 @@ def test_an_event_has_so_many_tokens_and_no_more(has_scores: bool, most: int) ->
     while not isinstance(event := stream.read(), FinishEvent):
         assert isinstance(event, TokenEvent) and 0 < len(event.token_ids) <= most
         assert event.index == len(read[event.choice])
-        assert [score.logprob for score in event.logprobs or ()] == [
+        assert [score.logprob for score in decoded_logprobs(event.logprobs or ())] == [
             -float(id_) for id_ in event.token_ids if has_scores
         ]
         read[event.choice] += event.token_ids

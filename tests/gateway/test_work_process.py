@@ -1,5 +1,6 @@
 """Work in another process: what it gives and raises, what is sent, what it spares this one, and what becomes of it."""
 
+import asyncio
 import gc
 import os
 import pickle
@@ -107,11 +108,16 @@ def test_what_prepares_may_fail(processes: WorkProcesses) -> None:
     assert processes.run(partial(int, "7")) == 7
 
 
-async def test_a_reader_is_ready_when_the_models_are_loaded(start_gateway: Callable[..., Any]) -> None:
+async def test_a_reader_is_prepared_when_the_models_are_loaded_and_a_worker_is_ready(
+    start_gateway: Callable[..., Any],
+) -> None:
     processes = _Counted()
     gateway = await start_gateway(processes=processes)
+    keeping = asyncio.create_task(gateway.state.keep_reader_ready(*KINDS.values()))
+    await asyncio.sleep(0)
     assert processes.first_works == []
-    gateway.state.keep_reader_ready(*KINDS.values())
+    gateway.engine.was_ready.set()
+    await keeping
     (work,) = processes.first_works
     assert processes.run(work) is None
 

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -260,12 +261,14 @@ async def test_what_is_old_is_deleted(
         left.write_bytes(b"x")
         os.utime(left, (0, 0))
         storage = storage_of(tmp_path)
-        for seconds, num_files in ((3599, 4), (3602, 3), (7202, 2), (RETENTION_SECONDS + 2, 0)):
+        first, second = soon.created_at + 3600, output.created_at + 7200
+        last = int(time.time()) + RETENTION_SECONDS  # of what was made last, seconds after the first on a busy machine
+        for now, num_files in ((first - 1, 4), (first + 2, 3), (second + 2, 2), (last + 2, 0)):
             with monkeypatch.context() as later:
                 for module in (file_store, batch_store):
-                    later.setattr(module.time, "time", _later(soon.created_at + seconds))
+                    later.setattr(module.time, "time", _later(now))
                 storage.tidy()
-            assert len((await client.files.list()).data) == num_files, seconds
+            assert len((await client.files.list()).data) == num_files, now - soon.created_at
         assert [batch.id for batch in (await client.batches.list()).data] == [running.id]
         assert not left.exists()
         storage.close()

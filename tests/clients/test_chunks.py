@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_openai_client import MODEL, PARIS, Stack, stack
-
-__all__ = ["stack"]  # a fixture
+from tests.clients.conftest import Served
+from tests.clients.test_openai_client import PARIS
+from tests.e2e.fleet import MODEL
 
 pytestmark = pytest.mark.timeout(900)
 
 CONTINUOUS: Any = {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_usage_grows_with_every_chunk(stack: Stack) -> None:
+def test_usage_grows_with_every_chunk(served: Served) -> None:
     """As vLLM's own tests ask of every chunk."""
     asked: Any = {"model": MODEL, "temperature": 0, "stream": True, "stream_options": CONTINUOUS}
-    with stack.client() as client:
+    with served.client() as client:
         cut: Any = client.chat.completions.create(
             **asked, messages=PARIS, max_completion_tokens=10, extra_body={"min_tokens": 10}
         )
@@ -33,11 +33,11 @@ def test_usage_grows_with_every_chunk(stack: Stack) -> None:
             assert 0 < last <= most
 
 
-def test_the_ending_token_is_scored_in_the_last_chunk_of_a_completion(stack: Stack) -> None:
+def test_the_ending_token_is_scored_in_the_last_chunk_of_a_completion(served: Served) -> None:
     question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     asked: Any = {"model": MODEL, "prompt": question, "temperature": 0, "max_tokens": 30, "logprobs": 1}
     asked["extra_body"] = {"return_tokens_as_token_ids": True}
-    with stack.client() as client:
+    with served.client() as client:
         whole = client.completions.create(**asked)
         choices = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
     (choice,) = whole.choices

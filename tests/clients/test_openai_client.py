@@ -1,15 +1,10 @@
 """The official OpenAI client against gateway, store and worker as they are: SmolLM2 tells the capital of France."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,83 +14,19 @@ import torch
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
-from bench.serving.free_port import free_port
-from tests.conftest import Valkey
+from tests.clients.conftest import Served
+from tests.e2e.fleet import MODEL
 from tests.engine_worker.execution.reference import Reference
 from tests.gateway.test_bad_input import MALFORMED, NUMBERS, OTHER_FIELDS, Bad
 from tests.patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(900)
 
-MODEL = "smollm2"
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
-START_SECONDS = 120.0  # 15 s on two idle cores; this is for a busy CI machine
 
 
-@dataclass(frozen=True)
-class Stack:
-    url: str
-    gateway: "subprocess.Popen[bytes]"
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def stack(valkey_server: Valkey, demo_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    logs = tmp_path_factory.mktemp("stack")
-    port = free_port()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PAGESTREAM_")}
-    common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
-    common.append("--exit-with-parent")
-    commands = {
-        "gateway": ["-m", "gateway", "--port", str(port), "--drain-seconds", "60"],
-        "worker": [
-            "-m",
-            "engine_worker",
-            "--metrics-port",
-            "0",
-            "--kv-cache-memory-bytes",
-            "512M",
-            "--dtype",
-            "float32",
-            "--num-threads",  # two that wait for each other crawl when a third process wants a core
-            "1",
-        ],
-    }
-    processes = {}
-    for name, command in commands.items():
-        with (logs / name).open("wb") as log:
-            argv = [sys.executable, *command, *common]
-            processes[name] = subprocess.Popen(argv, stdout=log, stderr=log, env=environ)
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}", logs, list(processes.values()))
-        yield Stack(f"http://127.0.0.1:{port}", processes["gateway"])
-    finally:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            process.wait(60)
-
-
-def wait_until_ready(url: str, logs: Path, processes: "list[subprocess.Popen[bytes]]") -> None:
-    deadline = time.monotonic() + START_SECONDS
-    state = b""
-    while time.monotonic() < deadline and all(process.poll() is None for process in processes):
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=PATIENCE_SECONDS):
-                return
-        except urllib.error.HTTPError as error:
-            with error:
-                state = error.read()
-        except OSError:
-            pass  # the gateway does not listen yet
-        time.sleep(0.1)  # polls other processes: there is nothing to wait on
-    pytest.fail(f"not ready: {state!r}\n" + "\n".join(path.read_text() for path in logs.iterdir()))
-
-
-def test_chat(stack: Stack) -> None:
-    with stack.client() as client:
+def test_chat(served: Served) -> None:
+    with served.client() as client:
         answer = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30)
         stream = client.chat.completions.create(model=MODEL, messages=PARIS, temperature=0, max_tokens=30, stream=True)
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
@@ -104,8 +35,8 @@ def test_chat(stack: Stack) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_completions(stack: Stack) -> None:
-    with stack.client() as client:
+def test_completions(served: Served) -> None:
+    with served.client() as client:
         options: Any = {"model": MODEL, "temperature": 0, "max_tokens": 6}
         answer = client.completions.create(prompt=["The capital of France is", "1 2 3 4"], **options)
         stream = client.completions.create(prompt="1 2 3 4", stream=True, **options)
@@ -115,11 +46,11 @@ def test_completions(stack: Stack) -> None:
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
 
 
-def test_log_probabilities_are_those_of_transformers(stack: Stack, demo_model_dir: Path) -> None:
+def test_log_probabilities_are_those_of_transformers(served: Served, demo_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     prompt = tokenizer.encode("The capital of France is", add_special_tokens=False).ids
     asked: Any = {"model": MODEL, "prompt": prompt, "seed": 5, "max_tokens": 6, "logprobs": 3}
-    with stack.client() as client:
+    with served.client() as client:
         choice = client.completions.create(**asked).choices[0]
         streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
     told = choice.logprobs
@@ -143,8 +74,8 @@ def test_log_probabilities_are_those_of_transformers(stack: Stack, demo_model_di
         assert {text: top[text] for text in expected} == pytest.approx(expected, abs=1e-3)
 
 
-def test_chat_log_probabilities(stack: Stack) -> None:
-    with stack.client() as client:
+def test_chat_log_probabilities(served: Served) -> None:
+    with served.client() as client:
         asked: Any = {"model": MODEL, "messages": PARIS, "temperature": 0, "max_tokens": 30, "logprobs": True}
         choice = client.chat.completions.create(**asked, top_logprobs=2).choices[0]
         stream = client.chat.completions.create(**asked, top_logprobs=2, stream=True)
@@ -157,8 +88,8 @@ def test_chat_log_probabilities(stack: Stack) -> None:
         assert len(entry.top_logprobs) == 2
 
 
-def test_choices_of_one_prompt_streamed_and_whole(stack: Stack) -> None:
-    with stack.client() as client:
+def test_choices_of_one_prompt_streamed_and_whole(served: Served) -> None:
+    with served.client() as client:
         asked: Any = {"model": MODEL, "messages": PARIS, "n": 3, "seed": 4, "temperature": 1.2, "max_tokens": 12}
         answer = client.chat.completions.create(**asked)
         stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -179,9 +110,9 @@ def test_choices_of_one_prompt_streamed_and_whole(stack: Stack) -> None:
     assert last.usage.prompt_tokens == lone.usage.prompt_tokens  # the prompt counts once
 
 
-def test_best_of_and_beam_search(stack: Stack) -> None:
+def test_best_of_and_beam_search(served: Served) -> None:
     asked: Any = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 6}
-    with stack.client() as client:
+    with served.client() as client:
         best = client.completions.create(**asked, n=2, best_of=5, seed=1, logprobs=0)
         beams = client.completions.create(**asked, n=2, best_of=4, extra_body={"use_beam_search": True})
         streamed = client.completions.create(**asked, n=2, best_of=4, stream=True, extra_body={"use_beam_search": True})
@@ -198,8 +129,8 @@ def test_best_of_and_beam_search(stack: Stack) -> None:
     assert refused.value.param == "temperature"
 
 
-async def test_async_streams_side_by_side(stack: Stack) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+async def test_async_streams_side_by_side(served: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
 
         async def ask() -> str:
             stream = await client.chat.completions.create(
@@ -216,9 +147,9 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=120)
 
 
-def test_a_json_schema_at_temperature_1(stack: Stack) -> None:
+def test_a_json_schema_at_temperature_1(served: Served) -> None:
     asked: Any = [{"role": "user", "content": "Invent a person."}]
-    with stack.client() as client:
+    with served.client() as client:
         answer = client.chat.completions.parse(model=MODEL, messages=asked, response_format=Person, seed=1, n=3)
     people = [choice.message.parsed for choice in answer.choices]
     assert all(isinstance(person, Person) for person in people) and len({repr(person) for person in people}) > 1
@@ -226,7 +157,7 @@ def test_a_json_schema_at_temperature_1(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add_person"}}])
-def test_a_forced_call_streamed_and_whole(stack: Stack, choice: Any) -> None:
+def test_a_forced_call_streamed_and_whole(served: Served, choice: Any) -> None:
     function = {"name": "add_person", "description": "Adds a person", "parameters": Person.model_json_schema()}
     asked: Any = {
         "model": MODEL,
@@ -236,7 +167,7 @@ def test_a_forced_call_streamed_and_whole(stack: Stack, choice: Any) -> None:
         "parallel_tool_calls": False,
         "temperature": 0,
     }
-    with stack.client() as client:
+    with served.client() as client:
         (whole,) = client.chat.completions.create(**asked).choices
         with client.chat.completions.stream(**asked) as stream:
             streamed = stream.get_final_completion().choices[0]
@@ -248,8 +179,8 @@ def test_a_forced_call_streamed_and_whole(stack: Stack, choice: Any) -> None:
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"
 
 
-def test_seeded_choices_come_again(stack: Stack) -> None:
-    with stack.client() as client:
+def test_seeded_choices_come_again(served: Served) -> None:
+    with served.client() as client:
 
         def sample() -> list[str]:
             options: Any = {"model": MODEL, "messages": PARIS, "n": 2, "seed": 11, "temperature": 1.5, "max_tokens": 8}
@@ -259,8 +190,8 @@ def test_seeded_choices_come_again(stack: Stack) -> None:
         assert first == sample() and first[0] != first[1]
 
 
-def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(stack: Stack) -> None:
-    client = stack.client()
+def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(served: Served) -> None:
+    client = served.client()
 
     def ask(messages: list[Any], salt: str) -> tuple[str, int, int]:
         answer = client.chat.completions.create(
@@ -281,14 +212,14 @@ def test_a_chat_turn_finds_the_one_before_it_unless_the_salt_differs(stack: Stac
     assert ask(turn, "b") == (second, ask(turn, "a")[1], 0)  # the same answer, computed
 
 
-def test_stop_string(stack: Stack) -> None:
-    with stack.client() as client:
+def test_stop_string(served: Served) -> None:
+    with served.client() as client:
         answer = client.completions.create(model=MODEL, prompt="1 2 3 4", temperature=0, max_tokens=30, stop=[" 7"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 5 6", "stop")
 
 
-def test_errors_and_models(stack: Stack) -> None:
-    with stack.client() as client:
+def test_errors_and_models(served: Served) -> None:
+    with served.client() as client:
         assert [model.id for model in client.models.list()] == [MODEL]
         with pytest.raises(openai.BadRequestError) as too_long:
             client.completions.create(model=MODEL, prompt="word " * 9000)
@@ -297,40 +228,40 @@ def test_errors_and_models(stack: Stack) -> None:
             client.models.retrieve("nothing")
 
 
-def test_a_client_that_leaves_frees_the_engine(stack: Stack) -> None:
+def test_a_client_that_leaves_frees_the_engine(served: Served) -> None:
     """Endless requests are dropped; were they still running, as many again would not be answered in turn."""
-    with stack.client() as client:
+    with served.client() as client:
         for _ in range(3):
             stream = client.completions.create(
                 model=MODEL, prompt="Once", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
             )
             next(iter(stream))
             stream.close()
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{stack.url}/ready", timeout=PATIENCE_SECONDS) as answer:
+        with urllib.request.urlopen(f"{served.url}/ready", timeout=PATIENCE_SECONDS) as answer:
             if b'"running": 0, "waiting": 0' in answer.read():
                 return
         time.sleep(0.1)  # heartbeats come once a second
     pytest.fail("the engine still runs requests that nobody reads")
 
 
-def test_bad_requests_leave_a_stream_unchanged(stack: Stack) -> None:
+def test_bad_requests_leave_a_stream_unchanged(served: Served) -> None:
     cases = [case for case in [*MALFORMED, *NUMBERS, *OTHER_FIELDS] if "vocabulary" not in case.name]
     assert len(cases) >= 60
     options: Any = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 40}
-    with stack.client() as client:
+    with served.client() as client:
         undisturbed = client.completions.create(**options).choices[0].text
         chunks = iter(client.completions.create(stream=True, **options))
         pieces = [next(chunks).choices[0].text]
         for case in cases:
-            assert status_of(stack, case) == case.status, case.name
+            assert status_of(served, case) == case.status, case.name
         pieces += [chunk.choices[0].text for chunk in chunks]
     assert "".join(pieces) == undisturbed
 
 
-def status_of(stack: Stack, case: Bad) -> int:
-    request = urllib.request.Request(stack.url + case.url, case.body, case.headers, method=case.method)
+def status_of(served: Served, case: Bad) -> int:
+    request = urllib.request.Request(served.url + case.url, case.body, case.headers, method=case.method)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return answer.status
@@ -339,15 +270,14 @@ def status_of(stack: Stack, case: Bad) -> int:
             return error.code
 
 
-def test_zz_drain(stack: Stack) -> None:
-    """Last in this file: SIGTERM lets the open stream end, then the gateway exits with 0."""
-    with stack.client() as client:
+def test_a_gateway_that_drains_lets_the_open_stream_end(served: Served) -> None:
+    with served.own_gateway("--drain-seconds", "60") as (client, gateway):
         stream = client.completions.create(
             model=MODEL, prompt="Once", max_tokens=20, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         chunks = iter(stream)
         next(chunks)
-        stack.gateway.send_signal(signal.SIGTERM)
+        gateway.send_signal(signal.SIGTERM)
         rest = list(chunks)
-    assert rest[-1].choices[0].finish_reason == "length"
-    assert stack.gateway.wait(60) == 0
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert gateway.wait(60) == 0

@@ -1,17 +1,15 @@
 """32 streams of mixed length share one worker: newcomers join the running batch, and nobody waits for a long prompt."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from statistics import median
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.serving.free_port import free_port
-from tests.conftest import Valkey
-from tests.e2e.fleet import MODEL, Answer, Api, Fleet, connected, running_fleet
+from tests.clients.conftest import Served
+from tests.e2e.fleet import Answer, Api, connected
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,29 +17,9 @@ NUM_STREAMS = 32
 LONG_PROMPT_TOKENS = 1500
 
 
-@pytest.fixture(scope="module")
-def metrics_port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def fleet(
-    valkey_server: Valkey, demo_model_dir: Path, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
-    with running_fleet(tmp_path_factory.mktemp("fleet") / "logs") as fleet:
-        common = ["--model", str(demo_model_dir), "--served-model-name", MODEL, "--redis-url", valkey_server.url]
-        fleet.start("gateway", "-m", "gateway", *common, "--port", str(fleet.port))
-        # One thread: two that wait for each other at every operator crawl when a third process wants a core.
-        options = ["--metrics-port", str(metrics_port), "--num-threads", "1"]
-        options += ["--kv-cache-memory-bytes", "512M", "--max-model-len", "2048"]
-        fleet.start("worker", "-m", "engine_worker", *common, *options)
-        yield fleet
-
-
 @pytest.fixture
-async def api(fleet: Fleet) -> AsyncIterator[Api]:
-    async with connected(f"http://127.0.0.1:{fleet.port}") as api:
-        await api.wait_until_ready(fleet)
+async def api(served: Served) -> AsyncIterator[Api]:
+    async with connected(served.url) as api:
         yield api
 
 
@@ -60,8 +38,8 @@ async def worker_metrics(port: int) -> dict[str, float]:
     return sums
 
 
-async def test_32_streams_of_mixed_length_all_finish(api: Api, metrics_port: int) -> None:
-    before = await worker_metrics(metrics_port)
+async def test_32_streams_of_mixed_length_all_finish(api: Api, served: Served) -> None:
+    before = await worker_metrics(served.metrics_port)
     lengths = [(5 + 3 * number, 8 + number) for number in range(NUM_STREAMS)]  # prompts of 5..98, outputs of 8..39
     streams = [
         api.complete(Answer(), prompt(num_prompt, first=1000 + num_prompt), num_output, ignore_eos=True)
@@ -70,7 +48,7 @@ async def test_32_streams_of_mixed_length_all_finish(api: Api, metrics_port: int
     answers = await asyncio.gather(*streams)
     assert [answer.completion_tokens for answer in answers] == [num_output for _, num_output in lengths]
     assert all(answer.finish_reasons == ["length"] for answer in answers)
-    after = await worker_metrics(metrics_port)
+    after = await worker_metrics(served.metrics_port)
     num_tokens = sum(num_output for _, num_output in lengths)
     assert after["pagestream_generation_tokens_total"] - before["pagestream_generation_tokens_total"] == num_tokens
     num_steps = after["pagestream_step_batch_tokens_count"] - before["pagestream_step_batch_tokens_count"]
