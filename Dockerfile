@@ -74,6 +74,8 @@ COPY --from=metadata /opt/metadata ./
 COPY shared shared
 COPY --from=cpu_kernels /app/kernels kernels
 COPY engine_worker engine_worker
+# As above: what Triton compiles and loads, where TRITON_CACHE_DIR names a folder in it.
+RUN install -d -o 10001 -g 10001 -m 700 /var/cache/pagestream
 ENV HOME=/tmp PAGESTREAM_METRICS_HOST=0.0.0.0 PAGESTREAM_MODEL=/models/SmolLM2-135M-Instruct
 USER 10001:10001
 EXPOSE 8001
