@@ -279,10 +279,10 @@ def use_batch_invariant_products() -> None:
     inputs and add the parts: with almost no workspace there is nowhere to put parts (ADR 0027). It reads the variables
     when CUDA starts, so RuntimeError is raised after that. skinny_linear never splits.
     """
-    if torch.cuda.is_initialized():
+    chosen = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+    if torch.cuda.is_initialized() and not chosen.items() <= os.environ.items():  # a second model finds them chosen
         raise RuntimeError("batch-invariant products must be chosen before CUDA starts in this process")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
-    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    os.environ.update(chosen)
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
