@@ -1,0 +1,51 @@
+"""What a worker's start runs: each form of a step once, nothing beyond the bounds of a step."""
+
+from typing import Any, cast
+
+import pytest
+
+from engine_worker.execution.model_runner import ModelRunner
+from engine_worker.execution.settings import StepBounds
+from engine_worker.execution.warmup import warm_up
+from engine_worker.scheduling.batch import ScheduledBatch
+from kernels.attention.decode_shares import H200_CONFIGS, share_config
+
+
+class RecordingRunner:
+    """It has the sizes of a runner, and keeps the batches that it is given."""
+
+    max_model_len, num_blocks, block_size = 2048, 1000, 16
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.batches: list[ScheduledBatch] = []
+
+    def execute(self, batch: ScheduledBatch) -> None:
+        self.batches.append(batch)
+
+
+def warmed_up(device_type: str, **bounds: int) -> list[ScheduledBatch]:
+    runner: Any = RecordingRunner(device_type)
+    progress = [done for done, _ in warm_up(cast(ModelRunner, runner), StepBounds(**bounds))]
+    assert progress[-1] == 1.0 and progress == sorted(progress)
+    batches: list[ScheduledBatch] = runner.batches
+    return batches
+
+
+def num_prompts(batch: ScheduledBatch) -> int:
+    return sum(sequence.num_new_tokens > 1 for sequence in batch.sequences)
+
+
+def test_every_form_of_the_decode_kernel_runs_alone_and_beside_a_prompt() -> None:
+    batches = warmed_up("cuda", max_num_seqs=256, max_num_batched_tokens=8192)
+    for prompts in (0, 1):
+        sizes = [len(one.sequences) for one in batches if num_prompts(one) == prompts and len(one.sequences) > prompts]
+        assert {share_config(size) for size in sizes} == {config for _, config in H200_CONFIGS}, prompts
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 16), (2, 2), (3, 64), (64, 65)])
+def test_no_step_is_beyond_its_bounds(device_type: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    for batch in warmed_up(device_type, **bounds):
+        assert len(batch.sequences) <= max_num_seqs and batch.num_tokens <= max_num_batched_tokens
