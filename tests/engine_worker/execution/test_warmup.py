@@ -1,4 +1,4 @@
-"""What a worker's start runs: each form of a step once, nothing beyond the bounds of a step."""
+"""A worker's start runs each form of a step once, and nothing beyond the bounds of a step."""
 
 from typing import Any, cast
 
