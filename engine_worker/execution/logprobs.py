@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from operator import le
 
-import torch
 from torch import Tensor
 
 from engine_worker.execution.sampling_inputs import LogprobRows
@@ -54,12 +53,12 @@ def _ranked(token_id: int, chosen: float, top_token_ids: list[int], top: list[fl
 def launch_logprobs(logits: Tensor, token_ids: Tensor, asked: LogprobRows) -> DeviceLogprobs:
     """`logits` [N, V] as the model gave them, `token_ids` [N] int64 as they were chosen."""
     raw = logits[asked.rows].float()  # a copy
-    log_mass = raw.logsumexp(dim=-1, keepdim=True)
+    # Not logsumexp(): torch shares a single row out among threads or blocks, which changes the last bits.
+    log_probs = raw.log_softmax(dim=-1)
     ids = token_ids[asked.rows, None]
-    score = raw.gather(1, ids)
-    named = raw[:, :0] if asked.named_token_ids is None else raw.gather(1, asked.named_token_ids) - log_mass
+    named = raw[:, :0] if asked.named_token_ids is None else log_probs.gather(1, asked.named_token_ids)
     # topk() takes any of equal scores: the chosen token's is one step greater, so that the list has it.
-    raw.scatter_(1, ids, score.nextafter(score.new_tensor(math.inf)))
-    top, top_token_ids = raw.topk(max(asked.num_top), dim=-1)
-    top = torch.where(top_token_ids == ids, score, top) - log_mass
-    return DeviceLogprobs(asked, asked.rows, ids.squeeze(1), (score - log_mass).squeeze(1), top, top_token_ids, named)
+    raw.scatter_(1, ids, raw.gather(1, ids).nextafter(raw.new_tensor(math.inf)))
+    top_token_ids = raw.topk(max(asked.num_top), dim=-1).indices
+    chosen, top = log_probs.gather(1, ids), log_probs.gather(1, top_token_ids)
+    return DeviceLogprobs(asked, asked.rows, ids.squeeze(1), chosen.squeeze(1), top, top_token_ids, named)

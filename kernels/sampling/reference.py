@@ -61,11 +61,8 @@ def _draw(scores: Tensor, best: Tensor, rows: SamplingRows) -> Tensor:
     if floor is not None:
         weights.mul_(log_weights >= floor)
 
-    padding = -scores.shape[1] % GROUP_SIZE
-    if padding:
-        weights = torch.nn.functional.pad(weights, (0, padding))
-        log_weights = torch.nn.functional.pad(log_weights, (0, padding), value=-math.inf)
-    groups = weights.view(scores.shape[0], -1, GROUP_SIZE)
+    groups = _groups(weights)
+    log_weights = _padded(log_weights, -math.inf)
     keys = draw_keys(rows.seeds, rows.indices)
     group_ids = torch.arange(groups.shape[1], device=scores.device).expand(scores.shape[0], -1)
     group = (groups.sum(dim=-1).log() + gumbel_noise(keys, 0, group_ids)).argmax(dim=-1, keepdim=True)
@@ -78,6 +75,17 @@ def _draw(scores: Tensor, best: Tensor, rows: SamplingRows) -> Tensor:
     return token_ids.gather(1, within).squeeze(1).clamp_(max=scores.shape[1] - 1)
 
 
+def _groups(weights: Tensor) -> Tensor:
+    """[R, groups, GROUP_SIZE]. A sum over a whole vocabulary is one of their sums: torch shares a single long row out
+    among threads, and its last bits would be others than among other rows."""
+    return _padded(weights, 0.0).view(len(weights), -1, GROUP_SIZE)
+
+
+def _padded(rows: Tensor, value: float) -> Tensor:
+    padding = -rows.shape[1] % GROUP_SIZE
+    return torch.nn.functional.pad(rows, (0, padding), value=value) if padding else rows
+
+
 def _floor(log_weights: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
     """The least log weight [R, 1] that min-p, top-k and top-p keep together; -inf in rows that have none of them."""
     floor = rows.log_min_p.float()[:, None]
@@ -85,7 +93,7 @@ def _floor(log_weights: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
     if sorting.shape[0]:
         vocab_size = log_weights.shape[1]
         top_k, top_p = rows.top_k[sorting, None], rows.top_p[sorting, None]
-        mass = weights.sum(dim=-1, keepdim=True)[sorting]
+        mass = _groups(weights[sorting]).sum(dim=-1).sum(dim=-1, keepdim=True)
         top_k = torch.where(top_k == 0, vocab_size, top_k)
         floor[sorting] = _prefix_floor(log_weights[sorting], mass, floor[sorting], top_k, top_p)
     return floor
