@@ -76,8 +76,15 @@ async def test_of_long_bodies_little_more_is_read(
     assert sum(content.total_bytes for content in bodies) <= (4 + num_reads + 4) * BUFFERED_BYTES
 
 
-async def test_who_writes_all_of_it_has_the_answer_and_an_end(server: tuple[int, list[StreamReader]]) -> None:
-    """A connection that ended while its client writes would be an error to it, whatever had been answered."""
+async def test_who_writes_all_of_it_has_the_answer_and_an_end(
+    server: tuple[int, list[StreamReader]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that ended while its client writes would be an error to it, whatever had been answered.
+
+    Who is not through in two seconds is cut off, and on a busy machine 16 MiB may take longer: the bound is not what is
+    asked here, so it is out of reach.
+    """
+    monkeypatch.setattr(unread_bodies, "OPEN_SECONDS", 3600.0)
     port, bodies = server
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /refuse HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % NUM_BYTES + bytes(NUM_BYTES))
