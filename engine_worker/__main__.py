@@ -131,6 +131,7 @@ def _info(runner: "ModelRunner", device: str) -> EngineInfo:
     return EngineInfo(
         device="gpu" if device == "cuda" else "cpu",
         dtype=runner.dtype_name,
+        kv_cache_dtype=runner.kv_cache_dtype,
         quantization=runner.quantization,
         block_size_bytes=runner.block_bytes,
         max_model_len=runner.max_model_len,

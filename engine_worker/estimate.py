@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.quantization_choice import chosen_quantization
 from engine_worker.execution.settings import IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = _decide_quantization(options, load_format)
         check_files(options.model, options.model_impl, load_format, options.tensor_parallel_size, options.quantization)
         blueprint = blueprint_from_directory(options.model, options.model_impl, options.quantization)
+        told += _decide_types(options, blueprint)
         found = _estimate(options, blueprint, options.tensor_parallel_size)
     except (SettingsError, ValueError) as error:  # DoesNotFit, a wrong quantity, a model that is not supported
         sys.stderr.write(f"pagestream estimate: {error}\n")
@@ -123,8 +125,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
+    """Put in place of `auto` what products of 4 and 8 bits on a CPU are computed in; what is told of it."""
+    settings = ExecutionSettings(
+        model=options.model, dtype=options.dtype or "auto", quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )  # fmt: skip
+    choice = chosen_kv_cache_dtype(settings, blueprint.shape.dtype)
+    options.kv_cache_dtype = choice.kv_cache_dtype
+    if options.quantization in IN_GROUPS:
+        options.dtype = options.dtype or "float32"
+    return f"{choice.told}\n" if choice.told else ""
+
+
 def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
-    """Put in place of `auto` what a worker on such a device takes, with its type; what is told of it."""
+    """Put in place of `auto` what a worker on such a device takes; what is told of it."""
     settings = ExecutionSettings(
         model=options.model, model_impl=options.model_impl, load_format=load_format, dtype=options.dtype or "auto",
         quantization=options.quantization, tensor_parallel_size=options.tensor_parallel_size,
@@ -133,7 +148,6 @@ def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:
     choice = chosen_quantization(settings, device, why_no_kernels=lambda: "")
     options.quantization = choice.quantization
     if device == "cpu":
-        options.dtype = options.dtype or ("float32" if choice.quantization in IN_GROUPS else None)
         return f"{choice.told}\n" if choice.told else ""
     on_cpu = chosen_quantization(settings, "cpu", why_no_kernels=lambda: "").quantization
     return "--device cpu tells of a CPU, which multiplies the GGUF file's blocks\n" if on_cpu == "as-stored" else ""

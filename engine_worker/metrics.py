@@ -51,7 +51,8 @@ class EngineInfo:
     """The facts that do not change while the worker runs, and how to ask for those that do."""
 
     device: str
-    dtype: str
+    dtype: str  # that the model computes in
+    kv_cache_dtype: str  # of keys and values
     block_size_bytes: int
     max_model_len: int
     memory_bytes: Callable[[], Mapping[str, int]]  # of the device by use, measured when called
@@ -200,6 +201,7 @@ class _SnapshotCollector(Collector):
         shape = {
             "device": info.device,
             "dtype": info.dtype,
+            "kv_cache_dtype": info.kv_cache_dtype,
             "quantization": info.quantization,
             "max_model_len": str(info.max_model_len),
         }

@@ -37,6 +37,7 @@ from engine_worker.execution.load import load_model_runner
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.execution.start_times import StartTimes, told
+from engine_worker.kv.layout import KV_CACHE_DTYPES
 from pagestream.demo_model import ensure_demo_model, installed_gguf
 
 # Of the deviation of the reference's logits: bf16 keeps 8 bits, and its error grows over the layers. SmolLM2 reaches
@@ -113,6 +114,7 @@ def _load(options: argparse.Namespace, quantization: str) -> Loaded:
             dtype=options.dtype,
             quantization=quantization,
             load_format=options.load_format,
+            kv_cache_dtype=options.kv_cache_dtype,
             block_size=options.block_size,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             swap_space_bytes=0,
@@ -249,6 +251,7 @@ def _machine(runner: ModelRunner) -> dict[str, Any]:
         "device": runner.device_type,
         "dtype": runner.dtype_name,
         "quantization": runner.quantization,
+        "kv_cache_dtype": runner.kv_cache_dtype,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
@@ -275,6 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--quantization", type=_quantizations, default=["auto"], help="comma separated, a side each")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as of a worker (%(default)s)"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
     parser.add_argument("--num-threads", type=int, default=None)

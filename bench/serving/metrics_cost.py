@@ -90,6 +90,7 @@ def worker_side(num_sequences: int) -> tuple[Callable[[], None], Callable[[], by
         EngineInfo(
             device="gpu",
             dtype="bfloat16",
+            kv_cache_dtype="bfloat16",
             block_size_bytes=2**21,
             max_model_len=4096,
             memory_bytes=partial(memory_by_use, torch.device("cpu"), 0, 0, 0),

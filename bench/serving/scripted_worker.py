@@ -138,6 +138,7 @@ def main() -> int:
         info = EngineInfo(
             device="cpu",
             dtype="none",
+            kv_cache_dtype="none",
             block_size_bytes=1,
             max_model_len=max_model_len,
             memory_bytes=lambda: {"kv": 0},

@@ -27,6 +27,7 @@ from engine_worker.execution.kv_cache import (
     num_blocks_that_fit,
     num_host_blocks_that_fit,
 )
+from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.memory import DeviceMemory, measure_memory
 from engine_worker.execution.quantization_choice import chosen_quantization
 from engine_worker.execution.replica import Replica
@@ -61,6 +62,11 @@ class LoadPlan:
     device: torch.device
     max_model_len: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        return _dtype(self.settings, self.blueprint.shape.dtype, self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedReplica:
@@ -80,6 +86,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
+    settings = _with_kv_cache_dtype(settings, blueprint.shape.dtype)
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
@@ -91,6 +98,14 @@ def _with_quantization(settings: ExecutionSettings, device: torch.device) -> Exe
     if choice.told:
         logger.log(logging.WARNING if choice.lacks_kernels else logging.INFO, "%s", choice.told)
     return replace(settings, quantization=choice.quantization)
+
+
+def _with_kv_cache_dtype(settings: ExecutionSettings, saved: str) -> ExecutionSettings:
+    """`auto` is decided, and told where it is not the type that the model computes in."""
+    choice = chosen_kv_cache_dtype(settings, saved)
+    if choice.told:
+        logger.info("%s", choice.told)
+    return replace(settings, kv_cache_dtype=choice.kv_cache_dtype)
 
 
 def _quantization(plan: LoadPlan) -> str:
@@ -119,10 +134,10 @@ def load_replica(
     """
     settings, device, max_model_len = plan.settings, plan.device, plan.max_model_len
     report("load", 0.0, "weights")
-    check_weight_format(plan.blueprint.weight_format, device, _dtype(settings, plan.blueprint.shape.dtype, device))
+    check_weight_format(plan.blueprint.weight_format, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, ranks)
-    weights = _weights(settings, plan.blueprint.shape, device, report)
+    weights = _weights(plan, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
     loaded += f", products from {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
@@ -218,20 +233,17 @@ def _dtype(settings: ExecutionSettings, saved: str, device: torch.device) -> tor
 
 def _kv_dtype(plan: LoadPlan) -> str:
     """Raises ValueError where the device has no kernels for it. Starts CUDA, of which something is chosen before."""
-    computed = _name(_dtype(plan.settings, plan.blueprint.shape.dtype, plan.device))
+    computed = _name(plan.dtype)
     kv_dtype = kv_cache_dtype(plan.settings.kv_cache_dtype, computed)
     on_cuda = plan.device.type == "cuda"
     check_kv_dtype(kv_dtype, computed, torch.cuda.get_device_capability(plan.device) if on_cuda else None)
     return kv_dtype
 
 
-def _weights(
-    settings: ExecutionSettings, config: ModelShape, device: torch.device, report: Report
-) -> SafetensorsWeights | RandomWeights:
-    dtype = _dtype(settings, config.dtype, device)
-    if settings.load_format == "dummy":
-        return RandomWeights(device, dtype)
-    return SafetensorsWeights(settings.model, device, dtype, partial(report, "load"))
+def _weights(plan: LoadPlan, report: Report) -> SafetensorsWeights | RandomWeights:
+    if plan.settings.load_format == "dummy":
+        return RandomWeights(plan.device, plan.dtype)
+    return SafetensorsWeights(plan.settings.model, plan.device, plan.dtype, partial(report, "load"))
 
 
 def _staging_bytes(settings: ExecutionSettings, layout: KVLayout, device: torch.device) -> int:

@@ -76,6 +76,7 @@ class ModelRunner:
         self.weights_bytes = weights_bytes
         self.quantization = "none"  # of products' weights; set by the loader
         self.kv_cache_bytes: int = kv_cache.pool.nbytes
+        self.kv_cache_dtype = kv_cache.layout.groups[0].dtype  # of keys and values
         self.block_bytes = kv_cache.layout.block_bytes
         self.window = kv_cache.layout.groups[0].window  # of every layer; 0: a layer has none
         self.num_blocks = kv_cache.num_blocks  # block 0 included, which is never allocated

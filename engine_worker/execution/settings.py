@@ -63,7 +63,8 @@ class ExecutionSettings:
     kv_cache_dtype: str = setting(
         "auto",
         choices=KV_CACHE_DTYPES,
-        help="type of keys and values in the KV cache; auto: as --dtype; fp8: half the bytes, so twice the tokens",
+        help="type of keys and values in the KV cache; auto: as --dtype, of as-stored and int8 bfloat16 unless --dtype "
+        "names a type; fp8: half the bytes, so twice the tokens",
     )
     block_size: int = setting(16, choices=KV_BLOCK_SIZES_TOKENS, help="tokens in a KV block")
     kv_cache_memory_bytes: int | None = setting(None, parse=parse_bytes, help="size of the KV cache, such as 2G")

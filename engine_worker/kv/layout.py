@@ -15,9 +15,13 @@ from engine_worker.kv.span import KVSpan
 
 # Of the types that keys and values are kept in.
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-# What --kv-cache-dtype may be, in vLLM's words; `auto` is the type that the model computes in.
-KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8", "fp8_e4m3")
-_TYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+_TYPES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
+    "fp32": "float32", "float32": "float32",
+}  # fmt: skip
+# What --kv-cache-dtype may be, in vLLM's words; `auto` is the type that the model computes in, unless
+# execution/kv_dtype_choice.py knows better.
+KV_CACHE_DTYPES = ("auto", *_TYPES)
 
 
 def kv_cache_dtype(wanted: str, model_dtype: str) -> str:

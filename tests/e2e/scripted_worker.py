@@ -88,6 +88,7 @@ def main() -> int:
         info = EngineInfo(
             device="cpu",
             dtype="none",
+            kv_cache_dtype="none",
             block_size_bytes=1,
             max_model_len=MAX_MODEL_LEN,
             memory_bytes=lambda: {"kv": 0},

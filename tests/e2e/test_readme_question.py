@@ -64,7 +64,7 @@ def check_answers(server: OwnServer) -> None:
 @needs_library
 @pytest.mark.parametrize("quantization", ["as-stored", "int8"])
 def test_few_bits_answer_as_the_readme_says(demo_model_dir: Path, quantization: str) -> None:
-    flags = [*FLAGS, "--dtype", "float32", "--quantization", quantization]
+    flags = [*FLAGS, "--quantization", quantization]
     with own_server(demo_model_dir, MODEL, flags) as server:
         check_answers(server)
 

@@ -31,7 +31,14 @@ def test_the_type_of_kv_is_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "dtype"),
-    [("auto", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp8", "float8_e4m3fn")],
+    [
+        ("auto", "float16"),
+        ("bf16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("fp8", "float8_e4m3fn"),
+        ("fp32", "float32"),
+        ("float32", "float32"),
+    ],
 )
 def test_the_words_for_a_type(wanted: str, dtype: str) -> None:
     assert kv_cache_dtype(wanted, "float16") == dtype

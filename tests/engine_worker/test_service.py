@@ -22,7 +22,13 @@ from tests.conftest import Valkey
 
 def load(report: Report) -> LoadedEngine:
     info = EngineInfo(
-        device="cpu", dtype="float32", quantization="none", block_size_bytes=0, max_model_len=64, memory_bytes=dict
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="bfloat16",
+        quantization="none",
+        block_size_bytes=0,
+        max_model_len=64,
+        memory_bytes=dict,
     )
     return LoadedEngine(make_engine(), info)
 

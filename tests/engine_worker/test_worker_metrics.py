@@ -58,7 +58,12 @@ def run_steps(status: WorkerStatus, metrics: WorkerMetrics, num_steps: int) -> N
     memory = {"weights": 700, "kv": 65 * BLOCK_BYTES}
     metrics.engine_is_ready(
         EngineInfo(
-            device="gpu", dtype="float32", block_size_bytes=BLOCK_BYTES, max_model_len=256, memory_bytes=lambda: memory
+            device="gpu",
+            dtype="float32",
+            kv_cache_dtype="bfloat16",
+            block_size_bytes=BLOCK_BYTES,
+            max_model_len=256,
+            memory_bytes=lambda: memory,
         )
     )
     for num_prompt in (6, 9):

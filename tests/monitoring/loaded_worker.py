@@ -14,7 +14,12 @@ class LoadedWorker:
         self.metrics = WorkerMetrics("worker-1", "model", "0", self._status)
         self.metrics.engine_is_ready(
             EngineInfo(
-                device="cpu", dtype="float32", block_size_bytes=1, max_model_len=1, memory_bytes=lambda: {"kv": 1}
+                device="cpu",
+                dtype="float32",
+                kv_cache_dtype="float32",
+                block_size_bytes=1,
+                max_model_len=1,
+                memory_bytes=lambda: {"kv": 1},
             )
         )
         self.work()

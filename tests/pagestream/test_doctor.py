@@ -12,6 +12,11 @@ from pagestream.store_checks import Finding
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
 CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC: 12\n"
 
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("minor", "status"), [(10, "fail"), (11, "ok"), (12, "ok"), (13, "fail")])
 def test_python(minor: int, status: str) -> None:
@@ -99,6 +104,11 @@ def test_what_auto_takes_is_asked_of_the_worker(tmp_path: Path) -> None:
     assert isinstance(answer, dict)
     is_told = str(answer["number_format"]).startswith("--quantization auto is ")
     assert is_told is not bool(answer["devices"])
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "dtype": "bfloat16"}))
+    of_kv = "; --kv-cache-dtype auto is bfloat16: "
+    in_16_bits = doctor.probe_torch(tmp_path)
+    assert isinstance(in_16_bits, dict)
+    assert (of_kv in str(in_16_bits["number_format"])) is ("auto is as-stored" in str(answer["number_format"]))
     (tmp_path / "stored_blocks.safetensors").unlink()
     without = doctor.probe_torch(tmp_path)
     assert isinstance(without, dict) and without["number_format"] == ""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.model.architectures import spec_from_directory
 from gateway.text.chat_template import ChatMessage
 from gateway.text.served_model import load_served_model
@@ -20,11 +21,15 @@ QUESTION = "What is the capital of France?"
 
 
 def ask(directory: Path, dtype: str) -> dict[str, Any]:
+    return answers_of(make_runner(directory, num_blocks=16, block_size=16, dtype=dtype), directory)
+
+
+def answers_of(runner: ModelRunner, directory: Path) -> dict[str, Any]:
+    """`answers`, and `cached_tokens` of the second one's prompt. `directory`: of the model that `runner` has."""
     encoder = load_served_model(directory).encoder
     question: list[ChatMessage] = [{"role": "user", "content": QUESTION}]
     prompt = encoder.encode_chat(question, add_generation_prompt=True, continue_final_message=False)
     eos_token_ids = spec_from_directory(directory).eos_token_ids
-    runner = make_runner(directory, num_blocks=16, block_size=16, dtype=dtype)
     engine = make_engine(runner, max_num_seqs=2, max_num_batched_tokens=64)
     answers, cached = [], 0
     for name in ("first", "again"):

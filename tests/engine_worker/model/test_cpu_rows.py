@@ -63,7 +63,13 @@ class Engine:
         )
 
 
-TYPES = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, E4M3), (torch.bfloat16, E4M3)]
+TYPES = [
+    (torch.float32, None),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, None),
+    (torch.float32, E4M3),
+    (torch.bfloat16, E4M3),
+]
 
 
 @pytest.fixture(scope="module", params=TYPES, ids=str)

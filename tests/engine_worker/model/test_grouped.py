@@ -162,10 +162,13 @@ def test_a_start_takes_the_blocks_and_computes_in_float32(directory: Path, caplo
     assert sum(message.startswith("--quantization auto is as-stored") for message in caplog.messages) == 1
     runner = load_model_runner(settings, lambda phase, progress, detail: None)
     assert (runner.quantization, runner.dtype_name) == ("as-stored", "float32")
+    assert runner.kv_cache_dtype == "bfloat16" and runner.replica.kv_cache.pool.dtype == torch.bfloat16
+    assert sum(message.startswith("--kv-cache-dtype auto is bfloat16") for message in caplog.messages) == 2
     # In float32 on every machine: some would compute in bfloat16, which for so small a model is fewer bytes than these.
     exactly = replace(settings, quantization="none", dtype="float32")
     exact = load_model_runner(exactly, lambda phase, progress, detail: None)
-    assert exact.quantization == "none" and runner.weights_bytes < exact.weights_bytes
+    assert (exact.quantization, exact.kv_cache_dtype) == ("none", "float32")
+    assert exact.block_bytes == 2 * runner.block_bytes and runner.weights_bytes < exact.weights_bytes
 
 
 @needs_library
@@ -184,10 +187,16 @@ def test_an_estimate_of_a_cpu_is_of_the_blocks(directory: Path, capsys: pytest.C
         assert estimate_main([str(directory), "--max-model-len", "64", *flags]) == 0
         return capsys.readouterr().out
 
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     blocks, hint = "products of blocks of 4 and 8 bits", "--device cpu tells of a CPU"
     assert blocks not in told() and told().count(hint) == 1
     on_cpu = told("--device", "cpu")
-    assert on_cpu == told("--quantization", "as-stored") + on_cpu.splitlines(keepends=True)[-1]
-    assert "parameters in float32, " + blocks in on_cpu and "--quantization auto is as-stored" in on_cpu
+    *told_lines, of_format, of_kv = on_cpu.splitlines(keepends=True)
+    assert told("--quantization", "as-stored") == "".join([*told_lines, of_kv])
+    assert " a block, in bfloat16" in on_cpu and of_kv.startswith("--kv-cache-dtype auto is bfloat16")
+    wide = told("--device", "cpu", "--kv-cache-dtype", "float32")
+    assert " a block, in float32" in wide and "--kv-cache-dtype auto" not in wide
+    assert "parameters in float32, " + blocks in on_cpu and of_format.startswith("--quantization auto is as-stored")
     in_bfloat16 = told("--device", "cpu", "--dtype", "bfloat16")
     assert blocks not in in_bfloat16 and "auto is none: --dtype bfloat16 asks" in in_bfloat16
