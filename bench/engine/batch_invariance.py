@@ -4,7 +4,8 @@
     python -m bench batch-invariance --out DIR --device cpu [--model DIR] [--quantization as-stored] [--dtype bfloat16]
                                      [--kv-cache-dtype fp8]
 
-On one GPU it is made of Llama-3.1-8B's layers; on a CPU it is a model with its weights, the demo unless told. Compares
+On one GPU it is made of Llama-3.1-8B's layers; on a CPU it is a model with its weights, the demo unless told, in the
+types that a worker with these flags has. Compares
 logits bit by bit: a sequence that decodes alone, among others and among all; a prompt in one piece, in chunks and in
 other slots of the KV pool; a token decoded and the same token as the end of a prompt. Ends with 1 where a bit differs
 on a CPU. On a GPU decode steps (as CUDA graphs) and a prefill are timed, so that two runs give the cost of
@@ -22,11 +23,10 @@ from torch import Tensor
 
 from bench.kernel.graph_time import graph_microseconds
 from bench.provenance import provenance
-from engine_worker.execution.load_replica import use_batch_invariant_products
-from engine_worker.execution.settings import QUANTIZATIONS
+from engine_worker.execution.load_replica import load_plan, use_batch_invariant_products
+from engine_worker.execution.settings import QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.architectures import spec_from_json
-from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import ServedModel
@@ -162,10 +162,13 @@ def on_cuda(options: argparse.Namespace) -> Bench:
 
 def on_cpu(options: argparse.Namespace) -> Bench:
     directory = options.model or ensure_demo_model(lambda phase, progress, detail: None)
-    blueprint = blueprint_from_directory(directory, quantization=options.quantization)
-    device, dtype = torch.device("cpu"), getattr(torch, options.dtype)
-    weights = SafetensorsWeights(directory, device, dtype, lambda progress, detail: None)
-    return Bench(blueprint.build(weights, CPU_CASES.chunks[-1], False), device, CPU_CASES, options.kv_cache_dtype)
+    plan = load_plan(ExecutionSettings(
+        model=directory, device="cpu", dtype=options.dtype, quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    ))  # fmt: skip
+    weights = SafetensorsWeights(directory, plan.device, plan.dtype, lambda progress, detail: None)
+    model = plan.blueprint.build(weights, CPU_CASES.chunks[-1], False)
+    return Bench(model, plan.device, CPU_CASES, plan.settings.kv_cache_dtype)
 
 
 def main(argv: list[str]) -> int:
@@ -176,7 +179,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--num-layers", type=int, default=32, help="of CUDA")
     parser.add_argument("--model", type=Path, default=None, help="model directory, of a CPU; default: the demo model")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="of a CPU")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a CPU")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of a CPU")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of a CPU")
     options = parser.parse_args(argv)
     is_cuda = options.device == "cuda"
@@ -186,6 +189,8 @@ def main(argv: list[str]) -> int:
         **provenance(["batch-invariance", *argv]),
         "device": torch.cuda.get_device_name() if is_cuda else torch.backends.cpu.get_cpu_capability(),
         "deterministic": options.deterministic,
+        "dtype": str(network.model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(network.pool.dtype).removeprefix("torch."),
         "num_layers": network.model.spec.num_layers,
         "other_bits": found,
         **({"times": times(network)} if is_cuda else {}),

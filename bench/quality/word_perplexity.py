@@ -32,10 +32,12 @@ PYTHON = Path(sys.prefix) / "peers" / "quality" / "bin" / "python"
 HERE = Path(__file__).parent
 PEER, TASK = HERE / "lm_eval_peer.py", HERE / "articles.yaml"
 BASE, BASE_OF_TRANSFORMERS = "bfloat16", "transformers bfloat16"
+_SERVED_ON_A_CPU = ("--dtype", "auto")  # these alone compute in float32 there, beside keys and values in bfloat16
 FORMATS: dict[str, list[str]] = {
     BASE: ["--quantization", "none"],
-    "as-stored": ["--quantization", "as-stored"],
-    "int8": ["--quantization", "int8"],
+    "as-stored": ["--quantization", "as-stored", *_SERVED_ON_A_CPU],
+    "as-stored and float32 KV": ["--quantization", "as-stored", *_SERVED_ON_A_CPU, "--kv-cache-dtype", "float32"],
+    "int8": ["--quantization", "int8", *_SERVED_ON_A_CPU],
     "fp8 KV": ["--quantization", "none", "--kv-cache-dtype", "fp8"],
     "fp8": ["--quantization", "fp8"],
     "fp8 and fp8 KV": ["--quantization", "fp8", "--kv-cache-dtype", "fp8"],
