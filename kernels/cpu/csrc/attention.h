@@ -47,6 +47,7 @@ namespace {
 constexpr int TILE = 64;       // keys
 constexpr int MOST_ROWS = 3;   // computed together: 3 rows x 4 keys are the sums that 16 registers hold
 constexpr int KEYS = 4;        // whose scores are computed together
+constexpr int PADDED = 8;      // a tile's keys have addresses in such numbers: many_rows.h turns as many at a time
 
 template <typename T>
 inline T smaller(T a, T b) { return a < b ? a : b; }
@@ -106,8 +107,8 @@ inline void scores_of(Row* rows, const K* const* keys, Range seen, int head_dim,
     }
 }
 
-// Scores into weights, and by how much what was summed before is to be scaled.
-inline float weigh(Row& row, float* scores, Range seen, float softcap) {
+// Scores as the softmax takes them: capped, and those of keys that a row does not see are none.
+inline void finish_scores(float* scores, Range seen, float softcap) {
     for (int key = seen.first / WIDTH * WIDTH; softcap > 0.0f && key < seen.end; key += WIDTH) {
         // cap * tanh(score / cap)
         const Vec twice = exponential(times(load(scores + key), splat(2.0f / softcap)));
@@ -115,17 +116,32 @@ inline float weigh(Row& row, float* scores, Range seen, float softcap) {
     }
     for (int key = 0; key < seen.first; key++) scores[key] = -INFINITY;
     for (int key = seen.end; key < TILE; key++) scores[key] = -INFINITY;
+}
+
+inline Vec most_of(const float* scores) {
     Vec most = splat(-INFINITY);
     for (int key = 0; key < TILE; key += WIDTH) most = maximum(most, load(scores + key));
-    const float now = larger(row.maximum, largest(most));
+    return most;
+}
+
+// Scores into weights beside the largest score; their total, lane by lane.
+inline Vec weights_of(float* scores, float largest_score) {
     Vec total = splat(0.0f);
     for (int key = 0; key < TILE; key += WIDTH) {
-        const Vec weight = exponential(load(scores + key) - splat(now));
+        const Vec weight = exponential(load(scores + key) - splat(largest_score));
         store(scores + key, weight);
         total = total + weight;
     }
+    return total;
+}
+
+// Scores into weights, and by how much what was summed before is to be scaled.
+inline float weigh(Row& row, float* scores, Range seen, float softcap) {
+    finish_scores(scores, seen, softcap);
+    const float now = larger(row.maximum, largest(most_of(scores)));
+    const float total = sum(weights_of(scores, now));
     const float factor = exponential(row.maximum - now);
-    row.total = row.total * factor + sum(total);
+    row.total = row.total * factor + total;
     row.maximum = now;
     return factor;
 }
@@ -181,77 +197,7 @@ inline void addresses(const Step& step, const K* head, const int32_t* table, int
         const int position = first_key + key, block = table[position / step.block_size];
         found[key] = head + block * step.block_stride + (int64_t)(position % step.block_size) * step.head_dim;
     }
-    for (int key = end; key % KEYS; key++) found[key] = found[end - 1];
-}
-
-// Of a tile that many rows read: widened once.
-template <typename K>
-inline void widen(const K* const* from, int count, int head_dim, float* to, const float** found) {
-    for (int key = 0; key < count; key++) {
-        for (int d = 0; d < head_dim; d += WIDTH) store(to + key * head_dim + d, load(from[key] + d));
-        found[key] = to + key * head_dim;
-    }
-}
-
-template <typename T, typename K>
-void attend_item(
-    const Step& step, const Rules& rules, Item item, int kv_head, const T* query, int64_t query_stride, const K* pool,
-    T* output) {
-    static thread_local Scratch scratch;
-    const int D = step.head_dim, group = step.num_heads / step.num_kv_heads;
-    const int num_tokens = item.end_token - item.first_token, num_rows = num_tokens * group;
-    const int num_new = step.query_start_loc[item.sequence + 1] - step.query_start_loc[item.sequence];
-    const int first_position = step.seq_lens[item.sequence] - num_new + item.first_token -
-                               step.query_start_loc[item.sequence];
-    // A row's query and sum, then the row itself and its range, then a widened tile of keys and of values.
-    const size_t rows_at = (size_t)2 * num_rows * D, ranges_at = rows_at + num_rows * sizeof(Row) / sizeof(float);
-    const size_t tiles_at = (ranges_at + num_rows * sizeof(Range) / sizeof(float) + 15) / 16 * 16;
-    float* memory = scratch.floats(tiles_at + (size_t)2 * TILE * D);
-    Row* rows = (Row*)(memory + rows_at);
-    Range* seen = (Range*)(memory + ranges_at);
-    for (int index = 0; index < num_rows; index++) {
-        const int token = index / group, head = kv_head * group + index % group;
-        Row& row = rows[index];
-        row.query = memory + (size_t)2 * index * D;
-        row.sum = row.query + D;
-        row.maximum = rules.sinks ? rules.sinks[head] : -INFINITY;
-        row.total = rules.sinks ? 1.0f : 0.0f;
-        const T* from = query + (item.first_token + token) * query_stride + (int64_t)head * D;
-        for (int d = 0; d < D; d += WIDTH) {
-            store(row.query + d, times(load(from + d), splat(rules.scale)));
-            store(row.sum + d, splat(0.0f));
-        }
-    }
-    const K* head = pool + (int64_t)kv_head * step.block_size * D;
-    const int32_t* table = step.block_tables + item.sequence * step.table_stride;
-    const int last_position = first_position + num_tokens - 1;
-    const int begin = rules.window ? larger(0, first_position - rules.window + 1) / TILE * TILE : 0;
-    const bool is_widened = sizeof(K) != sizeof(float) && num_rows > 2 * MOST_ROWS;
-    for (int first_key = begin; first_key <= last_position; first_key += TILE) {
-        const int count = smaller(TILE, last_position + 1 - first_key);
-        for (int index = 0; index < num_rows; index++) {
-            const int position = first_position + index / group;
-            seen[index].first = rules.window ? larger(0, position - rules.window + 1 - first_key) : 0;
-            seen[index].end = smaller(TILE, position + 1 - first_key);
-        }
-        const K *keys[TILE], *values[TILE];
-        addresses(step, head, table, first_key, count, keys);
-        addresses(step, head + step.value_offset, table, first_key, count, values);
-        if (is_widened) {
-            const float *wide_keys[TILE], *wide_values[TILE];
-            const int padded = (count + KEYS - 1) / KEYS * KEYS;
-            widen(keys, padded, D, memory + tiles_at, wide_keys);
-            widen(values, count, D, memory + tiles_at + TILE * D, wide_values);
-            attend_tile(rows, seen, num_rows, wide_keys, wide_values, D, rules.softcap);
-        } else {
-            attend_tile(rows, seen, num_rows, keys, values, D, rules.softcap);
-        }
-    }
-    for (int index = 0; index < num_rows; index++) {
-        const Row& row = rows[index];
-        const int64_t place = (int64_t)(item.first_output + index / group) * step.num_heads + kv_head * group + index % group;
-        for (int d = 0; d < D; d += WIDTH) store(output + place * D + d, weighted(load(row.sum + d), row.total, rules));
-    }
+    for (int key = end; key % PADDED; key++) found[key] = found[end - 1];
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // themselves, the softmax of a row tile by tile, each element of a row's sum key by key. So the bits are the same.
 #pragma once
 
-#include "attention.h"
+#include "item_attention.h"
 
 namespace {
 

@@ -111,6 +111,14 @@ inline float largest(Vec x) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+// The largest elements of four vectors.
+inline __m128 largests(Vec a, Vec b, Vec c, Vec d) {
+    const __m256 first = halved_maximum(a), second = halved_maximum(b), third = halved_maximum(c), last = halved_maximum(d);
+    const __m256 ab = _mm256_max_ps(_mm256_unpacklo_ps(first, second), _mm256_unpackhi_ps(first, second));
+    const __m256 cd = _mm256_max_ps(_mm256_unpacklo_ps(third, last), _mm256_unpackhi_ps(third, last));
+    const __m256 all = _mm256_max_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    return _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
 
 // e^x, of x over 88 as of 88; 0 below -87. Relative error 2^-22 (the polynomial of Cephes' expf, Moshier 1989).
 inline Vec exponential(Vec x) {

@@ -1,0 +1,182 @@
+// Attention of many rows over a tile, as a prompt has them: its keys are turned, so that a vector has one element of
+// WIDTH keys and a score needs no sum across a vector. Turning a tile costs what eight rows gain by it.
+//
+// Every number is computed as attend_rows() computes it, in the same order: a score is WIDTH chains of products, as
+// many as a vector has lanes, added as sums() adds lanes. So a row has the same bits here as there.
+#pragma once
+
+#include "attention.h"
+
+// Inlined into one function, four of these in a row keep each other's numbers in memory: 1.8 times as long by GCC 12.
+#define APART __attribute__((noinline)) static
+
+namespace {
+
+constexpr int BLOCK_ROWS = 16;                        // that one half of a tile, keys or values, is read for in turn
+constexpr int SCORED_ROWS = 4, KEY_VECS = 2;          // computed together: 8 chains, as long as an addition takes
+constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;       // beside 4 rows: as many sums as 32 or 16 registers have room for
+constexpr int SCORED_KEYS = KEY_VECS * WIDTH;
+
+// Eight keys' elements d..d+7 -> eight rows of `to`, a key each column.
+inline void turn_square(const float* const* keys, int d, float* to) {
+    __m256 joined[8], pairs[8];
+    for (int i = 0; i < 4; i++)
+        for (int half = 0; half < 2; half++) {
+            const __m128 low = _mm_loadu_ps(keys[i] + d + 4 * half), high = _mm_loadu_ps(keys[i + 4] + d + 4 * half);
+            joined[i + 4 * half] = _mm256_insertf128_ps(_mm256_castps128_ps256(low), high, 1);
+        }
+    for (int half = 0; half < 8; half += 4)
+        for (int i = 0; i < 2; i++) {
+            pairs[half + i] = _mm256_unpacklo_ps(joined[half + 2 * i], joined[half + 2 * i + 1]);
+            pairs[half + i + 2] = _mm256_unpackhi_ps(joined[half + 2 * i], joined[half + 2 * i + 1]);
+        }
+    for (int half = 0; half < 8; half += 4)
+        for (int i = 0; i < 4; i += 2) {
+            const __m256 a = pairs[half + i], b = pairs[half + i + 1];
+            _mm256_storeu_ps(to + (half + i) * TILE, _mm256_shuffle_ps(a, b, 0x44));
+            _mm256_storeu_ps(to + (half + i + 1) * TILE, _mm256_shuffle_ps(a, b, 0xee));
+        }
+}
+
+// `count` keys -> [head_dim, TILE]; a key of the last eight may be there twice.
+inline void turn(const float* const* keys, int count, int head_dim, float* to) {
+    for (int key = 0; key < count; key += PADDED)
+        for (int d = 0; d < head_dim; d += 8) turn_square(keys + key, d, to + d * TILE + key);
+}
+
+// Of some rows and SCORED_KEYS keys.
+template <int ROWS>
+struct Scores {
+    Vec of[ROWS][KEY_VECS];
+
+    Scores operator+(const Scores& other) const {
+        Scores found;
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < KEY_VECS; i++) found.of[row][i] = of[row][i] + other.of[row][i];
+        return found;
+    }
+};
+
+// The chain of one lane: elements lane, lane + WIDTH and so on.
+template <int ROWS>
+inline Scores<ROWS> chain(const Row* rows, const float* turned, int lane, int head_dim) {
+    Scores<ROWS> sum;
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = splat(0.0f);
+    for (int d = lane; d < head_dim; d += WIDTH) {
+        Vec keys[KEY_VECS];
+        for (int i = 0; i < KEY_VECS; i++) keys[i] = load(turned + d * TILE + i * WIDTH);
+        for (int row = 0; row < ROWS; row++) {
+            const Vec query = splat(rows[row].query[d]);
+            for (int i = 0; i < KEY_VECS; i++) sum.of[row][i] = fma(query, keys[i], sum.of[row][i]);
+        }
+    }
+    return sum;
+}
+
+// What sums() makes of the lanes from `lane` on, of 8: those of a wider vector are halved first.
+template <int ROWS, int LANES>
+inline Scores<ROWS> sum_of_lanes(const Row* rows, const float* turned, int lane, int head_dim) {
+    if constexpr (LANES > 1)
+        return sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane, head_dim) +
+               sum_of_lanes<ROWS, LANES / 2>(rows, turned, lane + LANES / 2, head_dim);
+    else if constexpr (WIDTH == 16)
+        return chain<ROWS>(rows, turned, lane, head_dim) + chain<ROWS>(rows, turned, lane + 8, head_dim);
+    else
+        return chain<ROWS>(rows, turned, lane, head_dim);
+}
+
+template <int ROWS>
+APART void turned_scores(const Row* rows, const float* turned, Range seen, int head_dim, float (*scores)[TILE]) {
+    for (int key = seen.first / SCORED_KEYS * SCORED_KEYS; key < seen.end; key += SCORED_KEYS) {
+        const Scores<ROWS> found = sum_of_lanes<ROWS, 8>(rows, turned + key, 0, head_dim);
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < KEY_VECS; i++) store(scores[row] + key + i * WIDTH, found.of[row][i]);
+    }
+}
+
+// weigh() of up to SCORED_ROWS rows, whose sums across vectors and whose factors are computed together.
+APART void weigh_rows(
+    Row* rows, const Range* seen, int count, float (*scores)[TILE], float softcap, float* factors) {
+    Vec most[SCORED_ROWS], totals[SCORED_ROWS];
+    alignas(64) float now[SCORED_ROWS], total[SCORED_ROWS], changes[WIDTH] = {};
+    for (int row = 0; row < SCORED_ROWS; row++) {
+        const int of = smaller(row, count - 1);
+        if (of == row && !(seen[row] == Range{0, TILE} && softcap == 0.0f)) finish_scores(scores[row], seen[row], softcap);
+        most[row] = most_of(scores[of]);
+    }
+    _mm_store_ps(now, largests(most[0], most[1], most[2], most[3]));
+    for (int row = 0; row < count; row++) {
+        now[row] = larger(rows[row].maximum, now[row]);
+        changes[row] = rows[row].maximum - now[row];
+        totals[row] = weights_of(scores[row], now[row]);
+        rows[row].maximum = now[row];
+    }
+    for (int row = count; row < SCORED_ROWS; row++) totals[row] = splat(0.0f);
+    _mm_store_ps(total, sums(totals[0], totals[1], totals[2], totals[3]));
+    store(changes, exponential(load(changes)));
+    for (int row = 0; row < count; row++) {
+        factors[row] = changes[row];
+        rows[row].total = rows[row].total * factors[row] + total[row];
+    }
+}
+
+// The values of `ROWS` rows that see the same keys.
+template <int ROWS, typename K>
+APART void add_values(
+    Row* rows, const K* const* values, Range seen, int head_dim, float (*weights)[TILE], const float* factors) {
+    constexpr int STEP = VALUE_VECS * WIDTH;
+    int d = 0;
+    for (; d + STEP <= head_dim; d += STEP) add_values_at<ROWS, VALUE_VECS>(rows, values, seen, d, weights, factors);
+    for (; d < head_dim; d += WIDTH) add_values_at<ROWS, 1>(rows, values, seen, d, weights, factors);
+}
+
+// Up to BLOCK_ROWS rows, each of which sees a key.
+inline void attend_block(
+    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+    float softcap) {
+    alignas(64) float scores[BLOCK_ROWS][TILE];
+    float factors[BLOCK_ROWS];
+    for (int row = 0, count; row < num_rows; row += count) {
+        count = smaller(SCORED_ROWS, num_rows - row);
+        const Range all = {seen[row].first, seen[row + count - 1].end};  // later tokens see later keys
+        if (count == 4) turned_scores<4>(rows + row, turned, all, head_dim, scores + row);
+        if (count == 3) turned_scores<3>(rows + row, turned, all, head_dim, scores + row);
+        if (count == 2) turned_scores<2>(rows + row, turned, all, head_dim, scores + row);
+        if (count == 1) turned_scores<1>(rows + row, turned, all, head_dim, scores + row);
+    }
+    for (int row = 0; row < num_rows; row += SCORED_ROWS)
+        weigh_rows(rows + row, seen + row, smaller(SCORED_ROWS, num_rows - row), scores + row, softcap, factors + row);
+    for (int row = 0, count; row < num_rows; row += count) {
+        for (count = 1; count < SCORED_ROWS && row + count < num_rows && seen[row + count] == seen[row];) count++;
+        if (count == 4) add_values<4>(rows + row, values, seen[row], head_dim, scores + row, factors + row);
+        if (count == 3) add_values<3>(rows + row, values, seen[row], head_dim, scores + row, factors + row);
+        if (count == 2) add_values<2>(rows + row, values, seen[row], head_dim, scores + row, factors + row);
+        if (count == 1) add_values<1>(rows + row, values, seen[row], head_dim, scores + row, factors + row);
+    }
+}
+
+// Rows in the order of their tokens: those that see no key of the tile are the first ones, or behind a window the last.
+inline void attend_turned(
+    Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
+    float softcap) {
+    int row = 0, end = num_rows;
+    while (row < end && seen[row].first >= seen[row].end) row++;
+    while (row < end && seen[end - 1].first >= seen[end - 1].end) end--;
+    for (; row < end; row += BLOCK_ROWS)
+        attend_block(rows + row, seen + row, smaller(BLOCK_ROWS, end - row), turned, values, head_dim, softcap);
+}
+
+// A tile as float32: where it is in the pool, or widened to `to`.
+inline void widen(const float* const* from, int count, int, float*, const float** found) {
+    memcpy(found, from, count * sizeof *found);
+}
+template <typename K>
+inline void widen(const K* const* from, int count, int head_dim, float* to, const float** found) {
+    for (int key = 0; key < count; key++) {
+        for (int d = 0; d < head_dim; d += WIDTH) store(to + key * head_dim + d, load(from[key] + d));
+        found[key] = to + key * head_dim;
+    }
+}
+
+}  // namespace
