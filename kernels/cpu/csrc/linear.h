@@ -27,7 +27,7 @@ constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  
 // products of 8 bits: dpbusd and maddubs have no wider operand beside which weights stay bytes.
 constexpr int BASE = 255;
 constexpr float MOST = 127 * BASE + 127;
-constexpr int MOST_ROWS = 8;      // that are multiplied at a time
+constexpr int MOST_ROWS = 12;     // that are multiplied at a time
 constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
 constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
 
@@ -210,6 +210,8 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
 
 template <class Set, int FORMAT>
 int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
+    if constexpr (Set::MOST_ROWS >= 12)
+        if (left >= 12) return multiply_tile<Set, FORMAT, 12>(weight, block, rows, row, sums), 12;
     if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
     if (Set::MOST_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
     if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;
