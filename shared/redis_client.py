@@ -113,8 +113,11 @@ async def _send_packed_command(connection: Any, command: Any, check_health: bool
     """Written at once: redis-py makes a task and a timer for each command, 60 us of a request. What the socket did not
     take, a connection that is closing or not open yet, and health checks, which nobody asks for here, are its own."""
     if connection.is_connected and isinstance(command, list) and not connection.health_check_interval:
-        connection._writer.writelines(command)
-        transport, command = connection._writer.transport, []
+        transport = connection._writer.transport
+        # asyncio of Python 3.12 would watch the descriptor of a closing socket for room, and so that of the next one.
+        if not transport.is_closing():
+            connection._writer.writelines(command)
+        command = []
         if not transport.get_write_buffer_size() and not transport.is_closing():
             return
     await AbstractConnection.send_packed_command(connection, command, check_health)
