@@ -2,7 +2,8 @@
 
 The child leads its own session, so the terminal's Ctrl-C reaches the supervisor alone and the order of the stop is
 ours. On Linux the kernel ends it with the supervisor, even after a `kill -9`: the kernel is asked between fork and
-exec, so there is no moment in which a child could be left behind.
+exec, so there is no moment in which a child could be left behind. `serve` lives by it from its start to its end,
+before and beside every walk.
 """
 
 import asyncio
