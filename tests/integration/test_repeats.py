@@ -92,7 +92,7 @@ class TestAfterARefusal:
             assert (status, len(answer["choices"])) == (200, 2)
 
     async def test_of_a_queue_time_out(self, one_seat: World) -> None:
-        body = {**SHORT, "queue_timeout_seconds": 0.05}
+        body = {**SHORT, "queue_timeout_seconds": 2.0}  # so long may the repeat wait for its step, too
         first = asyncio.create_task(one_seat.gateways[0].post(COMPLETIONS, SHORT))
         await eventually(lambda: one_seat.worker.gate.batches)
         status, error = await one_seat.gateways[0].post(COMPLETIONS, body, Idempotency_Key="k")
