@@ -24,7 +24,8 @@ namespace {
 
 constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  // a line: 4 inputs of 16 outputs, bytes
 // A row has 16 bits, for 8 are a third of a percent off, and the likeliest token is often another then. They are two
-// products of 8 bits: dpbusd and maddubs have no wider operand beside which weights stay bytes.
+// products of 8 bits, for dpbusd has no wider operand beside which weights stay bytes, unless a set of instructions
+// widens its weights (has_whole_rows).
 constexpr int BASE = 255;
 constexpr float MOST = 127 * BASE + 127;
 constexpr int MOST_ROWS = 12;     // that are multiplied at a time
