@@ -4,9 +4,11 @@ Two processes on one core, or full caches, make the same work take several times
 just before and just after tells how much. For limits that separate linear from quadratic work; never for a benchmark.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from itertools import repeat
+from pathlib import Path
 
 NUM_TURNS = 200_000
 TURNS_SECONDS = 0.001  # that many turns of an empty loop, on an idle core of 2025
@@ -26,3 +28,27 @@ def _pace() -> float:
     for _ in repeat(None, NUM_TURNS):
         pass
     return (time.process_time() - started) / TURNS_SECONDS
+
+
+def cpu_seconds(pid: int, thread: int | None = None) -> float:
+    """The processor's time of one thread of a process, or of all that it has now, in seconds."""
+    tasks = Path(f"/proc/{pid}/task").glob(str(thread or "*"))
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def least_share(
+    cpu_seconds: Callable[[], float], at_most: float, window_seconds: float = 2.0, windows: int = 10
+) -> float:
+    """The share of a core that something takes, of the first window in which it is `at_most`, or of the least of all.
+
+    What sleeps is woken now and then, and a wake-up between two busy programs costs it several times its CPU time: so
+    one window does not tell. What spins takes a whole core in every one.
+    """
+    least = float("inf")
+    for _ in range(windows):
+        before = cpu_seconds()
+        threading.Event().wait(window_seconds)  # what is measured, not a wait for anything
+        least = min(least, (cpu_seconds() - before) / window_seconds)
+        if least <= at_most:
+            break
+    return least

@@ -43,6 +43,21 @@ _Slots.read = read_broken
 """
 
 
+# From when a file is there, each message makes a follower ask the kernel for memory, as a larger step than before does:
+# what its allocators keep may be enough for any prompt of a test.
+ASKS_FOR_MEMORY = """
+import os
+from engine_worker.execution.step_channel import RingReceiver
+receive = RingReceiver.receive
+def receive_and_ask(self):
+    message = receive(self)
+    if os.path.exists({path!r}):
+        bytearray(1 << 28)
+    return message
+RingReceiver.receive = receive_and_ask
+"""
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -67,7 +82,7 @@ async def test_a_group_ends_whole_and_another_one_goes_on(
 ) -> None:
     groups = Groups(world := await start_world(), model_dir)
     await a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(groups, tmp_path)
-    await a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(groups)
+    await a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(groups, tmp_path)
     await each_rank_is_killed_while_its_group_loads_prefills_and_decodes(groups)
 
     (left,) = world.fleet.processes
@@ -105,8 +120,9 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     assert "rank 1 of 2 ended in its phase 'serve' with exit status 87" in log
     assert "its CRC32 is" in log
 
-    groups.start("w2")
-    groups.start("w3")
+    asking = changed(tmp_path / "asks", ASKS_FOR_MEMORY)
+    groups.start("w2", python_path=asking)
+    groups.start("w3", python_path=asking)
     assert await outputs(readers) == undisturbed
     await world.has_ready("w2", "w3")
     readers = read(world, 300)
@@ -120,13 +136,16 @@ async def a_follower_hangs_another_reads_a_broken_message_a_third_is_stopped(gro
     print(f"the longest silence was {max(reader.longest_silence_seconds for reader in readers):.2f} s")
 
 
-async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(groups: Groups) -> None:
+async def a_follower_has_no_memory_rank_0_stands_still_and_ranks_die_in_other_phases(
+    groups: Groups, tmp_path: Path
+) -> None:
     (left,) = (world := groups.world).fleet.processes
     await groups.let_no_memory(left)
+    (tmp_path / "asks" / "now").touch()
     readers = read(world, 200, (3, 700))
     assert await groups.end_of(left) == 1
     log = world.fleet.log(left)
-    assert "rank 1 of 2 ended in its phase 'serve'" in log and "the group ends whole" in log
+    assert "rank 1 of 2 ended in its phase 'serve'" in log and "the group ends whole" in log and "MemoryError" in log
     groups.start("w4")
     groups.start("w5")
     assert await outputs(readers) == await outputs(read(world, 200, (3, 700)))

@@ -14,6 +14,7 @@ from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step_channel import NUM_SLOTS, ChannelCorrupted, RingReceiver, RingSender
 from engine_worker.execution.step_description import EMPTY
 from engine_worker.scheduling.batch import BlockCopy, Transfers
+from tests.idle_seconds import cpu_seconds, least_share
 
 SLOT_BYTES = 1 << 16
 SIZE = 3
@@ -156,22 +157,19 @@ def test_the_skew_is_that_of_the_last_follower(sender: RingSender, receivers: li
 
 
 def test_a_follower_without_messages_takes_no_processor(sender: RingSender, receivers: list[RingReceiver]) -> None:
-    waited = threading.Event()
-    used: list[float] = []
+    threads: list[int] = []
 
     def follow() -> None:
-        before = time.thread_time()
-        waited.set()
+        threads.append(threading.get_native_id())
         receivers[0].receive()
-        used.append(time.thread_time() - before)
 
     thread = threading.Thread(target=follow)
     thread.start()
-    waited.wait()
-    thread.join(0.5)
+    used = least_share(lambda: cpu_seconds(os.getpid(), *threads), at_most=0.01, window_seconds=0.5)
+    assert threads and thread.is_alive()
     sender.send(b"")
     thread.join()
-    assert used[0] < 0.01 * 0.5
+    assert used <= 0.01
 
 
 def test_a_channel_takes_the_memory_that_was_written(sender: RingSender) -> None:
