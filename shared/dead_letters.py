@@ -67,7 +67,7 @@ class DeadLetters:
 
     async def retry(self, letter: DeadLetter) -> str:
         """Queue it once more from its start, as a new request with a new id, and drop the letter. Nobody streams the
-        answer: it can be read in the store for KEEP_SECONDS after its end."""
+        answer: it can be read in the store for RETAINED_SECONDS after its end."""
         request = msgspec.structs.replace(await self.request(letter), request_id=secrets.token_hex(16))
         await self._scripts.accept(
             request.request_id, encode(request), gateway_id="", priority_class=request.priority_class

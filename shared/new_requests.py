@@ -5,13 +5,13 @@ It is the last step of a chat's way in at the gateway. It knows no body.
 
 from dataclasses import dataclass
 
-KEEP_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
+RETAINED_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
 PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionTerms:
     """The mark of a request that is kept: it can be attached to, and read after its end."""
 
     record: bytes  # whatever a gateway needs to answer it again; not empty
@@ -25,8 +25,8 @@ class Keep:
     @property
     def name_seconds(self) -> int:
         """How long the name is kept unless it is prolonged: that may end with the last holder's gateway, and the answer
-        then goes on for its grace and can be given for KEEP_SECONDS. Twice PROLONG_SECONDS, as one may be late."""
-        return KEEP_SECONDS + self.grace_seconds + 2 * PROLONG_SECONDS
+        then goes on for its grace and can be given for RETAINED_SECONDS. Twice PROLONG_SECONDS, as one may be late."""
+        return RETAINED_SECONDS + self.grace_seconds + 2 * PROLONG_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NewRequest:
     request_id: str
     body: bytes
     journal: bytes = b""  # of tokens that its client already has
-    keep: Keep | None = None
+    terms: RetentionTerms | None = None
     reserved_bytes: int = 0  # that it may write into its journal
 
 

@@ -28,7 +28,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
-from shared.new_requests import KEEP_SECONDS, Keep, NewRequest, Share
+from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Share
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
 
 BEGINNINGS = {"emit": "publish", "finish": "publish", "accept": "account"}  # what is put before a script
@@ -182,7 +182,7 @@ def gateway_message(
     return GatewayMessage(gateway_id, blob, parts)
 
 
-_NOT_KEPT = Keep(b"", "")
+_NOT_KEPT = RetentionTerms(b"", "")
 
 
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
@@ -213,10 +213,10 @@ class RedisScripts:
         priority_class: str,
         max_queued: int = -1,
         journal: bytes = b"",
-        keep: Keep | None = None,
+        terms: RetentionTerms | None = None,
     ) -> AcceptStatus:
         """accept_all() of one request."""
-        new = NewRequest(request_id, body, journal, keep)
+        new = NewRequest(request_id, body, journal, terms)
         return await self.accept_all([new], gateway_id=gateway_id, priority_class=priority_class, max_queued=max_queued)
 
     async def accept_all(
@@ -230,7 +230,7 @@ class RedisScripts:
     ) -> AcceptStatus:
         """All or none, in one queue. The first one's keep has the name of all. Without a share they are not counted.
         Raises NameTaken."""
-        first_id, first = requests[0].request_id, requests[0].keep or _NOT_KEPT
+        first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
         account = self.keys.account(share.owner_key_hash) if share else self.keys.request(first_id)
         pairs = self._pairs([request.request_id for request in requests])
@@ -239,9 +239,9 @@ class RedisScripts:
         arguments += [first.fingerprint, first.stale_id, first.name_seconds]
         arguments += [share.max_bytes if share else "", ACCOUNT_SECONDS, BARE_REQUEST_BYTES, *self._pair("")]
         for request in requests:
-            keep = request.keep or _NOT_KEPT
+            terms = request.terms or _NOT_KEPT
             arguments += [request.request_id, request.body, request.journal]
-            arguments += [keep.record, keep.holder, keep.grace_seconds, request.reserved_bytes]
+            arguments += [terms.record, terms.holder, terms.grace_seconds, request.reserved_bytes]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"the store answered for another request than {first_id}")
@@ -250,10 +250,10 @@ class RedisScripts:
         return AcceptStatus(status.decode())
 
     async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
-        """Prolong the life of a kept answer: its requests that have ended for KEEP_SECONDS, and its client's name
+        """Prolong the life of a kept answer: its requests that have ended for RETAINED_SECONDS, and its client's name
         for it, if it has one, for `name_seconds`."""
         first = self.keys.client_name(name) if name else self.keys.request(request_ids[0])
-        arguments = [request_ids[0], name_seconds, KEEP_SECONDS]
+        arguments = [request_ids[0], name_seconds, RETAINED_SECONDS]
         await self._call("prolong", [first, *self._pairs(request_ids)], arguments)
 
     async def attach(self, request_id: str, holder: str, gateway_id: str, *, again: bool = False) -> AttachStatus:
@@ -319,7 +319,7 @@ class RedisScripts:
     async def finish(self, worker_id: str, endings: Sequence[Ending], messages: Sequence[GatewayMessage]) -> int:
         """Returns how many of their entries went now (a repeat finds none)."""
         keys: list[str] = []
-        arguments: list[Any] = [worker_id, GROUP, KEEP_SECONDS]
+        arguments: list[Any] = [worker_id, GROUP, RETAINED_SECONDS]
         for ending in endings:
             keys += [ending.queue, *self._pair(ending.request_id)]
             arguments += [ending.entry_id, ending.terminal_event]
@@ -335,7 +335,7 @@ class RedisScripts:
         had it and left tokens."""
         keys = [*self._pair(request_id), self.keys.queue(priority_class), self.keys.queue(RESUMED)]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
-        arguments += [self.keys.gateway_channel_prefix, KEEP_SECONDS, gone_gateway_id, int(only_unstarted)]
+        arguments += [self.keys.gateway_channel_prefix, RETAINED_SECONDS, gone_gateway_id, int(only_unstarted)]
         return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:

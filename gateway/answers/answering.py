@@ -19,7 +19,7 @@ from aiohttp import web
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import AnswerKind
 from gateway.answers.kept_answers import AnswerChanged, find_named
-from gateway.answers.retention import NAME_HEADER, Retention, new_keeps, retention_of
+from gateway.answers.retention import NAME_HEADER, Retention, new_terms, retention_of
 from gateway.answers.submission import AnswerSubmission, KeptSubmission
 from gateway.http.long_body import write_long
 from gateway.model_service import ModelService
@@ -90,12 +90,12 @@ async def _planned(
     retention: Retention | None,
 ) -> AnswerSubmission:
     completion, planned = await _engine_requests(context, service, body, completion)
-    created, keeps = int(time.time()), []
+    created, terms_of_each = int(time.time()), []
     if retention is not None:
-        keep = partial(new_keeps, retention, planned, kind, body, completion.ignored, created)
-        keeps = await context.read(body.num_bytes, keep)
+        terms = partial(new_terms, retention, planned, kind, body, completion.ignored, created)
+        terms_of_each = await context.read(body.num_bytes, terms)
     return AnswerSubmission(
-        context, service, kind, completion, planned, created, keeps=keeps,
+        context, service, kind, completion, planned, created, terms_of_each=terms_of_each,
         detach_seconds=retention.detach_seconds if retention else None,
     )  # fmt: skip
 

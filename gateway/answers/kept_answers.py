@@ -13,7 +13,7 @@ from functools import partial
 
 from gateway.admission import unavailable
 from gateway.answers.answer_kinds import KINDS, AnswerKind
-from gateway.answers.retention import AnswerRecord, Retention, attached_keeps, decode_record
+from gateway.answers.retention import AnswerRecord, Retention, attached_terms, decode_record
 from gateway.errors import GenerationFailed, IdempotencyKeyReused, RequestNotFound
 from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
@@ -21,7 +21,7 @@ from gateway.requests.request_body import JsonBody
 from gateway.store.inference_client import RequestGone, ResponseStream, StoreUnavailable
 from gateway.store.request_archive import StoredRequest
 from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, FormatError, GenerationRequest
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 
 _RECORD_GROWS = 16  # when it is unpacked, or more, but then it is quickly read
 _ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{32})")  # as in the answer, with or without its prefix
@@ -81,9 +81,9 @@ class KeptAnswer:
         """The tokens of the prompts and those that the engine has made so far."""
         return sum(len(part.request.prompt_token_ids) + part.num_tokens for part in self.parts)
 
-    def keeps(self) -> list[Keep]:
+    def terms_of_each(self) -> list[RetentionTerms]:
         """The marks of a new holder, one a request."""
-        return attached_keeps(
+        return attached_terms(
             self.encoded_record,
             self.parts[0].owner_key_hash,
             self.record.detach_seconds,
@@ -96,7 +96,7 @@ class KeptAnswer:
         AnswerChanged, if it is gone since it was found."""
         try:
             with _told_of_store():
-                return await self.service.client.submission.attach_all(self.requests, self.keeps())
+                return await self.service.client.submission.attach_all(self.requests, self.terms_of_each())
         except RequestGone as error:
             raise (AnswerChanged() if self.is_repeat else _not_found()) from error
 

@@ -30,7 +30,7 @@ from gateway.errors import InvalidRequest
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.request_body import JsonBody
 from shared.messages import GenerationRequest
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 
 MIN_PACKED_BYTES = 1024  # a shorter one is a fifth of what the store needs for a request anyway
 MAX_UNPACKED_BYTES = 16 * 2**20  # eight times the longest body that is read
@@ -153,14 +153,14 @@ def name_digest(owner_key_hash: str, name: str) -> str:
     return _digest(owner_key_hash.encode(), name.encode())
 
 
-def new_keeps(
+def new_terms(
     retention: Retention,
     planned: Sequence[GenerationRequest],
     kind: AnswerKind,
     body: JsonBody,
     ignored: Sequence[str],
     created: int,
-) -> list[Keep]:
+) -> list[RetentionTerms]:
     """One a planned request, for its ACCEPT. `ignored`: names of fields of `body` that nobody knows."""
     other_ids = [request.request_id for request in planned[1:]]
     kept = kept_body(kind, body, ignored)
@@ -175,17 +175,17 @@ def new_keeps(
         other_ids=other_ids,
         name=retention.name,
     )
-    first, *parts = attached_keeps(
+    first, *parts = attached_terms(
         msgspec.msgpack.encode(record), retention.owner_key_hash, retention.detach_seconds, len(planned), retention.name
     )
     return [replace(first, fingerprint=retention.fingerprint, stale_id=retention.stale_id), *parts]
 
 
-def attached_keeps(
+def attached_terms(
     first_record: bytes, owner_key_hash: str, detach_seconds: float, num_requests: int, name: str
-) -> list[Keep]:
+) -> list[RetentionTerms]:
     """One a request, of a new holder; the first has the name of all."""
-    first = Keep(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds), name)
+    first = RetentionTerms(first_record, secrets.token_hex(8), owner_key_hash, grace_seconds(detach_seconds), name)
     return [first, *(replace(first, record=PART, name="") for _ in range(num_requests - 1))]
 
 

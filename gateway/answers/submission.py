@@ -36,7 +36,7 @@ from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.responses_schema import with_what_held
 from gateway.state import RequestContext, context_of, route_name
-from gateway.store.inference_client import Keep, QueueFull, ResponseStream, ShareFull, StoreUnavailable
+from gateway.store.inference_client import QueueFull, ResponseStream, RetentionTerms, ShareFull, StoreUnavailable
 from shared.messages import GenerationRequest
 
 
@@ -52,7 +52,7 @@ class AnswerSubmission:
         requests: Sequence[GenerationRequest],
         created: int,
         *,
-        keeps: Sequence[Keep] = (),
+        terms_of_each: Sequence[RetentionTerms] = (),
         detach_seconds: float | None = None,
     ) -> None:
         """`requests`: one a prompt; `created`: Unix seconds; `keeps`, one a prompt, and `detach_seconds`: of an answer
@@ -64,7 +64,7 @@ class AnswerSubmission:
         self._completion = completion
         self._requests = requests
         self._created = created
-        self._keeps = keeps
+        self._terms_of_each = terms_of_each
         self._detach_seconds = detach_seconds
         self._headers, self._numbers = ignored_header(completion.ignored), None
         if detach_seconds is not None:
@@ -101,7 +101,7 @@ class AnswerSubmission:
         """Raises Unavailable, RateLimited or NameTaken; then nothing was stored, or what was is withdrawn."""
         rejected, share = self._service.metrics.rejected, self._service.share_of(self._context.account)
         try:
-            return await self._service.client.submission.submit_all(self._requests, self._keeps, share)
+            return await self._service.client.submission.submit_all(self._requests, self._terms_of_each, share)
         except ShareFull as error:
             rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error

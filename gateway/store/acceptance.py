@@ -85,7 +85,7 @@ class Acceptance:
 
     async def _repeated(self, streams: Sequence[ResponseStream], share: Share | None) -> AcceptStatus:
         requests = [
-            NewRequest(stream.request_id, encode(stream.request), b"", stream.keep, reserved_bytes(stream.request))
+            NewRequest(stream.request_id, encode(stream.request), b"", stream.terms, reserved_bytes(stream.request))
             for stream in streams
         ]
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
@@ -107,22 +107,22 @@ class Acceptance:
 
     async def attach(self, stream: ResponseStream, *, again: bool = False) -> AttachStatus:
         """This gateway listens to a kept request; `again`: it did before."""
-        assert stream.keep is not None
-        return await self._scripts.attach(stream.request_id, stream.keep.holder, self._gateway_id, again=again)
+        assert stream.terms is not None
+        return await self._scripts.attach(stream.request_id, stream.terms.holder, self._gateway_id, again=again)
 
     async def take_back(self, stream: ResponseStream) -> bool:
         """Whether nobody has it now but its reader. One that has ended, or that others may read too, stays as it is."""
-        if stream.keep is not None:
+        if stream.terms is not None:
             return False
         return await self._scripts.cancel(stream.request_id, stream.request.priority_class)
 
     async def restore(self, stream: ResponseStream) -> None:
         """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens that it has: it is
         set aside. Its name is not restored."""
-        keep = replace(stream.keep, name="", fingerprint="") if stream.keep else None
+        terms = replace(stream.terms, name="", fingerprint="") if stream.terms else None
         journal = b"".join(map(encode, stream.frames))
         await self._scripts.accept_all(
-            [NewRequest(stream.request_id, encode(stream.request), journal, keep)],
+            [NewRequest(stream.request_id, encode(stream.request), journal, terms)],
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,
         )

@@ -28,7 +28,7 @@ from shared.messages import (
     TerminalEvent,
     encode,
 )
-from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS
+from shared.new_requests import PROLONG_SECONDS, RETAINED_SECONDS
 from shared.redis_scripts import RedisScripts
 
 
@@ -52,7 +52,7 @@ class Withdrawals:
 
     def add(self, stream: ResponseStream, terminal: TerminalEvent | None = None) -> None:
         """This reader lets go of it; `terminal` is its end if nobody else holds it."""
-        holder = stream.keep.holder if stream.keep else ""
+        holder = stream.terms.holder if stream.terms else ""
         terminal = terminal or cancelled_event(stream)
         self._open[stream.request_id, holder] = stream.request.priority_class, terminal
         self._wake.set()
@@ -77,7 +77,7 @@ class HeldAnswers:
     """Kept answers that this gateway makes or reads: while one goes on, its name and the parts that have ended live on.
 
     Each of them would expire at a time of its own; prolonged until the end of the last part and once more then, an
-    answer and its name can be had for KEEP_SECONDS after its end, and not longer.
+    answer and its name can be had for RETAINED_SECONDS after its end, and not longer.
     """
 
     def __init__(self, scripts: RedisScripts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,8 +88,8 @@ class HeldAnswers:
 
     def add(self, parts: Sequence[ResponseStream]) -> None:
         """One answer's parts; passed over if it has ended, or if nothing of it can expire before its end."""
-        keep = parts[0].keep
-        if keep is not None and (keep.name or len(parts) > 1) and not all(part.had_ended for part in parts):
+        terms = parts[0].terms
+        if terms is not None and (terms.name or len(parts) > 1) and not all(part.had_ended for part in parts):
             self._open.append(parts)
 
     def clear(self) -> None:
@@ -109,10 +109,10 @@ class HeldAnswers:
             self._prolonged_at = now
 
     async def _prolong(self, parts: Sequence[ResponseStream], *, is_over: bool) -> None:
-        keep = parts[0].keep
-        assert keep is not None
-        name_seconds = KEEP_SECONDS if is_over else keep.name_seconds
-        await self._scripts.prolong([part.request_id for part in parts], keep.name, name_seconds)
+        terms = parts[0].terms
+        assert terms is not None
+        name_seconds = RETAINED_SECONDS if is_over else terms.name_seconds
+        await self._scripts.prolong([part.request_id for part in parts], terms.name, name_seconds)
         if is_over and parts in self._open:
             self._open.remove(parts)
 

@@ -30,14 +30,24 @@ from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
 from shared.fleet_clock import FleetClock
-from shared.new_requests import Keep, Share
+from shared.new_requests import RetentionTerms, Share
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import NameTaken, RedisScripts
 
 __all__ = [
-    "InferenceClient", "InferenceError", "Keep", "NameTaken", "QueueFull", "QueueStats", "RequestGone",
-    "ResponseStream", "Share", "ShareFull", "StoreUnavailable", "WorkerStatus",
+    "InferenceClient",
+    "InferenceError",
+    "NameTaken",
+    "QueueFull",
+    "QueueStats",
+    "RequestGone",
+    "ResponseStream",
+    "RetentionTerms",
+    "Share",
+    "ShareFull",
+    "StoreUnavailable",
+    "WorkerStatus",
 ]  # fmt: skip
 
 CLOSE_SECONDS = 2.0
@@ -101,7 +111,7 @@ class InferenceClient:
         self._held.clear()
         for stream in self.streams:
             self.streams.end(stream, cancelled_event(stream))
-            if stream.keep is None:
+            if stream.terms is None:
                 self._withdrawals.add(stream)
         await self._calls.try_within(CLOSE_SECONDS, self._withdrawals.send())
         await self._calls.aclose()

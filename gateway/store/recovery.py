@@ -103,7 +103,7 @@ class Recovery:
             if stream.is_accepted and not stream.lags and (stream.is_behind or stream.last_heard <= quiet_since)
         ]
         for stream in due:
-            if stream.keep and stream.last_heard <= quiet_since:
+            if stream.terms and stream.last_heard <= quiet_since:
                 await self._attach(stream, again=True)  # the worker may not know of this gateway, or it was ended
         for start in range(0, len(due), BATCH_REQUESTS):
             await self._read_journals(due[start : start + BATCH_REQUESTS])

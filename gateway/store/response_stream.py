@@ -31,7 +31,7 @@ from shared.messages import (
     Usage,
     scores_by_index,
 )
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 
 MAX_UNREAD_SCORES = 2_048  # tokens of a choice, each with the log-probabilities of up to 21: about 1 MB
 # Tokens of one event: to read, understand and write them takes 15 us each, or 40 with 20 log-probabilities.
@@ -128,9 +128,9 @@ class _ChoiceTokens:
 class ResponseStream(AsyncIterator[StreamEvent]):
     """The events of one request. It has many members because listening, recovery and its reader share this state."""
 
-    def __init__(self, request: GenerationRequest, keep: Keep | None = None) -> None:
+    def __init__(self, request: GenerationRequest, terms: RetentionTerms | None = None) -> None:
         self.request = request
-        self.keep = keep  # of a request that others can attach to
+        self.terms = terms  # of a request that others can attach to
         self.is_accepted = False
         self.had_ended = False  # in the store, before this reader came: all there is of it is there
         self.waits = False  # nothing of it has come; kept by the client's table
@@ -145,7 +145,7 @@ class ResponseStream(AsyncIterator[StreamEvent]):
         self.num_repeated_tokens = 0
         self.prompt_logprobs: dict[int, EncodedLogprobs] = {}  # by index in the prompt; complete before the first token
         num_choices = request.sampling.n
-        self._choices = [_ChoiceTokens(index, keeps_logprobs=keep is not None) for index in range(num_choices)]
+        self._choices = [_ChoiceTokens(index, keeps_logprobs=terms is not None) for index in range(num_choices)]
         self._unread: deque[_ChoiceTokens] = deque()
         self._terminal: TerminalEvent | None = None
         self._is_exhausted = False

@@ -4,8 +4,8 @@
     async for event in stream: ...             # TokenEvents in order, each index once, then one FinishEvent|ErrorEvent
     await submission.release(stream)           # required if the reader leaves early; it sees FinishEvent(CANCELLED)
 
-A request that is submitted with a Keep can be attached to, here and at other gateways, while it runs and after its end;
-it is cancelled when the last of its holders lets go.
+A request that is submitted with RetentionTerms can be attached to, here and at other gateways, while it runs and after
+its end; it is cancelled when the last of its holders lets go.
 No Redis call runs in a request's own task: a cancelled handler must not leave a reply behind for the next caller.
 
 A chat's way in, where it is handed to the store. It knows no text and no HTTP.
@@ -26,7 +26,7 @@ from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.store_calls import InferenceError, Refused, StoreCalls, StoreUnavailable
 from gateway.store.stream_table import StreamTable
 from shared.messages import FinishReason, GenerationRequest
-from shared.new_requests import Keep, Share
+from shared.new_requests import RetentionTerms, Share
 from shared.redis_scripts import NameTaken
 
 _Result = TypeVar("_Result")
@@ -52,27 +52,32 @@ class Submission:
         self._calls = calls
         self._clock = clock
 
-    async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> ResponseStream:
+    async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> ResponseStream:
         """submit_all() of one."""
-        (stream,) = await self.submit_all([request], [keep] if keep else [])
+        (stream,) = await self.submit_all([request], [terms] if terms else [])
         return stream
 
     async def submit_all(
-        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = (), share: Share | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        terms_of_each: Sequence[RetentionTerms] = (),
+        share: Share | None = None,
     ) -> list[ResponseStream]:
-        """Store the requests of one answer, all or none; `keeps`: one each, if it is kept; `share`: what their key may
+        """Store the requests of one answer, all or none; `terms_of_each`: if it is kept; `share`: what their key may
         hold. Raises QueueFull, ShareFull, StoreUnavailable or NameTaken; safe to cancel (they are withdrawn then)."""
         self._acceptance.check_room(self._streams.num_waiting_tokens, requests)
         # Before ACCEPT: a worker may be faster than our reply.
-        streams = [self._open(request, keep) for request, keep in zip_longest(requests, keeps)]
+        streams = [self._open(request, terms) for request, terms in zip_longest(requests, terms_of_each)]
         await self._opened(streams, self._acceptance.accept(streams, share))
         return streams
 
-    async def attach_all(self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep]) -> list[ResponseStream]:
-        """Read the requests of a kept answer, each from its first token; each `keep.holder` is a new one. What had
+    async def attach_all(
+        self, requests: Sequence[GenerationRequest], terms_of_each: Sequence[RetentionTerms]
+    ) -> list[ResponseStream]:
+        """Read the requests of a kept answer, each from its first token; each `terms.holder` is a new one. What had
         ended in the store before says so (`had_ended`). Raises StoreUnavailable, or RequestGone for one that is there
         no more; safe to cancel."""
-        streams = [self._open(request, keep) for request, keep in zip(requests, keeps, strict=True)]
+        streams = [self._open(request, terms) for request, terms in zip(requests, terms_of_each, strict=True)]
         await self._opened(streams, self._recovery.attach(streams))
         return streams
 
@@ -96,8 +101,8 @@ class Submission:
             self._streams.end(stream, cancelled_event(stream))
         await self._calls.finish(self._withdrawals.send())
 
-    def _open(self, request: GenerationRequest, keep: Keep | None) -> ResponseStream:
-        stream = ResponseStream(request, keep)
+    def _open(self, request: GenerationRequest, terms: RetentionTerms | None) -> ResponseStream:
+        stream = ResponseStream(request, terms)
         stream.last_heard = self._clock()
         self._streams.add(stream)
         return stream
@@ -122,5 +127,5 @@ class Submission:
             del task  # its error has this frame, which would have it: a circle that holds the request for long
         for stream in streams:
             stream.is_accepted = True
-        if streams[0].keep is not None:
+        if streams[0].terms is not None:
             self._held.add(streams)

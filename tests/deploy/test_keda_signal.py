@@ -16,7 +16,7 @@ import yaml
 from redis.asyncio import Redis
 
 from gateway.store.store_probe import read_queue_stats
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
@@ -68,8 +68,8 @@ class History:
     async def accept(self) -> None:
         priority_class = self.random.choice(PRIORITY_CLASSES)
         request_id, self.num_accepted = f"r{self.num_accepted}", self.num_accepted + 1
-        keep = Keep(b"record", "holder") if self.random.random() < 0.3 else None
-        await self.scripts.accept(request_id, b"body", gateway_id="g", priority_class=priority_class, keep=keep)
+        terms = RetentionTerms(b"record", "holder") if self.random.random() < 0.3 else None
+        await self.scripts.accept(request_id, b"body", gateway_id="g", priority_class=priority_class, terms=terms)
         self.queue_of[request_id] = self.class_of[request_id] = priority_class
 
     async def take(self) -> None:

@@ -36,7 +36,7 @@ NUMBERS = [
     ("operations.md", r"read again within (\w+) seconds", "gateway.auth.access:RELOAD_SECONDS", 1),
     ("operations.md", r"which (\w+) gateways were killed in a row", "gateway.batches.driver:MAX_STRIKES", 1),
     ("operations.md", r"after (\w+) crashes without a new token", "shared.redis_scripts:MAX_STRIKES", 1),
-    ("operations.md", r"keeps an ended request for (\w+) minutes", "shared.new_requests:KEEP_SECONDS", 60),
+    ("operations.md", r"keeps an ended request for (\w+) minutes", "shared.new_requests:RETAINED_SECONDS", 60),
     ("clients.md", r"`expires_after` may be (\d+) s", "gateway.routes.files:MIN_EXPIRY_SECONDS", 1),
     ("clients.md", r"sum a conversation up, in ([\d,]+) tokens",
      "gateway.requests.responses_schema:MAX_SUMMARY_TOKENS", 1),

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from gateway.store.inference_client import InferenceClient, Keep
+from gateway.store.inference_client import InferenceClient, RetentionTerms
 from shared.messages import FinishEvent, GenerationRequest, TokenEvent
 from tests.builders import expected_output, make_request
 from tests.e2e.fleet import STOP_SECONDS
@@ -14,15 +14,20 @@ class Reader:
     """Submits one request and reads its stream; checks that each index comes once, in order."""
 
     def __init__(
-        self, client: InferenceClient, prompt: int | list[int] = 20, *, keep: Keep | None = None, **sampling: Any
+        self,
+        client: InferenceClient,
+        prompt: int | list[int] = 20,
+        *,
+        terms: RetentionTerms | None = None,
+        **sampling: Any,
     ) -> None:
         self.request: GenerationRequest = make_request(prompt, ignore_eos=True, **sampling)
         self.tokens: list[int] = []
         self.longest_silence_seconds = 0.0  # between two of its events
-        self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client, keep))
+        self.finished: asyncio.Task[FinishEvent] = asyncio.create_task(self._read(client, terms))
 
-    async def _read(self, client: InferenceClient, keep: Keep | None) -> FinishEvent:
-        stream = await client.submission.submit(self.request, keep=keep)
+    async def _read(self, client: InferenceClient, terms: RetentionTerms | None) -> FinishEvent:
+        stream = await client.submission.submit(self.request, terms=terms)
         heard_at = time.monotonic()
         async for event in stream:
             silence_seconds, heard_at = time.monotonic() - heard_at, time.monotonic()

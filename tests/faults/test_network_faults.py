@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.store.inference_client import Keep
+from gateway.store.inference_client import RetentionTerms
 from tests.e2e.reader import Reader
 from tests.faults.conftest import StartWorld, World
 from tests.faults.tcp_proxy import TcpProxy
@@ -77,7 +77,7 @@ async def test_a_kept_request_outlives_its_gateway_being_cut_off(start_world: St
     """For longer than its grace: its worker ends it, as nobody seems to read it. Its client waits and gets the rest."""
     world = await start_world(client_through_proxy=True)
     world.start_worker("w0", "--script-step-seconds", "0.05")
-    reader = Reader(world.client, keep=Keep(b"record", "h", grace_seconds=2), max_tokens=200)
+    reader = Reader(world.client, terms=RetentionTerms(b"record", "h", grace_seconds=2), max_tokens=200)
     await reader.has(20)
     proxy.is_down = True
     proxy.cut()

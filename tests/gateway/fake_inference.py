@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from gateway.admission import ready_workers
-from gateway.store.inference_client import Keep, QueueStats, Share, WorkerStatus
+from gateway.store.inference_client import QueueStats, RetentionTerms, Share, WorkerStatus
 from gateway.store.response_stream import MAX_READ_TOKENS
 from gateway.store.store_probe import QueueLoad, StoreMemory
 from gateway.store.stream_table import DeliveryCounts, StreamTable
@@ -127,7 +127,7 @@ class FakeInferenceClient:
 
     async def close(self) -> None: ...
 
-    async def submit(self, request: GenerationRequest, *, keep: Keep | None = None) -> FakeStream:
+    async def submit(self, request: GenerationRequest, *, terms: RetentionTerms | None = None) -> FakeStream:
         if self.submit_error is not None:
             raise self.submit_error
         self.requests.append(request)
@@ -140,7 +140,10 @@ class FakeInferenceClient:
         return stream
 
     async def submit_all(
-        self, requests: Sequence[GenerationRequest], keeps: Sequence[Keep] = (), share: Share | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        terms_of_each: Sequence[RetentionTerms] = (),
+        share: Share | None = None,
     ) -> list[FakeStream]:
         return [await self.submit(request) for request in requests]
 

@@ -10,7 +10,7 @@ from typing import Any
 from redis.exceptions import ConnectionError
 
 from shared.messages import GenerationRequest
-from shared.new_requests import KEEP_SECONDS, PROLONG_SECONDS, Keep
+from shared.new_requests import PROLONG_SECONDS, RETAINED_SECONDS, RetentionTerms
 from shared.redis_scripts import RedisScripts
 from tests.engine_worker.worker_harness import FOREVER_STEPS, eventually
 from tests.integration.conftest import COMPLETIONS, World
@@ -130,13 +130,13 @@ class TestAnswersThatNobodyHad:
         async with world.gateways[0].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as reader:
             await reader.take(1)
 
-            async def too_late(requests: Sequence[GenerationRequest], keeps: Sequence[Keep]) -> Any:
+            async def too_late(requests: Sequence[GenerationRequest], terms_of_each: Sequence[RetentionTerms]) -> Any:
                 nonlocal num_attached
                 num_attached += 1
                 reader.reply.close()
                 await becomes(partial(stored_state, world, reader.request_id), b"done")
                 world.worker.gate.allow(FOREVER_STEPS)
-                return await attach_all(requests, keeps)
+                return await attach_all(requests, terms_of_each)
 
             other.attach_all = too_late  # type: ignore[method-assign]
             async with world.gateways[1].streaming(COMPLETIONS, LONG, Idempotency_Key="k") as again:
@@ -169,12 +169,12 @@ async def test_a_name_is_kept_for_as_long_as_its_answer(world: World) -> None:
     posted = asyncio.create_task(world.gateways[0].post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k"))
     await becomes(lambda: num_stored(world, "i"), 1)
     (name,) = await stored_keys(world, "i")
-    assert KEEP_SECONDS < await ttl(name) <= KEEP_SECONDS + 60 + 2 * PROLONG_SECONDS  # --default-detach-seconds
+    assert RETAINED_SECONDS < await ttl(name) <= RETAINED_SECONDS + 60 + 2 * PROLONG_SECONDS  # --default-detach-seconds
     world.worker.gate.allow(FOREVER_STEPS)
     await posted
-    await becomes(lambda: is_at_most(ttl(name), KEEP_SECONDS), True)
+    await becomes(lambda: is_at_most(ttl(name), RETAINED_SECONDS), True)
     lives = [await ttl(key) for key in (*await stored_keys(world, "r"), name)]
-    assert len(lives) == 3 and min(lives) > KEEP_SECONDS - 5 and max(lives) - min(lives) <= 1
+    assert len(lives) == 3 and min(lives) > RETAINED_SECONDS - 5 and max(lives) - min(lives) <= 1
 
 
 @contextmanager

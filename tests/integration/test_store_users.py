@@ -17,7 +17,7 @@ from gateway.store.inference_client import InferenceClient
 from gateway.store.kv_watch import snapshots_of
 from shared.dead_letters import DeadLetters
 from shared.messages import ErrorEvent, FinishEvent
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
@@ -92,9 +92,9 @@ async def test_the_protocol_runs_under_the_users(
         second = start_worker(fleet, store, keys, "w1")
         await reader.check_complete()
         kept = make_request(max_tokens=3, ignore_eos=True)
-        await client.submission.submit(kept, keep=Keep(b"record", "first", name="digest", fingerprint="f"))
+        await client.submission.submit(kept, terms=RetentionTerms(b"record", "first", name="digest", fingerprint="f"))
         assert await client.archive.named("digest") == (kept.request_id, "f")
-        (held,) = await client.submission.attach_all([kept], [Keep(b"record", "second", name="digest")])
+        (held,) = await client.submission.attach_all([kept], [RetentionTerms(b"record", "second", name="digest")])
         assert isinstance([event async for event in held][-1], FinishEvent)
         (stored,) = await client.archive.stored([kept.request_id])
         assert stored is not None

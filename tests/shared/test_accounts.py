@@ -6,7 +6,7 @@ import random
 import pytest
 from redis.asyncio import Redis
 
-from shared.new_requests import Keep, NewRequest, Share
+from shared.new_requests import NewRequest, RetentionTerms, Share
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import ACCOUNT_SECONDS, BARE_REQUEST_BYTES, AcceptStatus, Demand, Ending, RedisScripts
@@ -137,7 +137,7 @@ async def test_a_refusal_of_the_queue_counts_nothing(scripts: RedisScripts) -> N
 
 async def test_a_record_counts(scripts: RedisScripts) -> None:
     owner = Owner(scripts, 10)
-    new = NewRequest("a", b"", keep=Keep(bytes(777), "h"))
+    new = NewRequest("a", b"", terms=RetentionTerms(bytes(777), "h"))
     await scripts.accept_all([new], gateway_id="g", priority_class="interactive", share=owner.share)
     assert await owner.num_bytes() == 777 + BARE_REQUEST_BYTES
 

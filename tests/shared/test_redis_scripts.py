@@ -15,7 +15,7 @@ from shared.messages import (
     decode_terminal_event,
     encode,
 )
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.reaping import ReapSummary, list_worker_ids, reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections
 from shared.redis_keys import GROUP, RESUMED, RedisKeys
@@ -441,7 +441,7 @@ class TestEmit:
 
     async def test_a_kept_request_that_was_cancelled_is_no_longer_this_workers(self, scripts, redis, keys):
         """Its hash stays; who did not hear of the cancellation learns of it here."""
-        await accept(scripts, keep=Keep(b"record", "h"))
+        await accept(scripts, terms=RetentionTerms(b"record", "h"))
         (a,) = await start(scripts)
         assert await scripts.cancel("a", "interactive", event=b"end")
         assert await scripts.emit(WORKER, 1, [frame(a, b"A")], []) == ["a"]
@@ -449,7 +449,7 @@ class TestEmit:
 
     async def test_a_cancellation_by_the_version_before_is_overcome_by_the_next_claim(self, scripts, redis, keys):
         """It leaves the claim; the request of a gateway that was cut off goes on all the same, in one attempt alone."""
-        await accept(scripts, keep=Keep(b"record", "h"))
+        await accept(scripts, terms=RetentionTerms(b"record", "h"))
         (a,) = await start(scripts)
         assert await scripts.cancel("a", "interactive", gone_gateway_id="g", event=b"end")
         await redis.hset(keys.request("a"), "claim", a.entry_id)
@@ -616,7 +616,7 @@ class TestCancel:
 class TestOrphanedAndHeldAgain:
     async def orphaned(self, scripts) -> None:
         """Begun, two tokens journalled, and ended because its gateway seemed to be gone."""
-        await accept(scripts, keep=Keep(b"record", "h"))
+        await accept(scripts, terms=RetentionTerms(b"record", "h"))
         await scripts.register(WORKER)
         (entry,) = await continue_with(scripts, WORKER)
         await scripts.emit(WORKER, 1, [StepFrame("a", entry.entry_id, b"xx")], [])
@@ -652,7 +652,7 @@ class TestOrphanedAndHeldAgain:
         assert await queued(redis, keys) == 0
 
     async def test_any_other_end_stays_too(self, scripts, redis, keys):
-        await accept(scripts, keep=Keep(b"record", "h"))
+        await accept(scripts, terms=RetentionTerms(b"record", "h"))
         await scripts.cancel("a", "interactive", holder="h", event=b"end")  # its last holder let go
         assert await scripts.attach("a", "h", "g", again=True) is AttachStatus.ENDED
 

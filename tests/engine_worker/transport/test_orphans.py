@@ -5,7 +5,7 @@ import pytest
 from engine_worker.transport import orphans as module
 from engine_worker.transport.orphans import Orphans
 from shared.messages import FinishEvent, FinishReason, decode_terminal_event
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.redis_keys import RESUMED
 from shared.redis_scripts import Demand, RedisScripts, StepFrame
 from tests.patience import PATIENCE_SECONDS
@@ -18,8 +18,8 @@ def orphans(scripts: RedisScripts) -> Orphans:
     return Orphans(scripts, tick_seconds=1.0)
 
 
-async def accept(scripts: RedisScripts, request_id: str = "a", *, gateway_id: str = "gone", keep=None) -> None:
-    await scripts.accept(request_id, b"body", gateway_id=gateway_id, priority_class="interactive", keep=keep)
+async def accept(scripts: RedisScripts, request_id: str = "a", *, gateway_id: str = "gone", terms=None) -> None:
+    await scripts.accept(request_id, b"body", gateway_id=gateway_id, priority_class="interactive", terms=terms)
 
 
 async def ticks(orphans: Orphans, count: int) -> None:
@@ -37,7 +37,7 @@ async def test_a_request_outlives_its_gateway_by_a_minute(orphans, scripts, keys
 
 
 async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, connections):
-    await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
+    await accept(scripts, terms=RetentionTerms(b"r", "h", grace_seconds=2))
     async with connections.subscriber.pubsub() as gateway:
         await ticks(orphans, 2)
         await gateway.subscribe(keys.gateway_channel("gone"))
@@ -48,7 +48,7 @@ async def test_while_the_gateway_listens_nothing_ends(orphans, scripts, keys, co
 
 
 async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, keys, connections):
-    await accept(scripts, keep=Keep(b"r", "h", grace_seconds=2))
+    await accept(scripts, terms=RetentionTerms(b"r", "h", grace_seconds=2))
     await scripts.register(WORKER)
     (entry,) = (await scripts.take(WORKER, Demand(1))).entries
     await scripts.claim(WORKER, [entry])
@@ -61,7 +61,7 @@ async def test_its_worker_is_told_and_a_kept_one_has_an_end(orphans, scripts, ke
 
 
 async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
-    await accept(scripts, gateway_id="alive", keep=Keep(b"r", "h0", grace_seconds=2))
+    await accept(scripts, gateway_id="alive", terms=RetentionTerms(b"r", "h0", grace_seconds=2))
     await scripts.attach("a", "h1", "gone")
     async with connections.subscriber.pubsub() as gateway:
         await gateway.subscribe(keys.gateway_channel("alive"))
@@ -76,7 +76,7 @@ async def test_another_holder_keeps_it(orphans, scripts, keys, connections):
 async def test_every_page_of_every_queue_is_looked_at(orphans, scripts, keys, connections, monkeypatch):
     monkeypatch.setattr(module, "PAGE_ENTRIES", 2)
     for number in range(5):
-        await accept(scripts, f"r{number}", keep=Keep(b"r", "h", grace_seconds=0))
+        await accept(scripts, f"r{number}", terms=RetentionTerms(b"r", "h", grace_seconds=0))
     entry = await connections.commands.xadd(keys.queue(RESUMED), {"r": "half", "a": "2", "s": "0"})
     fields = {"body": "x", "state": "queued", "gateway": "gone", "class": "batch", "grace": 0, "entry": entry}
     await connections.commands.hset(keys.request("half"), mapping=fields)

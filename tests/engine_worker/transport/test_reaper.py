@@ -7,7 +7,7 @@ import pytest
 from engine_worker.transport.heartbeat import HeartbeatPublisher
 from engine_worker.transport.reaper import MissedTicks, Reaper
 from shared.messages import WorkerHeartbeat, WorkerPhase, encode
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.reaping import list_worker_ids
 from shared.redis_client import connect
 from shared.redis_keys import GROUP
@@ -121,6 +121,6 @@ class TestReaper:
             await cancel_and_wait([task])
 
     async def test_each_tick_looks_for_requests_that_no_gateway_waits_for(self, reaper, rig):
-        await rig.accept("a", keep=Keep(b"record", "holder", grace_seconds=0))
+        await rig.accept("a", terms=RetentionTerms(b"record", "holder", grace_seconds=0))
         await reaper.tick(could_hear=False)
         assert await rig.stored("a", "state") == [b"done"]

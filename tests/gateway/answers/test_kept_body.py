@@ -16,7 +16,7 @@ from gateway.answers.retention import (
     Retention,
     decode_record,
     kept_body,
-    new_keeps,
+    new_terms,
     packed,
     unpacked,
 )
@@ -150,7 +150,7 @@ class TestRecords:
 
 def record_of(kind: AnswerKind, body: dict[str, Any], num_prompts: int) -> tuple[AnswerRecord, bytes]:
     planned = [generation(f"{index}") for index in range(num_prompts)]
-    first, *_ = new_keeps(Retention("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
+    first, *_ = new_terms(Retention("", 1.0), planned, kind, kind.decode(json.dumps(body).encode()), (), 1)
     record = decode_record(first.record)
     assert record is not None and record.other_ids == [request.request_id for request in planned[1:]]
     return record, first.record

@@ -20,7 +20,7 @@ from shared.messages import (
     WorkerPhase,
     encode,
 )
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import RESUMED
@@ -332,12 +332,12 @@ class TestLostTail:
         assert await rest(stream) == ([8], end)
         assert (client.counts.num_torn_streams, client.streams.num_repeated_tokens) == (0, 2)
 
-    @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
+    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["forgotten", "kept"])
     @pytest.mark.parametrize("others", [[66, 77], []], ids=["other tokens", "an earlier end"])
     async def test_what_ended_otherwise_is_an_error_to_who_has_its_beginning(
-        self, client, worker, connections, keys, keep, others
+        self, client, worker, connections, keys, terms, others
     ):
-        stream = await client.submission.submit(make_request(), keep=keep)
+        stream = await client.submission.submit(make_request(), terms=terms)
         await worker.claim()
         await worker.emit("a", 0, 5, 6)
         assert await rest_until(stream, 2) == [5, 6]
@@ -352,7 +352,7 @@ class TestCutOff:
     """Its workers took this gateway for dead, and its client waits."""
 
     async def test_a_kept_request_goes_on_behind_what_its_client_has(self, client, worker, scripts, connections, keys):
-        stream = await client.submission.submit(make_request(), keep=Keep(b"record", "h"))
+        stream = await client.submission.submit(make_request(), terms=RetentionTerms(b"record", "h"))
         await worker.claim()
         await worker.emit("a", 0, 5)
         assert await anext(stream) == TokenEvent("a", 0, [5])
@@ -369,7 +369,7 @@ class TestCutOff:
         assert client.counts.num_restored_requests == 1
 
     async def test_an_end_that_another_gateway_was_asked_for_is_its_end(self, client, worker, scripts):
-        stream = await client.submission.submit(make_request(), keep=Keep(b"record", "h"))
+        stream = await client.submission.submit(make_request(), terms=RetentionTerms(b"record", "h"))
         event = cancelled_event(stream)
         await scripts.cancel("a", "interactive", gone_gateway_id="g", event=encode(event))
         await scripts.cancel("a", "interactive")
@@ -377,13 +377,13 @@ class TestCutOff:
 
 
 class TestQueueTimeout:
-    @pytest.mark.parametrize("keep", [None, Keep(b"record", "h")], ids=["forgotten", "kept"])
+    @pytest.mark.parametrize("terms", [None, RetentionTerms(b"record", "h")], ids=["forgotten", "kept"])
     @pytest.mark.parametrize("num_lost", [1, 3])
-    async def test_a_cancel_whose_reply_is_lost_ends_it_all_the_same(self, client, flaky, scripts, keep, num_lost):
+    async def test_a_cancel_whose_reply_is_lost_ends_it_all_the_same(self, client, flaky, scripts, terms, num_lost):
         """No worker is there: whoever is accepted anew here waits for ever."""
         flaky.fail("cancel", "lose", times=num_lost)
         overdue = make_request(queue_deadline=await client.probe.fleet_seconds())
-        stream = await client.submission.submit(overdue, keep=keep)
+        stream = await client.submission.submit(overdue, terms=terms)
         tokens, end = await rest(stream)
         assert (tokens, end.code) == ([], ErrorCode.QUEUE_TIMEOUT)
         assert flaky.calls.count("cancel") == num_lost + 1

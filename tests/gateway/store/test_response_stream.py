@@ -33,7 +33,7 @@ from shared.messages import (
     encoded_logprobs,
     journal_choices,
 )
-from shared.new_requests import Keep
+from shared.new_requests import RetentionTerms
 from tests.patience import PATIENCE_SECONDS
 
 REQUEST = GenerationRequest(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, seed=0))
@@ -95,7 +95,7 @@ def scored(index: int, *token_ids: int) -> TokenEvent:
 
 
 async def test_log_probabilities_come_once_with_their_tokens_from_either_source():
-    stream = ResponseStream(REQUEST, Keep(b"", "holder", "", 15))  # others may ask for what was read
+    stream = ResponseStream(REQUEST, RetentionTerms(b"", "holder", "", 15))  # others may ask for what was read
     for event in (scored(0, 5), scored(0, 5, 6), scored(3, 8)):  # the last one after a hole
         stream.offer(event)
     assert await anext(stream) == scored(0, 5, 6)
@@ -153,11 +153,13 @@ async def test_scores_that_wait_do_not_hold_the_messages_that_they_came_in() -> 
     assert await anext(stream) == scored(0, 5, 5, 5)
 
 
-@pytest.mark.parametrize("keep", [None, Keep(b"", "holder", "", 15)])
-async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_late(keep: Keep | None) -> None:
+@pytest.mark.parametrize("terms", [None, RetentionTerms(b"", "holder", "", 15)])
+async def test_log_probabilities_are_whole_whether_they_are_read_one_by_one_or_late(
+    terms: RetentionTerms | None,
+) -> None:
     events = [scored(0, 5), scored(1, 6, 7), scored(3, 8), scored(4, *range(10, 10 + MAX_READ_SCORES))]
     for num_late in range(len(events) + 1):
-        stream, found = ResponseStream(REQUEST, keep), list[TokenEvent]()
+        stream, found = ResponseStream(REQUEST, terms), list[TokenEvent]()
         for number, event in enumerate(events):
             stream.offer(event)
             assert stream.read_whole() is None, "they are no plain tokens"
