@@ -18,6 +18,7 @@ PROGRAMS = {
     "engine-cases": "engine.cases",  # our engine in the cases in which others were measured
     "soak": "engine.soak",  # random traffic on one engine, its state checked after each step
     "scheduler-cost": "engine.scheduler_cost",  # the host's time for a step, by batch size
+    "step-channel": "engine.step_channel",  # what telling the other ranks of a step costs rank 0
     "structured": "engine.structured",  # outputs against their schemas, and what the masks cost a step
     "grammar-steps": "engine.grammar_steps",  # whole steps with and without grammars
     "model-impls": "engine.model_impls",  # one model by our code and by that of transformers
