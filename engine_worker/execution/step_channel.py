@@ -102,8 +102,9 @@ class _Slots:
             raise ValueError(f"a step of {len(message)} bytes; the channel's slots hold {self.slot_bytes}")
         header = _HEADER.pack(_MAGIC, VERSION, number, len(message))
         start = self._start(number)
-        crc32 = _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
-        self._map[start : start + _PREFIX_BYTES + len(message)] = header + crc32 + message
+        behind = start + _PREFIX_BYTES
+        self._map[start:behind] = header + _CRC32.pack(zlib.crc32(message, zlib.crc32(header)))
+        self._map[behind : behind + len(message)] = message  # by itself: put behind the rest first, it is copied twice
 
     def read(self, number: int) -> bytes:
         start = self._start(number)
@@ -132,6 +133,7 @@ class RingSender:
         self._size = size
         self._followers = range(1, size)
         self._number = 0
+        self._read_by_all = 0  # messages, when it was last asked
         self._sent_at = [0] * NUM_SLOTS  # as _READ_AT_OFFSET
         self._memory_fd = os.memfd_create("pagestream-steps", os.MFD_CLOEXEC)
         os.ftruncate(self._memory_fd, size * _PAGE_BYTES)
@@ -206,7 +208,10 @@ class RingSender:
         self.wait_seconds += time.perf_counter() - started
 
     def _slot_is_free(self) -> bool:
-        return max(self.messages_behind()) < NUM_SLOTS
+        """Whether the slot of the next message was read by all: asked of them only where they had not, as last seen."""
+        if self._number - self._read_by_all >= NUM_SLOTS:
+            self._read_by_all = min(self._pages.count(rank, _READ_OFFSET) for rank in self._followers)
+        return self._number - self._read_by_all < NUM_SLOTS
 
 
 class RingReceiver:
