@@ -12,9 +12,9 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -22,10 +22,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.provenance import provenance
+from bench.statistics import distribution
 from gateway.store.inference_client import InferenceClient
 from shared.reaping import reap_workers_with_prefix
 from shared.redis_client import connect
@@ -53,18 +55,31 @@ class Report:
     streams: int = 0
     taken_over: int = 0
     wrong: list[str] = field(default_factory=list)
-    silences_seconds: list[float] = field(default_factory=list)  # of streams that were taken over
+    silences_seconds: list[float] = field(default_factory=list)  # the longest of each stream that was taken over
+    other_silences_seconds: list[float] = field(default_factory=list)  # of each that was not
+    gone_seconds: list[float] = field(default_factory=list)  # from each kill until nothing was left of the group
+    loads: list[float] = field(default_factory=list)  # of the machine, at the end of each round
 
     def figures(self) -> dict[str, Any]:
-        silences = sorted(self.silences_seconds) or [0.0]
         return {
             "rounds": self.rounds,
             "killed": dict(self.killed),
             "streams": self.streams,
             "taken_over": self.taken_over,
             "wrong": self.wrong,
-            "silence_of_taken_over_seconds": {"median": statistics.median(silences), "max": silences[-1]},
+            "silence_of_taken_over_seconds": _told(self.silences_seconds, over=2.0),
+            "silence_of_others_seconds": _told(self.other_silences_seconds, over=2.0),
+            "gone_seconds": _told(self.gone_seconds, over=1.0),
+            "load_average": _told(self.loads),
         }
+
+
+def _told(values: list[float], over: float | None = None) -> dict[str, float]:
+    """`over`: how many there are above it is told too."""
+    if not values:
+        return {}
+    figures = {name: round(value, 3) for name, value in distribution(values).items()}
+    return figures if over is None else {**figures, f"over_{over:g}": sum(value > over for value in values)}
 
 
 class Rounds:
@@ -93,8 +108,13 @@ class Rounds:
         num_taken_over, num_wrong = await self._compare(lengths, readers)
         await self._world.nothing_is_left()
         self.report.rounds += 1
+        self.report.gone_seconds = self._groups.gone_seconds
+        self.report.loads.append(os.getloadavg()[0])
+        gone = f"gone after {1e3 * self._groups.gone_seconds[-1]:.0f} ms"
+        silence = max(reader.longest_silence_seconds for reader in readers)
         equal = "each with the undisturbed tokens" if not num_wrong else f"{num_wrong} WITH OTHER TOKENS"
-        return f"{killed}: {NUM_STREAMS} streams, {num_taken_over} taken over, {equal}"
+        streams = f"{NUM_STREAMS} streams, {num_taken_over} taken over, {equal}, silent for {silence:.2f} s at most"
+        return f"{killed}, {gone}: {streams}"
 
     async def _kill_the_holder(self, moment: str, rank: int, readers: list[Reader]) -> None:
         world = self._world
@@ -104,8 +124,8 @@ class Rounds:
             world.fleet.processes[name].send_signal(signal.SIGTERM)
             await world.logged(name, "draining")
         await asyncio.sleep(self._random.uniform(0.0, MOST_DELAY_SECONDS))  # the rhythm of the faults
-        await self._groups.kill(name, rank)
-        await reap_workers_with_prefix(world.connections.commands, world.keys, name)
+        requeue = partial(reap_workers_with_prefix, world.connections.commands, world.keys, name)
+        await self._groups.kill(name, rank, on_end=requeue)
         await world.has_ready(self._start())
 
     async def _compare(self, lengths: list[int], readers: list[Reader]) -> tuple[int, int]:
@@ -122,6 +142,8 @@ class Rounds:
         report.taken_over += len(moved)
         report.wrong += wrong
         report.silences_seconds += [reader.longest_silence_seconds for reader in moved]
+        stayed = [reader for reader, attempt in zip(readers, attempts, strict=True) if attempt == 1]
+        report.other_silences_seconds += [reader.longest_silence_seconds for reader in stayed]
         return len(moved), len(wrong)
 
     def _start(self) -> str:

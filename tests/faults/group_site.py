@@ -8,7 +8,7 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.e2e.fleet import STOP_SECONDS
@@ -30,6 +30,7 @@ class Groups:
         """`flags`: of every group; on a CPU unless told otherwise."""
         self.world = world
         self._flags = flags
+        self.gone_seconds: list[float] = []  # from each kill() until nothing was left of a group
         self._model_dir = model_dir
         self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
         self._temporary.mkdir(exist_ok=True)
@@ -57,23 +58,31 @@ class Groups:
         del self.world.fleet.processes[name]  # those that are left are meant to live
         return status
 
-    async def kill(self, name: str, rank: int) -> int:
-        """Kill a rank; the exit status of rank 0. Both are gone before a step times out, with all that they had."""
+    async def kill(self, name: str, rank: int, on_end: Callable[[], Awaitable[object]] | None = None) -> int:
+        """Kill a rank; the exit status of rank 0. All is gone before a step times out, with all that they had.
+
+        `on_end`: what a supervisor does once rank 0 has ended.
+        """
         first, follower = self.world.fleet.processes[name].pid, await self.follower(name)
-        memories = memories_of(first)
+        wills, memories = last_wills_of(first), memories_of(first)
         assert memories
         os.kill(follower if rank else first, signal.SIGKILL)
         killed_at = time.monotonic()
         status = await self.end_of(name)
-        await gone(follower)
+        supervising = asyncio.ensure_future(on_end()) if on_end is not None else None
+        for pid in (follower, *wills):
+            await gone(pid)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while any(memories & memories_of(pid) for pid in all_pids()):  # files are closed last
                 await asyncio.sleep(0.002)
         seconds = time.monotonic() - killed_at
+        self.gone_seconds.append(seconds)
         print(f"{name}: the group was gone {1e3 * seconds:.0f} ms after the end of rank {rank}")
         # On an idle machine a few ms. Whatever a busy one adds: an end is seen, not found out by a step's time-out.
         assert seconds < STEP_TIMEOUT_SECONDS
         assert not list(self._temporary.iterdir())
+        if supervising is not None:
+            await supervising
         return status
 
     async def hold(self, name: str, phase: str) -> int:
@@ -144,11 +153,20 @@ def phase_of(follower: int) -> str:
 
 
 def followers_of(pid: int) -> list[int]:
+    return _children_of(pid, "engine_worker.follower")
+
+
+def last_wills_of(pid: int) -> list[int]:
+    """None where it is not there yet, or has ended."""
+    return _children_of(pid, "engine_worker.last_will")
+
+
+def _children_of(pid: int, program: str) -> list[int]:
     try:
         found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return []
-    return [int(child) for children in found for child in children if "engine_worker.follower" in _command(int(child))]
+    return [int(child) for children in found for child in children if program in _command(int(child))]
 
 
 def _command(pid: int) -> str:
@@ -159,8 +177,9 @@ def _command(pid: int) -> str:
 
 
 async def gone(pid: int) -> None:
+    """Wait for the end of a follower or a last will."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while "engine_worker.follower" in _command(pid):
+        while "engine_worker." in _command(pid):
             await asyncio.sleep(0.002)
 
 
