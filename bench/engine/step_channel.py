@@ -1,4 +1,6 @@
-"""What a step of a group costs rank 0 before its own devices begin: python -m bench step-channel. No device, no model.
+"""The cost to rank 0 of telling a group of a step, before its own devices begin: python -m bench step-channel.
+
+No device and no model.
 
     encode      a step's description to a message: arrays, tables, MessagePack
     send        the message into the ring, and every follower woken: processes of their own, which sleep until then
@@ -124,7 +126,7 @@ def followers(size: int) -> Iterator[RingSender]:
 
 @contextmanager
 def sleepers(count: int) -> Iterator[Callable[[], None]]:
-    """What wakes all of them."""
+    """Processes of which none does anything but sleep; calling the value wakes all of them."""
     fds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in range(count)]
 
     def wake() -> None:

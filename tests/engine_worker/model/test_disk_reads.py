@@ -50,7 +50,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def disk_bytes(ranks: TensorParallel, directory: Path) -> int:
-    """What this process has the kernel fetch, for its part of a network and a step of every token with it."""
+    """Return what this process has the kernel fetch, for its part of a network and a step of every token with it."""
     ranks.minimum(0)  # nobody reads before all have counted what they fetched until now
     before = _fetched_bytes()
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
