@@ -34,6 +34,7 @@ LOOKS_PER_BEAT = 4
 BEAT_SECONDS = LOOKS_PER_BEAT * LOOK_SECONDS
 LATE_BEATS = 5  # missed in a row, and it counts as down
 PATIENCE_BEATS = 60  # a native call may keep the interpreter to itself for long, a page of a file for longer
+START_PATIENCE = 2  # times as many until the first beat: an interpreter starts in 0.1 s, from a slow disk in more
 DUMP_SECONDS = 1.0  # for stacks to be written by followers that hang
 STOPPED_DUMP_SECONDS = 0.2  # and by one that was merely stopped, for which streams wait
 STOPPED = "a signal has stopped it"
@@ -178,14 +179,14 @@ class Followers:
         for rank, signs in self._signs.items():
             signs.look(self.channel.beats(rank), is_stopped(self._processes[rank].pid))
         stopped = [rank for rank, signs in self._signs.items() if signs.stopped_looks >= STOPPED_LOOKS]
-        silent = [rank for rank, signs in self._signs.items() if signs.missed >= signs.patience_beats]
+        silent = [rank for rank, signs in self._signs.items() if signs.is_silent]
         found = next(iter([*stopped, *silent]), None)
         return self._end(found, None, STOPPED if stopped else "") if found is not None else None
 
 
 @dataclass(slots=True)
 class _Signs:
-    """The signs of life of a follower, of which the first one begins the count."""
+    """The signs of life of a follower since it was started."""
 
     patience_beats: int
     beats: int = 0
@@ -198,5 +199,9 @@ class _Signs:
         self.stopped_looks = self.stopped_looks + 1 if is_stopped else 0
         self._looks += 1
         if self._looks % LOOKS_PER_BEAT == 0:
-            self.missed = self.missed + 1 if beats == self.beats and beats else 0
+            self.missed = self.missed + 1 if beats == self.beats else 0
             self.beats = beats
+
+    @property
+    def is_silent(self) -> bool:
+        return self.missed >= self.patience_beats * (1 if self.beats else START_PATIENCE)

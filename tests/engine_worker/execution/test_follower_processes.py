@@ -83,6 +83,21 @@ def test_one_that_stands_still_is_found_and_its_stacks_are_written(
     assert "follower.py" in capfd.readouterr().err
 
 
+NEVER_BEGINS = """
+import sys, threading
+if "engine_worker.follower" in sys.orig_argv:
+    threading.Event().wait()  # as an interpreter does whose files are on a disk that does not answer
+"""
+
+
+def test_one_that_never_begins_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NEVER_BEGINS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    end = Started(patience_beats=1).end()
+    assert (end.status, end.phase, end.cause) == (None, "", "")
+    assert str(end) == "rank 1 of 2 stands still in its phase 'start'"
+
+
 def test_one_that_is_stopped_is_found_by_its_stop(capfd: pytest.CaptureFixture[str]) -> None:
     """Not by its silence, which would be another minute; one that was continued at once stays."""
     started = Started()
@@ -111,15 +126,3 @@ print({name.partition(".")[0] for name in sys.modules} & {"redis", "aiohttp", "p
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_a_follower_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not to its end before it serves: an object that is looked up by name in an unpickler ends this follower."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "def watch(event, arguments):\n"
-        "    if event == 'pickle.find_class': os._exit(99)\n"
-        "sys.addaudithook(watch)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    assert Started(start_with(tmp_path)).end().status == 2  # config.json is missing: torch has been imported by then
