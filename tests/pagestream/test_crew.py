@@ -1,14 +1,16 @@
 """Children kept alive together: restart, giving up, the order of the stop. Real processes."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from pagestream.child_process import ChildCommand
+from pagestream.child_process import ChildCommand, ChildProcess
 from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
+from tests.patience import PATIENCE_SECONDS
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
@@ -54,6 +56,19 @@ async def test_a_killed_child_lives_again_after_its_death_was_handled() -> None:
         "worker life 0 begins", "worker: up", "worker life 0 ended with signal 9",
         "worker life 1 begins", "worker: up",
     ]  # fmt: skip
+
+
+async def test_many_lives_leave_no_descriptor() -> None:
+    """Not even where a process that a life has started holds its output for a while longer, as a last will does."""
+    command = ChildCommand(name="worker", argv=["sh", "-c", "setsid sleep 0.2 & kill -9 $$"])
+    await (await ChildProcess.start(command)).wait()  # what the event loop keeps for itself
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        child = await ChildProcess.start(command)
+        assert await child.wait() == -signal.SIGKILL
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.sleep(0.01)  # polls another process
 
 
 async def test_a_stop_is_told_once_and_a_short_one_not_at_all() -> None:

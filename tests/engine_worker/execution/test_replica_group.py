@@ -30,6 +30,17 @@ from tests.tiny_model import IM_END
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
 BLOCK_SIZE = 8
 ROOMY = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+# In a follower, whose command line no other process has.
+TELLS_OF_PICKLE = """
+import sys
+def watch(event, arguments):
+    if event == "pickle.find_class":
+        with open({path!r}, "a") as file:
+            print(*arguments, file=file)
+if "engine_worker.follower" in sys.orig_argv:
+    sys.addaudithook(watch)
+    print("begins", file=open({path!r}, "a"))
+"""
 SCHEMA = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
 
 
@@ -49,9 +60,18 @@ def alone(model_dir: Path) -> ModelRunner:
     return runner_of(model_dir, 1)
 
 
+@pytest.fixture(scope="module")
+def unpickled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with what followers look up for an unpickler, from their first import to the last test."""
+    return tmp_path_factory.mktemp("unpickled") / "names"
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def group(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    runner = runner_of(model_dir, request.param)
+def group(model_dir: Path, request: pytest.FixtureRequest, unpickled: Path) -> Iterator[ModelRunner]:
+    (unpickled.parent / "sitecustomize.py").write_text(TELLS_OF_PICKLE.format(path=str(unpickled)))
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setenv("PYTHONPATH", str(unpickled.parent), prepend=os.pathsep)
+        runner = runner_of(model_dir, request.param)
     yield runner
     assert runner.group is not None
     runner.group.close()
@@ -182,6 +202,13 @@ def test_idle_followers_take_a_hundredth_of_a_core_at_most(group: ModelRunner) -
     assert isinstance(group.group, RankGroup)
     for pid in group.group.pids:
         assert least_share(partial(cpu_seconds, pid), at_most=0.01) <= 0.01
+
+
+def test_followers_have_unpickled_nothing(group: ModelRunner, unpickled: Path) -> None:
+    """In all that the tests above had them do."""
+    answers(group, requests_of(2, max_tokens=4))
+    told = unpickled.read_text().splitlines()
+    assert len(told) >= 1 and set(told) == {"begins"}
 
 
 def inodes_that_listen() -> set[str]:
