@@ -16,6 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "activations.h"
 #include "linear_weight.h"
 #include "operation.h"
 #include "processor.h"
@@ -28,7 +29,7 @@ constexpr int GROUP = 32, OUTPUTS = 16, QUADS = GROUP / 4, LINE = OUTPUTS * 4;  
 // widens its weights (has_whole_rows).
 constexpr int BASE = 255;
 constexpr float MOST = 127 * BASE + 127;
-constexpr int MOST_ROWS = 12;     // that are multiplied at a time
+constexpr int MOST_ROWS = 8;      // that are multiplied at a time
 constexpr int ROWS_A_PASS = 128;  // whose quants stay in the second cache while all weights pass by
 constexpr int ROWS_BY_ONE = 4;    // fewer are quantised by one thread: sharing them out takes longer
 
@@ -101,17 +102,21 @@ void quantise_group(const Element* from, int64_t count, bool is_whole, int8_t* q
     const bool is_finite = most_bits < 0x7f800000, is_zero = most < 1e-30f;
     const float factor = is_finite && !is_zero ? MOST / most : 0.0f;
     *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : most / MOST;
-    __m256i integers[4], upper[4], lower[4], sums = _mm256_setzero_si256();
+    __m256i integers[4], sums = _mm256_setzero_si256();
     for (int part = 0; part < 4; part++) {
-        const __m256i whole = integers[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
-                                        : _mm256_setzero_si256();
-        // BASE is odd, so no quotient lies between two integers, and 1 / BASE may be rounded.
-        upper[part] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_set1_ps(1.0f / BASE)));
-        lower[part] = _mm256_sub_epi32(whole, _mm256_mullo_epi32(upper[part], _mm256_set1_epi32(BASE)));
-        sums = _mm256_add_epi32(sums, whole);
+        integers[part] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(values[part], _mm256_set1_ps(factor)))
+                                   : _mm256_setzero_si256();
+        sums = _mm256_add_epi32(sums, integers[part]);
     }
     *sum = total(sums);
     if (is_whole) return store_whole(integers, quants);
+    __m256i upper[4], lower[4];
+    for (int part = 0; part < 4; part++) {
+        // BASE is odd, so no quotient lies between two integers, and 1 / BASE may be rounded.
+        const __m256 quotient = _mm256_mul_ps(_mm256_cvtepi32_ps(integers[part]), _mm256_set1_ps(1.0f / BASE));
+        upper[part] = _mm256_cvtps_epi32(quotient);
+        lower[part] = _mm256_sub_epi32(integers[part], _mm256_mullo_epi32(upper[part], _mm256_set1_epi32(BASE)));
+    }
     _mm256_storeu_si256((__m256i*)quants, bytes_of(upper));
     _mm256_storeu_si256((__m256i*)(quants + GROUP), bytes_of(lower));
 }
@@ -126,34 +131,6 @@ void quantise_row(const Element* from, int64_t inputs, bool is_whole, const Rows
     }
 }
 
-// e^x within 2 units of the last place; the same bits in every file, which libm does not promise.
-inline __m256 exp8(__m256 x) {
-    x = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.0f), x));  // NaN stays: it is second
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-    __m256 sum = _mm256_set1_ps(1.9875691500e-4f);  // Cephes' expf
-    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(1.3981999507e-3f));
-    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(8.3334519073e-3f));
-    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(4.1665795894e-2f));
-    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(1.6666665459e-1f));
-    sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(5.0000001201e-1f));
-    sum = _mm256_add_ps(_mm256_fmadd_ps(sum, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
-    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    return _mm256_mul_ps(sum, _mm256_castsi256_ps(power));
-}
-
-// x / (1 + e^-z), where z is x (SiLU) or 2 sqrt(2 / pi) (x + 0.044715 x^3) (GELU by tanh).
-inline __m256 activated(__m256 x, int gate) {
-    __m256 z = x;
-    if (gate == GELU_TANH) {
-        const __m256 cube = _mm256_mul_ps(_mm256_mul_ps(x, x), x);
-        z = _mm256_mul_ps(_mm256_fmadd_ps(cube, _mm256_set1_ps(0.044715f), x), _mm256_set1_ps(1.5957691f));
-    }
-    const __m256 minus_z = _mm256_xor_ps(z, _mm256_set1_ps(-0.0f));
-    return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(minus_z)));
-}
-
 inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
     const __m256i bits = _mm256_castps_si256(values);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -165,7 +142,10 @@ inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
 
 void store(const float* sums, int64_t count, void* to, int type) {  // up to OUTPUTS
     if (type == FLOAT32) {
-        memcpy(to, sums, count * sizeof(float));
+        // Read as a gate writes them: what is read wider than it was written waits for the cache.
+        for (int part = 0; count == OUTPUTS && part < OUTPUTS; part += 8)
+            _mm256_storeu_ps((float*)to + part, _mm256_loadu_ps(sums + part));
+        if (count < OUTPUTS) memcpy(to, sums, count * sizeof(float));
         return;
     }
     uint16_t rounded[OUTPUTS];
@@ -211,8 +191,6 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
 
 template <class Set, int FORMAT>
 int multiply_rows(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, int64_t left, float* sums) {
-    if constexpr (Set::MOST_ROWS >= 12)
-        if (left >= 12) return multiply_tile<Set, FORMAT, 12>(weight, block, rows, row, sums), 12;
     if (Set::MOST_ROWS >= 8 && left >= 8) return multiply_tile<Set, FORMAT, 8>(weight, block, rows, row, sums), 8;
     if (Set::MOST_ROWS >= 4 && left >= 4) return multiply_tile<Set, FORMAT, 4>(weight, block, rows, row, sums), 4;
     if (left >= 2) return multiply_tile<Set, FORMAT, 2>(weight, block, rows, row, sums), 2;

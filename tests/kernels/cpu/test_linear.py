@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu import build, linear
-from kernels.cpu.library import InstructionSet
+from kernels.cpu.library import InstructionSet, cpu_library
 from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, PackedLinear, joined_rows, quantised
 from tests.kernels.cpu.emulation import emulated as emulated_functions
 
 try:
-    linear.linear_products()
+    cpu_library()
 except build.NoLibrary as error:
     pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
 
@@ -150,8 +150,10 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_threads(format_: GroupFormat,
         torch.set_num_threads(threads)
 
 
-def test_more_rows_than_stay_in_a_cache_are_as_few() -> None:
-    packed = PackedLinear(random_weight(1, GroupFormat.INT4_MINIMUM, 48, 96), 96)
+@pytest.mark.parametrize("format_", GroupFormat)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_more_rows_than_stay_in_a_cache_are_as_few(product: Product, format_: GroupFormat, is_gated: bool) -> None:
+    packed = PackedLinear(random_weight(1, format_, 48 + 48 * is_gated, 96), 96, is_gated=is_gated, product=product)
     x = torch.randn((300, 96), generator=torch.Generator().manual_seed(2))
     assert torch.equal(packed(x), torch.cat([packed(row[None]) for row in x]))
 

@@ -1,0 +1,198 @@
+// Products of many rows, as prompts and large batches have: linear.h's sums for two blocks of outputs, a panel, at once.
+//
+// A group's weights become words of 16 bits once for all rows of a pass, and these are multiplied with tiles of rows.
+// A tile's quants lie as they are multiplied: of each pair of inputs those of all its rows. Sums of integers stay in
+// registers for a group, those of floats in the first cache. Every number is computed as multiply_tile() computes it,
+// in the same order: an exact sum of a group, and the groups in the order of the inputs. So the bits are the same.
+#pragma once
+
+#include <utility>
+
+#include "linear.h"
+
+namespace {
+
+constexpr int PAIRS = GROUP / 2;        // of inputs, in the order of store_whole()
+constexpr int TILE_ROWS = 12;           // whose sums of two blocks 24 of 32 registers hold
+constexpr int TILES_A_PASS = 11;        // whose sums of a panel, 17 KB, stay in the first cache beside their quants
+constexpr int PANEL_BLOCKS = 2;         // of a gated weight one of gate and one of up
+constexpr int PANEL_OUTPUTS = PANEL_BLOCKS * OUTPUTS;
+
+// One group of a tile's rows. A tile of fewer rows has zeros in the place of the others.
+struct TileGroup {
+    int32_t quants[PAIRS][TILE_ROWS];  // two of 16 bits
+    float scales[TILE_ROWS], scaled_sums[TILE_ROWS];
+};
+
+// One group of a panel's weights.
+struct PanelGroup {
+    alignas(64) int16_t words[PAIRS][PANEL_OUTPUTS][2];  // less the format's zero
+    const uint16_t *scales[PANEL_BLOCKS], *minima[PANEL_BLOCKS];
+};
+
+// Rows are shared out evenly among as few tiles as hold them, and tiles among as few passes.
+struct Tiles {
+    int64_t rows, count, passes;
+
+    int64_t first_row(int64_t tile) const { return rows * tile / count; }
+    int rows_of(int64_t tile) const { return (int)(first_row(tile + 1) - first_row(tile)); }
+    int64_t first_of_pass(int64_t pass) const { return count * pass / passes; }
+    int64_t pass_of(int64_t tile) const { return ((tile + 1) * passes - 1) / count; }
+};
+
+inline Tiles tiles_of(int64_t rows) {
+    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    return {rows, count, (count + TILES_A_PASS - 1) / TILES_A_PASS};
+}
+
+// Where a group of a tile lies: pass by pass, in each the tiles of a group one after another.
+inline int64_t place(const Tiles& tiles, int64_t groups, int64_t tile, int64_t group) {
+    const int64_t pass = tiles.pass_of(tile), first = tiles.first_of_pass(pass), end = tiles.first_of_pass(pass + 1);
+    return first * groups + group * (end - first) + tile - first;
+}
+
+template <class Element>
+void quantise_tile(const Element* x, int64_t stride, int rows, int64_t inputs, int64_t group, TileGroup& to) {
+    if (rows < TILE_ROWS) to = {};
+    for (int row = 0; row < rows; row++) {
+        int32_t pairs[PAIRS], sum;
+        quantise_group(x + row * stride + group * GROUP, inputs - group * GROUP, true, (int8_t*)pairs, &to.scales[row], &sum);
+        for (int pair = 0; pair < PAIRS; pair++) to.quants[pair][row] = pairs[pair];
+        to.scaled_sums[row] = to.scales[row] * (float)sum;
+    }
+}
+
+// What a group adds to the sums of a row and a block.
+template <class Set, int FORMAT>
+inline void add_exact(typename Set::Integers exact, typename Set::Floats scale, typename Set::Floats minimum,
+                      const TileGroup& tile, int row, float* sums) {
+    const typename Set::Floats factor = Set::multiply(scale, Set::all(tile.scales[row]));
+    typename Set::Floats sum = Set::multiply_add(Set::floats(exact), factor, Set::load(sums));
+    if (FORMAT == INT4_MINIMUM) sum = Set::multiply_add(minimum, Set::all(tile.scaled_sums[row]), sum);
+    Set::save(sums, sum);
+}
+
+// What a group adds to `sums` [TILE_ROWS][PANEL_OUTPUTS] of a tile's rows ROW. These are written out and no loop: GCC 12
+// keeps arrays that a loop goes through in memory.
+template <class Set, int FORMAT, size_t... ROW>
+__attribute__((noinline)) void add_group(const PanelGroup& weight, const TileGroup& tile, float* sums, std::index_sequence<ROW...>) {
+    typename Set::Integers first[] = {(void(ROW), Set::no_sum())...}, second[] = {(void(ROW), Set::no_sum())...};
+    for (int pair = 0; pair < PAIRS; pair++) {
+        const typename Set::Integers words[] = {Set::line(weight.words[pair][0]), Set::line(weight.words[pair][OUTPUTS])};
+        typename Set::Integers quants;
+        ((quants = Set::all(tile.quants[pair][ROW]), Set::add_products(first[ROW], words[0], quants),
+          Set::add_products(second[ROW], words[1], quants)),
+         ...);
+    }
+    const typename Set::Floats scales[] = {Set::load(weight.scales[0]), Set::load(weight.scales[1])};
+    const bool has_minima = FORMAT == INT4_MINIMUM;
+    const typename Set::Floats minima[] = {has_minima ? Set::load(weight.minima[0]) : Set::zero(),
+                                           has_minima ? Set::load(weight.minima[1]) : Set::zero()};
+    (add_exact<Set, FORMAT>(first[ROW], scales[0], minima[0], tile, ROW, sums + ROW * PANEL_OUTPUTS), ...);
+    (add_exact<Set, FORMAT>(second[ROW], scales[1], minima[1], tile, ROW, sums + ROW * PANEL_OUTPUTS + OUTPUTS), ...);
+}
+
+template <class Set, int FORMAT>
+inline void add_group_of(int rows, const PanelGroup& weight, const TileGroup& tile, float* sums) {
+    if (rows > 10) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<12>());
+    if (rows > 8) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<10>());
+    if (rows > 6) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<8>());
+    add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<6>());
+}
+
+// The sums of a panel and the tiles from `first` to `end`, to sums[end - first][TILE_ROWS][PANEL_OUTPUTS].
+template <class Set, int FORMAT>
+void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BLOCKS], int64_t groups, const Tiles& tiles,
+                    int64_t first, int64_t end, const TileGroup* rows, float* sums) {
+    constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
+    memset(sums, 0, (end - first) * TILE_ROWS * PANEL_OUTPUTS * sizeof(float));
+    PanelGroup of_weight;
+    for (int64_t group = 0; group < groups; group++) {
+        for (int block = 0; block < PANEL_BLOCKS; block++) {
+            const int64_t at = blocks[block] * groups + group;
+            Set::template widen<FORMAT>(weight.quants + at * BYTES, &of_weight.words[0][block * OUTPUTS][0],
+                                        PANEL_OUTPUTS * 2);
+            of_weight.scales[block] = weight.scales + at * OUTPUTS;
+            if (FORMAT == INT4_MINIMUM) of_weight.minima[block] = weight.minima + at * OUTPUTS;
+        }
+        const TileGroup* of_tiles = rows + first * groups + group * (end - first);
+        for (int64_t tile = first; tile < end; tile++)
+            add_group_of<Set, FORMAT>(tiles.rows_of(tile), of_weight, of_tiles[tile - first],
+                                      sums + (tile - first) * TILE_ROWS * PANEL_OUTPUTS);
+    }
+}
+
+template <class Set>
+void multiply_panel_of(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BLOCKS], int64_t groups, const Tiles& tiles,
+                       int64_t first, int64_t end, const TileGroup* rows, float* sums) {
+    switch (weight.format) {
+        case INT8: return multiply_panel<Set, INT8>(weight, blocks, groups, tiles, first, end, rows, sums);
+        case INT4_ZERO_8: return multiply_panel<Set, INT4_ZERO_8>(weight, blocks, groups, tiles, first, end, rows, sums);
+        default: return multiply_panel<Set, INT4_MINIMUM>(weight, blocks, groups, tiles, first, end, rows, sums);
+    }
+}
+
+// Outputs of a row from the sums of a panel: one block of a gated weight, else two.
+inline void finish_row(const LinearWeight& weight, int64_t panel, float* sums, uint8_t* out, int out_type) {
+    const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, size = out_type == FLOAT32 ? 4 : 2;
+    const int64_t at = panel * (weight.gate ? OUTPUTS : PANEL_OUTPUTS);
+    for (int block = 0; block < PANEL_BLOCKS; block++) {
+        const int64_t from = weight.gate ? at : at + block * OUTPUTS, left = width - from;
+        const int64_t count = left < OUTPUTS ? left : OUTPUTS;
+        float* of_block = sums + block * OUTPUTS;
+        if (weight.bias && count > 0) add_bias(of_block, 1, weight.bias + from + (weight.gate ? block * width : 0), count);
+        if (!weight.gate && count > 0) store(of_block, count, out + from * size, out_type);
+    }
+    if (!weight.gate) return;
+    for (int i = 0; i < OUTPUTS; i += 8) {
+        const __m256 gate = activated(_mm256_loadu_ps(sums + i), weight.gate);
+        _mm256_storeu_ps(sums + i, _mm256_mul_ps(gate, _mm256_loadu_ps(sums + OUTPUTS + i)));
+    }
+    store(sums, width - at < OUTPUTS ? width - at : OUTPUTS, out + at * size, out_type);
+}
+
+template <class Set>
+void compute_panel(const LinearWeight& weight, int64_t panel, int64_t groups, const Tiles& tiles, int64_t pass,
+                   const TileGroup* rows, uint8_t* out, int64_t out_stride, int out_type) {
+    const int64_t first = tiles.first_of_pass(pass), end = tiles.first_of_pass(pass + 1);
+    const int64_t last_block = (weight.outputs + OUTPUTS - 1) / OUTPUTS - 1, block = panel * PANEL_BLOCKS;
+    // Behind the last block of an odd number that one comes again; nothing is stored of it.
+    const int64_t blocks[PANEL_BLOCKS] = {block, weight.gate || block < last_block ? block + 1 : block};
+    alignas(64) float sums[TILES_A_PASS * TILE_ROWS * PANEL_OUTPUTS];
+    multiply_panel_of<Set>(weight, blocks, groups, tiles, first, end, rows, sums);
+    for (int64_t tile = first; tile < end; tile++)
+        for (int row = 0; row < tiles.rows_of(tile); row++)
+            finish_row(weight, panel, sums + ((tile - first) * TILE_ROWS + row) * PANEL_OUTPUTS,
+                       out + (tiles.first_row(tile) + row) * out_stride * (out_type == FLOAT32 ? 4 : 2), out_type);
+}
+
+// linear() of many rows.
+template <class Set>
+int linear_by_panels(const LinearWeight& of_weight, const void* x, int64_t x_stride, int x_type, int64_t num_rows,
+                     void* out, int64_t out_stride, int out_type, int num_threads) {
+    const LinearWeight weight = of_weight;
+    const Tiles tiles = tiles_of(num_rows);
+    const int64_t groups = (weight.inputs + GROUP - 1) / GROUP, inputs = weight.inputs;
+    const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs, of_panel = weight.gate ? OUTPUTS : PANEL_OUTPUTS;
+    const int64_t panels = (width + of_panel - 1) / of_panel;
+    auto quantise = [=](int64_t part, uint8_t* shared) {
+        const int64_t tile = part / groups, group = part % groups, at = tiles.first_row(tile) * x_stride;
+        TileGroup& to = ((TileGroup*)shared)[place(tiles, groups, tile, group)];
+        if (x_type == FLOAT32)
+            quantise_tile((const float*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+        else
+            quantise_tile((const uint16_t*)x + at, x_stride, tiles.rows_of(tile), inputs, group, to);
+    };
+    auto multiply = [=](int64_t part, uint8_t* shared) {
+        compute_panel<Set>(weight, part % panels, groups, tiles, part / panels, (const TileGroup*)shared, (uint8_t*)out,
+                           out_stride, out_type);
+    };
+    const Operation operations[2] = {
+        operation(tiles.count * groups, tiles.count * groups / (4 * num_threads), quantise),
+        // Panels go to whoever is free: on a busy machine one thread may get half of a processor.
+        operation(tiles.passes * panels, panels / (num_threads * 8), multiply, tiles.count * groups * sizeof(TileGroup)),
+    };
+    return perform(operations, 2, num_threads) ? 0 : 1;
+}
+
+}  // namespace
