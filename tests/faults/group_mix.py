@@ -57,7 +57,8 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     silences_seconds: list[float] = field(default_factory=list)  # the longest of each stream that was taken over
     other_silences_seconds: list[float] = field(default_factory=list)  # of each that was not
-    gone_seconds: list[float] = field(default_factory=list)  # from each kill until nothing was left of the group
+    gone_seconds: list[float] = field(default_factory=list)  # from each kill until no rank and no memory was left
+    wills_gone_seconds: list[float] = field(default_factory=list)  # and until the last will had ended
     loads: list[float] = field(default_factory=list)  # of the machine, at the end of each round
 
     def figures(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ class Report:
             "silence_of_taken_over_seconds": _told(self.silences_seconds, over=2.0),
             "silence_of_others_seconds": _told(self.other_silences_seconds, over=2.0),
             "gone_seconds": _told(self.gone_seconds, over=1.0),
+            "last_will_gone_seconds": _told(self.wills_gone_seconds, over=1.0),
             "load_average": _told(self.loads),
         }
 
@@ -109,6 +111,7 @@ class Rounds:
         await self._world.nothing_is_left()
         self.report.rounds += 1
         self.report.gone_seconds = self._groups.gone_seconds
+        self.report.wills_gone_seconds = self._groups.wills_gone_seconds
         self.report.loads.append(os.getloadavg()[0])
         gone = f"gone after {1e3 * self._groups.gone_seconds[-1]:.0f} ms"
         silence = max(reader.longest_silence_seconds for reader in readers)

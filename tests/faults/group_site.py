@@ -30,7 +30,9 @@ class Groups:
         """`flags`: of every group; on a CPU unless told otherwise."""
         self.world = world
         self._flags = flags
-        self.gone_seconds: list[float] = []  # from each kill() until nothing was left of a group
+        # From each kill() until no rank and no memory of a group was left, and until its last will had ended too.
+        self.gone_seconds: list[float] = []
+        self.wills_gone_seconds: list[float] = []
         self._model_dir = model_dir
         self._temporary = model_dir.parent / "tmp"  # of all groups, where they leave nothing
         self._temporary.mkdir(exist_ok=True)
@@ -70,8 +72,7 @@ class Groups:
         killed_at = time.monotonic()
         status = await self.end_of(name)
         supervising = asyncio.ensure_future(on_end()) if on_end is not None else None
-        for pid in (follower, *wills):
-            await gone(pid)
+        await gone(follower)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while any(memories & memories_of(pid) for pid in all_pids()):  # files are closed last
                 await asyncio.sleep(0.002)
@@ -81,6 +82,9 @@ class Groups:
         # On an idle machine a few ms. Whatever a busy one adds: an end is seen, not found out by a step's time-out.
         assert seconds < STEP_TIMEOUT_SECONDS
         assert not list(self._temporary.iterdir())
+        for pid in wills:
+            await gone(pid)
+        self.wills_gone_seconds.append(time.monotonic() - killed_at)
         if supervising is not None:
             await supervising
         return status
