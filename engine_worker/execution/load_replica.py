@@ -57,7 +57,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class LoadPlan:
     """Settings and model that fit together, on this rank's device."""
 
-    settings: ExecutionSettings  # none of them left to the device
+    settings: ExecutionSettings  # none of them left to the device: ranks of other hosts are told them
     blueprint: Blueprint
     device: torch.device
     max_model_len: int
@@ -65,7 +65,7 @@ class LoadPlan:
     @property
     def dtype(self) -> torch.dtype:
         """The type that the model computes in."""
-        return _dtype(self.settings, self.blueprint.shape.dtype, self.device)
+        return _DTYPES[self.settings.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
     settings = _with_kv_cache_dtype(settings, blueprint.shape.dtype)
+    settings = replace(settings, dtype=_name(_dtype(settings, blueprint.shape.dtype, device)))
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)

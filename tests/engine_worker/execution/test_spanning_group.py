@@ -9,19 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from bench.serving.free_port import free_port
+from engine_worker.execution.group_messages import GroupStart, encode, start_of
 from engine_worker.execution.load import load_model_runner
+from engine_worker.execution.load_replica import load_plan
 from engine_worker.execution.model_runner import ModelRunner
 from engine_worker.execution.settings import ExecutionSettings
 from shared.messages import GenerationRequest
 from shared.settings import SettingsError
 from tests.builders import make_request
+from tests.engine_worker.execution.group_runs import write_shape
 from tests.engine_worker.execution.reference import run_engine, write_model
 
 pytestmark = [pytest.mark.tp, pytest.mark.e2e]
 ROOT = Path(__file__).parents[3]
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
 CONFIG: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
 SECONDS = 100.0
 
@@ -108,6 +116,20 @@ def test_ranks_of_different_models_refuse_each_other(
         load(model_dir, endpoint)
     _, log = follower.communicate(timeout=SECONDS)
     assert follower.returncode == 2 and "rank 1 cannot start: the ranks have different models" in log
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_rank_0_chooses_the_number_format_for_hosts_of_other_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    """On a CPU it depends on the host's instructions; sums of two formats are none."""
+    model = write_shape(tmp_path / "model", model_type="llama", torch_dtype="bfloat16", **SHAPE)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    first = load_plan(ExecutionSettings(model=model, load_format="dummy", device="cpu", tensor_parallel_size=2))
+    chosen = first.dtype
+    assert chosen == (torch.bfloat16 if has_bf16 else torch.float32)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not has_bf16)
+    assert load_plan(start_of(encode(GroupStart(first.settings))).settings, 1).dtype == chosen
 
 
 @pytest.mark.parametrize("endpoint", ["host", "host:0", ":1", "host:65536", "host:x"])
