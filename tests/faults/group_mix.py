@@ -1,6 +1,6 @@
 """make faults-group: ranks of groups are killed at random moments of their lives, a hundred times, under streams.
 
-    python -m tests.faults.group_mix --rounds 100 [--seed N] [--json FILE]
+    python -m tests.faults.group_mix --rounds 100 [--ranks N] [--seed N] [--json FILE]
 
 A round kills one rank of one of two groups: while it loads, warms up, prefills, decodes or drains. The other group goes
 on with the streams, each of which must get the tokens of an undisturbed run, every one once; then nothing of the
@@ -37,7 +37,7 @@ from tests.e2e.fleet import running_fleet
 from tests.e2e.reader import Reader
 from tests.engine_worker.execution.reference import write_model_of_words
 from tests.faults.conftest import Store, World
-from tests.faults.group_site import Groups, outputs
+from tests.faults.group_site import FLAGS, Groups, outputs
 from tests.faults.tcp_proxy import TcpProxy
 
 MOMENTS = ("load", "warm-up", "prefill", "decode", "drain")
@@ -98,7 +98,7 @@ class Rounds:
 
     async def play(self) -> str:
         """Play a round; who was killed when, and what the streams got."""
-        moment, rank = self._random.choice(MOMENTS), self._random.randrange(2)
+        moment, rank = self._random.choice(MOMENTS), self._random.randrange(self._groups.size)
         killed = f"rank {rank}, {moment}"
         self.report.killed[killed] += 1
         lengths = self._random.choices(LENGTHS, k=NUM_STREAMS)
@@ -177,12 +177,14 @@ async def running_world(directory: Path) -> AsyncIterator[World]:
         store.kill()
 
 
-async def run_rounds(directory: Path, *, num_rounds: int, source: random.Random, report: Report) -> None:
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+async def run_rounds(
+    directory: Path, *, num_rounds: int, num_ranks: int, source: random.Random, report: Report
+) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6 if num_ranks == 3 else 2, "num_hidden_layers": 2}
     (directory / "models").mkdir()
     model = write_model_of_words(directory / "models" / "tiny", **sizes)
     async with running_world(directory) as world:
-        rounds = Rounds(world, Groups(world, model), source, report)
+        rounds = Rounds(world, Groups(world, model, [*FLAGS, "--tensor-parallel-size", str(num_ranks)]), source, report)
         try:
             await rounds.begin()
             for number in range(1, num_rounds + 1):
@@ -199,19 +201,32 @@ def main() -> int:
         prog="python -m tests.faults.group_mix", description=(__doc__ or "").partition(": ")[2]
     )
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--ranks", type=int, choices=(2, 3), default=2, help="of each group")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
+    command = (
+        f"python -m tests.faults.group_mix --rounds {options.rounds} --ranks {options.ranks} --seed {options.seed}"
+    )
     started, source, report = time.monotonic(), random.Random(options.seed), Report()
     try:
         with tempfile.TemporaryDirectory(prefix="ps-groups-") as directory:
-            asyncio.run(run_rounds(Path(directory), num_rounds=options.rounds, source=source, report=report))
+            asyncio.run(
+                run_rounds(
+                    Path(directory), num_rounds=options.rounds, num_ranks=options.ranks, source=source, report=report
+                )
+            )
     finally:
-        told = {"seed": options.seed, **report.figures(), "took_seconds": round(time.monotonic() - started, 1)}
+        told = {
+            "ranks": options.ranks,
+            "seed": options.seed,
+            **report.figures(),
+            "took_seconds": round(time.monotonic() - started, 1),
+        }
         print(json.dumps(told, indent=1), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({**provenance(sys.argv[1:]), **told}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**provenance([]), "command": command, **told}, indent=1) + "\n")
     return 1 if report.wrong else 0
 
 

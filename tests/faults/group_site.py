@@ -1,4 +1,4 @@
-"""Groups of ranks as workers of a World: two processes a worker, whose ranks a test can find and signal."""
+"""Groups of ranks as workers of a World: several processes a worker, whose ranks a test can find and signal."""
 
 import asyncio
 import contextlib
@@ -29,6 +29,7 @@ class Groups:
     def __init__(self, world: World, model_dir: Path, flags: Sequence[str] = FLAGS) -> None:
         """`flags`: of every group; on a CPU unless told otherwise."""
         self.world = world
+        self.size = int(flags[-1 - flags[::-1].index("--tensor-parallel-size") + 1])  # the last one counts
         self._flags = flags
         # From each kill() until no rank and no memory of a group was left, and until its last will had ended too.
         self.gone_seconds: list[float] = []
@@ -45,14 +46,14 @@ class Groups:
         path = os.pathsep.join(map(str, filter(None, [python_path, ROOT])))
         return world.fleet.start(name, *argv, PYTHONPATH=path, TMPDIR=str(self._temporary))
 
-    async def follower(self, name: str) -> int:
-        """The process id of rank 1, when it is there."""
+    async def follower(self, name: str, rank: int = 1) -> int:
+        """The process id of a rank but the first, when it is there."""
         pid = self.world.fleet.processes[name].pid
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (found := followers_of(pid)):
+            while rank not in (found := followers_of(pid)):
                 assert self.world.fleet.processes[name].poll() is None, self.world.fleet.log(name)
                 await asyncio.sleep(0.005)
-        return found[0]
+        return found[rank]
 
     async def end_of(self, name: str) -> int:
         """The exit status of rank 0, which is not meant to live."""
@@ -65,14 +66,16 @@ class Groups:
 
         `on_end`: what a supervisor does once rank 0 has ended.
         """
-        first, follower = self.world.fleet.processes[name].pid, await self.follower(name)
+        first = self.world.fleet.processes[name].pid
+        followers = [await self.follower(name, number) for number in range(1, self.size)]
         wills, memories = last_wills_of(first), memories_of(first)
         assert memories
-        os.kill(follower if rank else first, signal.SIGKILL)
+        os.kill([first, *followers][rank], signal.SIGKILL)
         killed_at = time.monotonic()
         status = await self.end_of(name)
         supervising = asyncio.ensure_future(on_end()) if on_end is not None else None
-        await gone(follower)
+        for follower in followers:
+            await gone(follower)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while any(memories & memories_of(pid) for pid in all_pids()):  # files are closed last
                 await asyncio.sleep(0.002)
@@ -156,8 +159,10 @@ def phase_of(follower: int) -> str:
     return phases[-1].rpartition(" ")[0] if phases else ""
 
 
-def followers_of(pid: int) -> list[int]:
-    return _children_of(pid, "engine_worker.follower")
+def followers_of(pid: int) -> dict[int, int]:
+    """By rank, which stands behind the parent's process id in a follower's command line."""
+    found = {child: _command(child).partition("engine_worker.follower\0")[2] for child in _children_of(pid, "follower")}
+    return {int(arguments.split("\0")[1]): child for child, arguments in found.items() if arguments}
 
 
 def last_wills_of(pid: int) -> list[int]:
