@@ -86,8 +86,7 @@ def load_plan(settings: ExecutionSettings, rank: int = 0) -> LoadPlan:
     settings = settings.for_device(device.type)
     if not blueprint.is_capturable:
         settings = replace(settings, cudagraph_mode="none")
-    settings = _with_kv_cache_dtype(settings, blueprint.shape.dtype)
-    settings = replace(settings, dtype=_name(_dtype(settings, blueprint.shape.dtype, device)))
+    settings = _with_dtypes(settings, blueprint.shape.dtype, device)
     max_model_len = _max_model_len(settings, blueprint.shape)
     refuse_attention(blueprint.shape.attentions, blueprint.shape.dtype, device.type)
     return LoadPlan(settings=settings, blueprint=blueprint, device=device, max_model_len=max_model_len)
@@ -101,12 +100,12 @@ def _with_quantization(settings: ExecutionSettings, device: torch.device) -> Exe
     return replace(settings, quantization=choice.quantization)
 
 
-def _with_kv_cache_dtype(settings: ExecutionSettings, saved: str) -> ExecutionSettings:
-    """`auto` is decided, and told where it is not the type that the model computes in."""
+def _with_dtypes(settings: ExecutionSettings, saved: str, device: torch.device) -> ExecutionSettings:
+    """`auto` is decided; that of the KV cache is told where it is not the type that the model computes in."""
     choice = chosen_kv_cache_dtype(settings, saved)
     if choice.told:
         logger.info("%s", choice.told)
-    return replace(settings, kv_cache_dtype=choice.kv_cache_dtype)
+    return replace(settings, kv_cache_dtype=choice.kv_cache_dtype, dtype=_name(_dtype(settings, saved, device)))
 
 
 def _quantization(plan: LoadPlan) -> str:
