@@ -125,8 +125,10 @@ class EngineThread:
         num, num_tokens = len(self._on_way), sum(self._on_way.values())
         intake, background_intake = self._latest_turn.intake, self._latest_turn.background_intake
         return Demand(
-            requests=intake.num_wanted(num, num_tokens),
+            requests=intake.num_most(num, num_tokens),
             background_requests=background_intake.num_wanted(num, num_tokens),
+            prompt_tokens=intake.num_wanted_tokens(num_tokens),
+            likely_prompt_tokens=intake.likely_prompt_tokens,
             room=max(0, intake.room - num),
             background_room=max(0, background_intake.room - num),
         )

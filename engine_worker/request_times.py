@@ -46,7 +46,7 @@ class RequestClock:
 
     def claimed(self, claim: ClaimedRequest) -> None:
         now = self._clock()
-        queued = int(claim.entry_id.split(b"-")[0]) / 1000
+        queued = claim.queued_ms / 1000
         times = RequestTimes(claim.request.traceparent, min(queued, now), now)
         self._times[claim.request.request_id] = times
         for sink in self._sinks:

@@ -193,8 +193,8 @@ class ModelService:
         """The timeouts of a request that is admitted now: nobody waits for ever for a worker that is to come."""
         return timeouts if self.client.fleet.ready else without_worker(timeouts)
 
-    def share_of(self, account: Account) -> Share | None:
-        """The bytes that the account's requests may hold in the store; None: as much as there is."""
+    def share_of(self, account: Account) -> Share:
+        """Whose the account's requests are, and the bytes that they may hold in the store."""
         max_bytes = self.client.store_memory.max_bytes
         return share_of(account.owner_key_hash, account.store_ratio, max_bytes, self._num_models)
 

@@ -36,11 +36,13 @@ class NewRequest:
     journal: bytes = b""  # of tokens that its client already has
     terms: RetentionTerms | None = None
     reserved_bytes: int = 0  # that it may write into its journal
+    num_prompt_tokens: int = 0
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The bytes that the requests of one key may hold in the store, all together."""
+    """Whose the requests of an answer are: their key has its turns, and may hold so much of the store."""
 
-    owner_key_hash: str
-    max_bytes: int
+    owner_key_hash: str  # '': of those who have none
+    max_bytes: int | None = None  # of all its requests together; None: as much as there is

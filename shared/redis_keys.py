@@ -12,7 +12,8 @@ GROUP = "engine"
 
 # Requests of a dead worker wait here, before every other class: their clients already hold half an answer.
 RESUMED = "resumed"
-PRIORITY_CLASSES = ("interactive", "batch")  # strict order: a later class is read only when the earlier ones are empty
+INTERACTIVE = "interactive"
+PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict order: a later class is read only when the earlier ones are empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class RedisKeys:
     def queues(self) -> tuple[str, ...]:
         """Every queue, in the order in which workers read them."""
         return tuple(self.queue(name) for name in (RESUMED, *PRIORITY_CLASSES))
+
+    @property
+    def turns(self) -> tuple[str, str]:
+        """Whose turn it is among interactive requests (order.lua): numbers by entry, and by key. Beside their queue,
+        which both sides may write."""
+        queue = self.queue(INTERACTIVE)
+        return f"{queue}:order", f"{queue}:times"
 
     def request(self, request_id: str) -> str:
         return self._name(f"r:{request_id}")

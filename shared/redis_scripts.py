@@ -29,9 +29,10 @@ from redis.asyncio import Redis
 
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Share
-from shared.redis_keys import GROUP, RESUMED, RedisKeys
+from shared.redis_keys import GROUP, INTERACTIVE, RESUMED, RedisKeys
 
-BEGINNINGS = {"emit": "publish", "finish": "publish", "accept": "account"}  # what is put before a script
+# Put before a script.
+BEGINNINGS = {"emit": "publish", "finish": "publish", "accept": "account", "take": "order"}
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
     *("cancel", "reap", "tick"),
@@ -39,6 +40,9 @@ SCRIPT_NAMES = (
 KEEP_DEAD_SECONDS = 86_400  # those of a dead letter: a day for somebody to look at what killed its workers
 ACCOUNT_SECONDS = 7_200  # what a key's requests hold, counted since its last one; a few live longer, uncounted then
 BARE_REQUEST_BYTES = 1_024  # of the store beside body, record and journal: fields, names, entries of queue and account
+# For which a choice's place counts in turns: else a thousand short prompts would cost as much as one long one.
+PLACE_TOKENS = 128
+FLOW = "k:"  # before a key's hash, which is empty where nobody has a key
 MAX_STRIKES = 2  # crashes without a new token before a request has to run alone
 MAX_ATTEMPTS = 10
 
@@ -82,6 +86,7 @@ class QueueEntry:
     entry_id: bytes
     request_id: str  # empty if somebody deleted the entry while it was pending
     solo: bool
+    queued_ms: int = 0  # when it came into the queues, by the store's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +97,18 @@ class Demand:
     background_requests: int | None = None  # of them, the most of the last class; None: as many
     room: int | None = None  # that it could hold more, now or soon; None: just these
     background_room: int | None = None
+    prompt_tokens: int | None = None  # of interactive prompts, that are enough for now; None: any number
+    likely_prompt_tokens: int = 0  # of one whose entry does not tell
 
     @property
     def of_last(self) -> int:
-        return (
-            self.requests if self.background_requests is None else max(0, min(self.requests, self.background_requests))
-        )
+        asked = self.requests if self.background_requests is None else self.background_requests
+        return max(0, min(self.requests, asked))
 
     def counts(self) -> list[int]:
         room = self.requests if self.room is None else self.room
-        return [
-            self.requests,
-            room,
-            self.of_last,
-            self.of_last if self.background_room is None else self.background_room,
-        ]
+        background_room = self.of_last if self.background_room is None else self.background_room
+        return [self.requests, room, self.of_last, background_room]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ _NOT_KEPT = RetentionTerms(b"", "")
 
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
-    return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1")
+    queued_ms = int(fields.get(b"t") or entry_id.split(b"-")[0])
+    return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1", queued_ms)
 
 
 def load_sources() -> dict[str, str]:
@@ -228,20 +231,31 @@ class RedisScripts:
         max_queued: int = -1,
         share: Share | None = None,
     ) -> AcceptStatus:
-        """All or none, in one queue. The first one's keep has the name of all. Without a share they are not counted.
-        Raises NameTaken."""
+        """All or none, in one queue. The first one's terms have the name of all. Without a share they are neither
+        counted nor given turns. Raises NameTaken."""
         first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
-        account = self.keys.account(share.owner_key_hash) if share else self.keys.request(first_id)
+        max_bytes, account = None, self.keys.request(first_id)
+        if share is not None and share.max_bytes is not None:
+            max_bytes, account = share.max_bytes, self.keys.account(share.owner_key_hash)
+        flow = FLOW + share.owner_key_hash if share and priority_class == INTERACTIVE else ""
+        turns = self.keys.turns if flow else [self.keys.request(first_id)] * 2
         pairs = self._pairs([request.request_id for request in requests])
-        keys = [self.keys.queue(priority_class), name, account, *pairs]
+        keys = [self.keys.queue(priority_class), name, account, *turns, *pairs]
         arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
         arguments += [first.fingerprint, first.stale_id, first.name_seconds]
-        arguments += [share.max_bytes if share else "", ACCOUNT_SECONDS, BARE_REQUEST_BYTES, *self._pair("")]
+        arguments += [
+            "" if max_bytes is None else max_bytes,
+            ACCOUNT_SECONDS,
+            BARE_REQUEST_BYTES,
+            *self._pair(""),
+            flow,
+        ]
         for request in requests:
             terms = request.terms or _NOT_KEPT
             arguments += [request.request_id, request.body, request.journal]
             arguments += [terms.record, terms.holder, terms.grace_seconds, request.reserved_bytes]
+            arguments += [request.num_prompt_tokens, request.num_prompt_tokens + PLACE_TOKENS * request.num_choices]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"the store answered for another request than {first_id}")
@@ -270,8 +284,10 @@ class RedisScripts:
 
         Not to be repeated: read the own pending entries instead.
         """
-        arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts()]
-        reply = await self._fenced_call("take", worker_id, [*self.keys.held, *self.keys.queues], arguments)
+        arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
+        arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
+        keys = [*self.keys.held, *self.keys.turns, *self.keys.queues]
+        reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
             for queue, entries in reply[1]

@@ -1,8 +1,9 @@
 """How many requests more a worker should claim: what the next two steps can start, and a few for the next free seats.
 
 All others wait in the queue, where every worker, a cancel and a time-out find them. The first of the two steps is being
-computed while the claim is under way, so with less the second could find nothing. What a prompt costs is not known
-before it is claimed: it is guessed from those before, and counted as soon as it is here. A takeover, and every other
+computed while the claim is under way, so with less the second could find nothing. How long a prompt is the queue tells;
+what of it is in the cache, and how long one is of which it does not tell, is guessed from those before, and counted as
+soon as it is here. A takeover, and every other
 claim, asks here first. It knows counts, no request's content and no store.
 """
 
@@ -17,6 +18,8 @@ from engine_worker.scheduling.sequence_group import SequenceGroup
 STEPS_AHEAD = 2
 SEATS_PER_SPARE = 32  # for each of so many seats a request waits here, as nobody foresees an end by a stop token
 WEIGHT = 1 / 8  # of the newest prompt in the averages
+# Of a prompt, counted as computed whatever the cache had of late: the next may not be in it, and looking takes time.
+LEAST_RATIO = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,27 @@ class Intake:
     request_tokens: float  # that the prompt of a request is likely to compute
     computed_ratio: float  # of its tokens
 
+    def num_most(self, num_added: int, num_added_prompt_tokens: int) -> int:
+        """Requests to claim when so many are on their way to the engine already, as far as their prompts allow: no more
+        than num_wanted_tokens() in all."""
+        return max(0, self.room + self.spare - num_added) if self._tokens_beside(num_added_prompt_tokens) > 0 else 0
+
     def num_wanted(self, num_added: int, num_added_prompt_tokens: int) -> int:
-        """Requests to claim when so many are on their way to the engine already."""
-        tokens = self.tokens - num_added_prompt_tokens * self.computed_ratio
+        """Requests to claim where nobody knows their prompts before."""
+        tokens = self._tokens_beside(num_added_prompt_tokens)
         num_startable = ceil(tokens / self.request_tokens) if tokens > 0 else 0
         return max(0, min(self.room + self.spare - num_added, num_startable))
+
+    def num_wanted_tokens(self, num_added_prompt_tokens: int) -> int:
+        """The prompt tokens that are enough to claim; the last prompt may have more."""
+        return ceil(max(0.0, self._tokens_beside(num_added_prompt_tokens)) / max(LEAST_RATIO, self.computed_ratio))
+
+    @property
+    def likely_prompt_tokens(self) -> int:
+        return ceil(self.request_tokens / max(LEAST_RATIO, self.computed_ratio))
+
+    def _tokens_beside(self, num_added_prompt_tokens: int) -> float:
+        return self.tokens - num_added_prompt_tokens * self.computed_ratio
 
 
 NOTHING = Intake(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio=1.0)

@@ -20,6 +20,7 @@ class ClaimedRequest:
     queue: str
     entry_id: bytes
     solo: bool  # suspected of crashing workers: runs alone
+    queued_ms: int = 0  # when it came into the queues, by the store's clock
     more_gateway_ids: tuple[str, ...] = ()  # attached since
 
     @property

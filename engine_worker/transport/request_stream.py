@@ -289,4 +289,5 @@ def _claimed(entry: QueueEntry, reply: ClaimReply) -> ClaimedRequest:
         queue=entry.queue,
         entry_id=entry.entry_id,
         solo=reply.solo,
+        queued_ms=entry.queued_ms,
     )

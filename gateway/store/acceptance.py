@@ -29,11 +29,11 @@ ACCEPT_ATTEMPTS = 3
 ACCEPT_RETRY_SECONDS = 0.1
 
 
-def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share | None:
-    """The share of one model, each of which counts for itself. None: the store has no limit, or there is nobody
-    to share it with (`ratio` 1)."""
+def share_of(owner_key_hash: str, ratio: float, store_bytes: int, num_models: int) -> Share:
+    """The share of one model, each of which counts for itself. It has no limit if the store has none, or if there is
+    nobody to share it with (`ratio` 1)."""
     if not store_bytes or ratio >= 1:
-        return None
+        return Share(owner_key_hash)
     return Share(owner_key_hash, int(store_bytes * ratio / num_models))
 
 
@@ -80,12 +80,19 @@ class Acceptance:
             priority_class = streams[0].request.priority_class
             raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are queued")
         if status is AcceptStatus.FULL:
-            assert share is not None
+            assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)
 
     async def _repeated(self, streams: Sequence[ResponseStream], share: Share | None) -> AcceptStatus:
         requests = [
-            NewRequest(stream.request_id, encode(stream.request), b"", stream.terms, reserved_bytes(stream.request))
+            NewRequest(
+                stream.request_id,
+                encode(stream.request),
+                terms=stream.terms,
+                reserved_bytes=reserved_bytes(stream.request),
+                num_prompt_tokens=len(stream.request.prompt_token_ids),
+                num_choices=stream.request.sampling.n,
+            )
             for stream in streams
         ]
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):

@@ -4,18 +4,20 @@
 -- the answer, which is that of the first request: SAME if it already names another than `stale`, which the caller knows to be
 -- over for good. The name lives as long as the answer can be given: prolong.lua sees to that.
 -- With a limit, `a` is the account of their key (account.lua): FULL if it would hold more than that.
--- KEYS  q, i (or the first r again), a (or the first r), (r, j)...
+-- With a flow they get turns among the requests of other flows (order.lua), each by what it costs.
+-- KEYS  q, i (or the first r again), a (or the first r), order, times (or the first r twice), (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
---       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, then
---       (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace seconds, bytes that
---       it may write) for each (r, j)
+--       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, flow
+--       (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
+--       seconds, bytes that it may write, tokens of its prompt, its cost in tokens) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SAME, first request id, the other's id, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
-local limit, account_seconds, bare_bytes, r_prefix, j_prefix = unpack(ARGV, 8, 12)
-local first, count = ARGV[13], (#KEYS - 3) / 2
+local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow = unpack(ARGV, 8, 13)
+local order, times = KEYS[4], KEYS[5]
+local first, count = ARGV[14], (#KEYS - 5) / 2
 
-if redis.call('EXISTS', KEYS[4]) == 1 then
+if redis.call('EXISTS', KEYS[6]) == 1 then
   return {'DUP', first}
 end
 if fingerprint ~= '' then
@@ -35,7 +37,7 @@ local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumb
 if account then
   local entries, new = {}, 0
   for n = 1, count do
-    local id, body, journal, record, _, _, reserved = unpack(ARGV, 6 + 7 * n, 12 + 7 * n)
+    local id, body, journal, record, _, _, reserved = unpack(ARGV, 5 + 9 * n, 11 + 9 * n)
     local own = #body + #record + bare_bytes
     local counted = own + math.max(tonumber(reserved), #journal)
     entries[n] = {id, own, reserved, counted}
@@ -50,10 +52,26 @@ if account then
     return {'FULL', first}
   end
 end
+local now, start = 0, 0
+local num_turns = flow ~= '' and redis.pcall('ZCARD', order)
+if type(num_turns) ~= 'number' then -- a store whose users may not: requests are read as they come, as before
+  flow = ''
+elseif num_turns > redis.call('XLEN', q) then -- of entries that are gone, as no worker looks at them
+  redis.call('DEL', order, times)
+end
+if flow ~= '' then
+  local known = redis.call('HMGET', times, '', flow)
+  now = tonumber(known[1]) or 0
+  start = math.max(now, tonumber(known[2]) or 0)
+end
 for n = 1, count do
-  local r, j = KEYS[2 + 2 * n], KEYS[3 + 2 * n]
-  local id, body, journal, record, holder, grace = unpack(ARGV, 6 + 7 * n, 11 + 7 * n)
-  local entry = redis.call('XADD', q, '*', 'r', id, 's', '0')
+  local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
+  local id, body, journal, record, holder, grace, _, prompt, cost = unpack(ARGV, 5 + 9 * n, 13 + 9 * n)
+  local entry = redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt)
+  if flow ~= '' then
+    redis.call('ZADD', order, start, entry)
+    start = start + tonumber(cost)
+  end
   if journal == '' then
     redis.call('DEL', j)
   else
@@ -64,6 +82,9 @@ for n = 1, count do
   if record ~= '' then
     redis.call('HSET', r, 'record', record, 'h:' .. holder, gateway)
   end
+end
+if flow ~= '' then
+  redis.call('HSET', times, '', now, flow, start)
 end
 if fingerprint ~= '' then
   redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)

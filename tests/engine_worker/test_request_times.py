@@ -19,15 +19,17 @@ class Sink:
         self.heard.append(("ended", times.first_token, ended, reason))
 
 
-def claim(request_id: str, entry_id: bytes, attempt: int = 1) -> ClaimedRequest:
+def claim(request_id: str, queued_ms: int, attempt: int = 1) -> ClaimedRequest:
     request = make_request(3, request_id)
-    return ClaimedRequest(request, [], "g", attempt=attempt, queue="q", entry_id=entry_id, solo=False)
+    return ClaimedRequest(
+        request, [], "g", attempt=attempt, queue="q", entry_id=b"1-0", solo=False, queued_ms=queued_ms
+    )
 
 
 def test_each_part_is_told_once() -> None:
     now, sink = [100.0], Sink()
     clock = RequestClock([sink], lambda: now[0])
-    clock.claimed(claim("a", b"98500-0"))
+    clock.claimed(claim("a", 98500))
     now[0] = 101.0
     clock.stored(["a"])
     now[0] = 102.0
@@ -38,15 +40,15 @@ def test_each_part_is_told_once() -> None:
 
 def test_a_store_whose_clock_is_ahead_makes_no_negative_wait() -> None:
     sink = Sink()
-    RequestClock([sink], lambda: 100.0).claimed(claim("a", b"100500-3", attempt=2))
+    RequestClock([sink], lambda: 100.0).claimed(claim("a", 100500, attempt=2))
     assert sink.heard == [("claimed", 100.0, 100.0, True)]
 
 
 def test_a_request_may_come_back_after_a_fence() -> None:
     sink = Sink()
     clock = RequestClock([sink], lambda: 100.0)
-    clock.claimed(claim("a", b"1-0"))
+    clock.claimed(claim("a", 1))
     clock.forget_everything()
-    clock.claimed(claim("a", b"1-0", attempt=2))
+    clock.claimed(claim("a", 1, attempt=2))
     clock.ended("a", "cancelled")
     assert sink.heard[-1] == ("ended", None, 100.0, "cancelled")

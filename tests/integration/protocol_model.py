@@ -38,6 +38,7 @@ from shared.messages import (
     encode,
     journal_choices,
 )
+from shared.new_requests import Share
 from shared.reaping import list_worker_ids, reap_worker
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import GROUP, RedisKeys
@@ -364,7 +365,8 @@ class World:
         for _ in range(num_requests):
             request, client = self._draw_request(), self.random.choice(self.gateways)
             try:
-                stream = await client.submission.submit(request)
+                share = Share(self.random.choice(["", "a", "b"]))  # whose turns their requests have
+                (stream,) = await client.submission.submit_all([request], share=share)
             except StoreUnavailable:
                 self.cancelled.add(request.request_id)  # three lost replies in a row: the client got its 503
                 continue

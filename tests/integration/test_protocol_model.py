@@ -68,8 +68,7 @@ MUTANTS = {
                 (
                     "take",
                     "if reply then\n",
-                    "if reply then\n for _, e in ipairs(reply[1][2]) do redis.call('XACK', KEYS[i], ARGV[2], e[1])"
-                    " end\n",
+                    "if reply then\n for _, e in ipairs(reply[1][2]) do redis.call('XACK', q, ARGV[2], e[1]) end\n",
                 )
             ),
         ),
@@ -88,6 +87,14 @@ MUTANTS = {
     ),
     "UNCLAIM leaves the request with its old entry": (
         Faults(cut_off_seconds=0, lua=patched(("unclaim", "'state', 'queued', 'entry', again", "'state', 'queued'"))),
+        "stalled",
+    ),
+    "a request whose turn comes early keeps its old entry": (
+        Faults(cut_off_seconds=0, lua=patched(("take", "redis.call('HSET', r, 'entry', again)", ""))),
+        "stalled",
+    ),
+    "a request whose turn comes early is lost": (
+        Faults(cut_off_seconds=0, lua=patched(("take", "'XADD', ahead,", "'XADD', ahead .. '.lost',"))),
         "stalled",
     ),
     "own pending entries are not read again": (

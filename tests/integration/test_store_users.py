@@ -17,7 +17,7 @@ from gateway.store.inference_client import InferenceClient
 from gateway.store.kv_watch import snapshots_of
 from shared.dead_letters import DeadLetters
 from shared.messages import ErrorEvent, FinishEvent
-from shared.new_requests import RetentionTerms
+from shared.new_requests import RetentionTerms, Share
 from shared.reaping import reap_worker, reap_workers_with_prefix
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
@@ -120,6 +120,34 @@ async def test_the_protocol_runs_under_the_users(
     finally:
         await client.close()
         await as_worker.aclose()
+
+
+OF_TURNS = {"gateway": " +zadd +zcard", "worker": " +hlen"}  # and +zscore, which without +hlen nobody asks for
+
+
+async def test_under_the_users_of_before_requests_are_read_as_they_come(
+    request: pytest.FixtureRequest, tmp_path: Path, keys: RedisKeys
+) -> None:
+    """A store whose users were not written anew with the release: they may do nothing of turns."""
+    users = USERS.read_text()
+    for words in OF_TURNS.values():
+        assert words in users
+        users = users.replace(words, "")
+    (tmp_path / "users.acl").write_text(users)
+    options = ["--port", str(port := free_port()), "--protected-mode", "no", "--aclfile", str(tmp_path / "users.acl")]
+    with running_server(request.config, options):
+        as_gateway, as_worker = (connect(Store(port).url(user)) for user in ("gateway", "worker"))
+        client = InferenceClient(as_gateway, keys, "g0")
+        scripts = RedisScripts(as_worker.commands, keys)
+        await scripts.register("w.1")
+        requests = [make_request() for _ in range(4)]
+        for one, key in zip(requests, "aaab", strict=True):
+            await client.submission.submit_all([one], share=Share(key))
+        taken = [entry.request_id for _ in requests for entry in (await scripts.take("w.1", Demand(1))).entries]
+        assert taken == [one.request_id for one in requests]
+        await client.close()
+        await as_worker.aclose()
+        await as_gateway.aclose()
 
 
 FORBIDDEN: dict[str, list[tuple[Any, ...]]] = {

@@ -19,10 +19,15 @@ from shared.new_requests import Share
 
 @pytest.mark.parametrize(
     ("ratio", "store_bytes", "num_models", "share"),
-    [(0.5, 1000, 1, Share("k", 500)), (0.5, 1000, 2, Share("k", 250)), (1.0, 1000, 1, None), (0.5, 0, 1, None)],
+    [
+        (0.5, 1000, 1, Share("k", 500)),
+        (0.5, 1000, 2, Share("k", 250)),
+        (1.0, 1000, 1, Share("k")),
+        (0.5, 0, 1, Share("k")),
+    ],
 )
 def test_of_a_store_with_a_limit_each_model_has_its_part(
-    ratio: float, store_bytes: int, num_models: int, share: Share | None
+    ratio: float, store_bytes: int, num_models: int, share: Share
 ) -> None:
     assert share_of("k", ratio, store_bytes, num_models) == share
 

@@ -1,0 +1,97 @@
+-- Put before TAKE (redis_scripts.py): whose turn it is among interactive requests that no worker has read.
+-- Start-time fair queueing over the keys that ask (Goyal, Vin and Cheng, 1996; ADR 0159): ACCEPT gives an entry the number at
+-- which its key's turn begins, the end of that key's last one or, if that is over, the number of the entry that was read last;
+-- the lowest is read next. So a key waits for its own requests and for a fair part of others', however many those are.
+-- `order` has these numbers by entry, `times` the ends by key and, under '', the number of the last one read. Both are hints:
+-- which requests there are and wait the streams alone say. An entry that is not in `order` has its turn when it is the oldest.
+-- A group is read in the order of its stream alone, so a turn before that of older entries is moved to the end of `ahead`, the
+-- queue before this one, of which everything has been read.
+local MOST_STALE = 256 -- entries that others have read or cancelled, dropped by one call
+
+local function entry_is_after(entry, other)
+  local ms, number = string.match(entry, '^(%d+)-(%d+)$')
+  local other_ms, other_number = string.match(other, '^(%d+)-(%d+)$')
+  ms, other_ms = tonumber(ms), tonumber(other_ms)
+  return ms > other_ms or ms == other_ms and tonumber(number) > tonumber(other_number)
+end
+
+local function last_read_of(q, group)
+  local groups = redis.pcall('XINFO', 'GROUPS', q)
+  for _, found in ipairs(groups.err and {} or groups) do
+    local info = {}
+    for i = 1, #found, 2 do
+      info[found[i]] = found[i + 1]
+    end
+    if info['name'] == group then
+      return info['last-delivered-id']
+    end
+  end
+  return '0-0'
+end
+
+local function oldest_after(q, entry)
+  local found = redis.call('XRANGE', q, '(' .. entry, '+', 'COUNT', 1)[1]
+  return found and found[1]
+end
+
+-- These have had their turn, the last of them at `start`.
+local function had_turn(order, times, entries, start)
+  start = start or redis.call('ZSCORE', order, entries[#entries])
+  redis.call('ZREM', order, unpack(entries))
+  if start and tonumber(start) > (tonumber(redis.call('HGET', times, '')) or 0) then
+    redis.call('HSET', times, '', start)
+  end
+end
+
+-- Let an entry be the next one that is read of `ahead`; whether it was there.
+local function move_ahead(q, ahead, entry, r_prefix)
+  local found = redis.call('XRANGE', q, entry, entry)[1]
+  if not found then
+    return false
+  end
+  redis.call('XDEL', q, entry)
+  local fields = found[2]
+  local id = fields[2] -- 'r' is first
+  fields[#fields + 1] = 't'
+  fields[#fields + 1] = string.match(entry, '^%d+') -- since when it waits
+  local again = redis.call('XADD', ahead, '*', unpack(fields))
+  local r = r_prefix .. id
+  if redis.pcall('HGET', r, 'entry') == entry then -- else it was accepted anew since, and this entry is worth nothing
+    redis.call('HSET', r, 'entry', again)
+  end
+  return true
+end
+
+-- Read up to `most` entries in turn, while `is_enough()` does not hold. `read(stream, count)` returns the ids of those that
+-- it has read, `read_on` the same in the stream's order while it is not enough. Returns their number, and whether more may
+-- wait.
+local function read_in_turn(order, times, q, ahead, group, most, r_prefix, read, read_on, is_enough)
+  local num_flows = redis.pcall('HLEN', times)
+  if type(num_flows) ~= 'number' or num_flows <= 2 then -- of one key: the stream has their order
+    local entries = read_on(q, most)
+    if #entries > 0 and num_flows ~= 0 then
+      had_turn(order, times, entries)
+    end
+    return #entries, #entries == most or is_enough()
+  end
+  local last = last_read_of(q, group)
+  local taken, stale = 0, 0
+  while taken < most and not is_enough() do
+    local oldest = oldest_after(q, last)
+    if not oldest then
+      return taken, false
+    end
+    local first, start = unpack(redis.call('ZRANGE', order, 0, 0, 'WITHSCORES'))
+    if not first or first == oldest or stale == MOST_STALE or not redis.call('ZSCORE', order, oldest) then
+      last, taken = oldest, taken + #read(q, 1)
+      had_turn(order, times, {oldest})
+    elseif entry_is_after(first, last) and move_ahead(q, ahead, first, r_prefix) then
+      taken = taken + #read(ahead, 1)
+      had_turn(order, times, {first}, start)
+    else
+      stale = stale + 1
+      redis.call('ZREM', order, first)
+    end
+  end
+  return taken, true
+end
