@@ -115,9 +115,9 @@ class Followers:
 
     def dump_stacks(self, seconds: float = DUMP_SECONDS) -> None:
         """Have every follower write its stacks to stderr; a stopped one is woken for it. Takes `seconds`."""
-        for pid in self.pids:
+        for process in self._processes.values():
             for number in (signal.SIGUSR1, signal.SIGCONT):
-                os.kill(pid, number)
+                process.send_signal(number)  # to nobody where it has ended: its number may be another process's
         threading.Event().wait(seconds)  # nobody says when a handler in C has written
 
     def close(self) -> None:

@@ -60,6 +60,15 @@ def test_one_that_is_killed_says_nothing() -> None:
     assert str(end) == f"rank 1 of 2 ended in its phase {end.phase or 'start'!r} by signal 9"
 
 
+def test_one_that_has_ended_is_asked_for_no_stacks() -> None:
+    """The watchdog of steps asks all at any moment, and ends this process behind it."""
+    started = Started()
+    os.kill(started.followers.pids[0], signal.SIGKILL)
+    started.ends.get(timeout=SECONDS)
+    started.followers.dump_stacks(seconds=0.0)
+    started.followers.close()
+
+
 HOLDS_THE_INTERPRETER = """
 import ctypes
 from engine_worker.execution.step_channel import RingReceiver
