@@ -107,6 +107,8 @@ void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BL
     constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
     memset(sums, 0, (end - first) * TILE_ROWS * PANEL_OUTPUTS * sizeof(float));
     PanelGroup of_weight;
+    int rows_of[TILES_A_PASS];  // a division each
+    for (int64_t tile = first; tile < end; tile++) rows_of[tile - first] = tiles.rows_of(tile);
     for (int64_t group = 0; group < groups; group++) {
         for (int block = 0; block < PANEL_BLOCKS; block++) {
             const int64_t at = blocks[block] * groups + group;
@@ -116,9 +118,8 @@ void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BL
             if (FORMAT == INT4_MINIMUM) of_weight.minima[block] = weight.minima + at * OUTPUTS;
         }
         const TileGroup* of_tiles = rows + first * groups + group * (end - first);
-        for (int64_t tile = first; tile < end; tile++)
-            add_group_of<Set, FORMAT>(tiles.rows_of(tile), of_weight, of_tiles[tile - first],
-                                      sums + (tile - first) * TILE_ROWS * PANEL_OUTPUTS);
+        for (int64_t tile = 0; tile < end - first; tile++)
+            add_group_of<Set, FORMAT>(rows_of[tile], of_weight, of_tiles[tile], sums + tile * TILE_ROWS * PANEL_OUTPUTS);
     }
 }
 
@@ -160,10 +161,13 @@ void compute_panel(const LinearWeight& weight, int64_t panel, int64_t groups, co
     const int64_t blocks[PANEL_BLOCKS] = {block, weight.gate || block < last_block ? block + 1 : block};
     alignas(64) float sums[TILES_A_PASS * TILE_ROWS * PANEL_OUTPUTS];
     multiply_panel_of<Set>(weight, blocks, groups, tiles, first, end, rows, sums);
-    for (int64_t tile = first; tile < end; tile++)
-        for (int row = 0; row < tiles.rows_of(tile); row++)
+    for (int64_t tile = first; tile < end; tile++) {
+        const int64_t first_row = tiles.first_row(tile), stride = out_stride * (out_type == FLOAT32 ? 4 : 2);
+        const int count = tiles.rows_of(tile);
+        for (int row = 0; row < count; row++)
             finish_row(weight, panel, sums + ((tile - first) * TILE_ROWS + row) * PANEL_OUTPUTS,
-                       out + (tiles.first_row(tile) + row) * out_stride * (out_type == FLOAT32 ? 4 : 2), out_type);
+                       out + (first_row + row) * stride, out_type);
+    }
 }
 
 // linear() of many rows.
