@@ -37,7 +37,9 @@ end
 -- These have had their turn, the last of them at `start`.
 local function had_turn(order, times, entries, start)
   start = start or redis.call('ZSCORE', order, entries[#entries])
-  redis.call('ZREM', order, unpack(entries))
+  for i = 1, #entries, 1000 do -- Lua unpacks no more than 8,000
+    redis.call('ZREM', order, unpack(entries, i, math.min(i + 999, #entries)))
+  end
   if start and tonumber(start) > (tonumber(redis.call('HGET', times, '')) or 0) then
     redis.call('HSET', times, '', start)
   end

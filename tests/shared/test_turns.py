@@ -90,6 +90,14 @@ async def test_who_comes_later_has_no_claim_to_the_past(store: RedisScripts) -> 
     assert Counter(name[0] for name in found)["h"] in (4, 5)
 
 
+async def test_a_worker_may_read_as_many_as_there_are(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
+    """Lua hands no more than 8,000 arguments to a command."""
+    for start in range(0, 9_000, 1_000):
+        await accept(store, *[f"h{number}" for number in range(start, start + 1_000)])
+    assert len(await take(store, 20_000)) == 9_000
+    assert not await redis.exists(*keys.turns)
+
+
 async def test_one_keys_requests_stay_in_the_queue_of_their_class(store: RedisScripts, keys: RedisKeys) -> None:
     for number in range(5):
         await accept(store, f"h{number}")
