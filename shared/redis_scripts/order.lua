@@ -66,21 +66,28 @@ end
 
 -- Read up to `most` entries in turn, while `is_enough()` does not hold. `read(stream, count)` returns the ids of those that
 -- it has read, `read_on` the same in the stream's order while it is not enough. Returns their number, and whether more may
--- wait.
+-- wait; if not, the next turns begin anew.
 local function read_in_turn(order, times, q, ahead, group, most, r_prefix, read, read_on, is_enough)
-  local num_flows = redis.pcall('HLEN', times)
-  if type(num_flows) ~= 'number' or num_flows <= 2 then -- of one key: the stream has their order
+  local num_fields = redis.pcall('HLEN', times)
+  if type(num_fields) ~= 'number' then
+    num_fields = 0 -- a store whose users may not
+  end
+  if num_fields <= 2 then -- at most one key: the stream has their order
     local entries = read_on(q, most)
-    if #entries > 0 and num_flows ~= 0 then
+    local may_wait = #entries == most or is_enough()
+    if num_fields > 0 and not may_wait then
+      redis.call('DEL', order, times)
+    elseif num_fields > 0 and #entries > 0 then
       had_turn(order, times, entries)
     end
-    return #entries, #entries == most or is_enough()
+    return #entries, may_wait
   end
   local last = last_read_of(q, group)
   local taken, stale = 0, 0
   while taken < most and not is_enough() do
     local oldest = oldest_after(q, last)
     if not oldest then
+      redis.call('DEL', order, times)
       return taken, false
     end
     local first, start = unpack(redis.call('ZRANGE', order, 0, 0, 'WITHSCORES'))

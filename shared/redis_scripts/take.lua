@@ -110,9 +110,6 @@ for i = FIRST, LAST do
   if most > 0 and i == IN_TURN then
     num_read, may_wait = read_in_turn(order, times, KEYS[i], KEYS[FIRST], group, most, ARGV[9], read, read_on,
       is_enough)
-    if not may_wait then -- nothing waits: the next turns begin anew
-      redis.call('DEL', order, times)
-    end
   elseif most > 0 and not may_wait then
     num_read = #(is_last and read(KEYS[i], most) or read_on(KEYS[i], most))
   end
