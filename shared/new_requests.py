@@ -36,7 +36,7 @@ class NewRequest:
     journal: bytes = b""  # of tokens that its client already has
     terms: RetentionTerms | None = None
     reserved_bytes: int = 0  # that it may write into its journal
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # 0: nobody says
     num_choices: int = 1
 
 

@@ -9,7 +9,7 @@
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, flow
 --       (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
---       seconds, bytes that it may write, tokens of its prompt, its cost in tokens) for each (r, j)
+--       seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost in tokens) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SAME, first request id, the other's id, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
@@ -67,7 +67,8 @@ end
 for n = 1, count do
   local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
   local id, body, journal, record, holder, grace, _, prompt, cost = unpack(ARGV, 5 + 9 * n, 13 + 9 * n)
-  local entry = redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt)
+  local entry = prompt == '0' and redis.call('XADD', q, '*', 'r', id, 's', '0')
+    or redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt)
   if flow ~= '' then
     redis.call('ZADD', order, start, entry)
     start = start + tonumber(cost)

@@ -82,6 +82,14 @@ async def test_a_worker_reads_no_more_prompts_than_it_can_compute_soon(store: Re
     assert set(await take_tokens(10_000)) >= {"h4", "h5", "h6", "h7", "h8", "b"}
 
 
+async def test_a_prompt_of_which_nobody_says_is_as_long_as_is_likely(store: RedisScripts) -> None:
+    """A gateway of before does not, nor does whoever gives a request back."""
+    for number in range(9):
+        await store.accept(f"a{number}", b"body", gateway_id="g", priority_class="interactive")
+    demand = Demand(100, prompt_tokens=1_000, likely_prompt_tokens=300)
+    assert [entry.request_id for entry in (await store.take(WORKER, demand)).entries] == ["a0", "a1", "a2", "a3"]
+
+
 async def test_who_comes_later_has_no_claim_to_the_past(store: RedisScripts) -> None:
     await accept(store, *[f"h{number}" for number in range(40)])
     assert await order(store, 20, 5) == [f"h{number}" for number in range(20)]
