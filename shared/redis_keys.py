@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 GROUP = "engine"
 
-# Requests of a dead worker wait here, before every other class: their clients already hold half an answer.
+# Requests of a dead worker wait here, before every other class: their clients already hold half an answer. So do those
+# that were given back, and what overtakes others of its class is read from here (order.lua).
 RESUMED = "resumed"
 INTERACTIVE = "interactive"
 PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict order: a later class is read only when the earlier ones are empty

@@ -3,8 +3,8 @@
 All others wait in the queue, where every worker, a cancel and a time-out find them. The first of the two steps is being
 computed while the claim is under way, so with less the second could find nothing. How long a prompt is the queue tells;
 what of it is in the cache, and how long one is of which it does not tell, is guessed from those before, and counted as
-soon as it is here. A takeover, and every other
-claim, asks here first. It knows counts, no request's content and no store.
+soon as it is here. A takeover, and every other claim, asks here first. It knows counts, no request's content and no
+store.
 """
 
 from collections.abc import Iterable
@@ -49,6 +49,7 @@ class Intake:
 
     @property
     def likely_prompt_tokens(self) -> int:
+        """The part in num_wanted_tokens() of a prompt of which the queue does not tell."""
         return ceil(self.request_tokens / max(LEAST_RATIO, self.computed_ratio))
 
     def _tokens_beside(self, num_added_prompt_tokens: int) -> float:
