@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeAlias
 
-SLICE_SECONDS = 0.001  # of a key in a round: 60 tokens, or 25 with 20 log-probabilities
+SLICE_SECONDS = 0.0005  # of a key in a round: 30 tokens, or 12 with 20 log-probabilities; a token passes several rounds
 ROUND_SECONDS = 0.003  # of all keys together, however many wait
 
 Work: TypeAlias = Callable[[], bool]  # some of it; whether there is more. It looks at is_over, and must not raise

@@ -14,6 +14,7 @@ from math import ceil
 from engine_worker.scheduling.scheduler_config import SchedulerConfig
 from engine_worker.scheduling.sequence import Sequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
+from engine_worker.scheduling.step_plan import MOST_PROMPT_LOGPROBS
 
 STEPS_AHEAD = 2
 SEATS_PER_SPARE = 32  # for each of so many seats a request waits here, as nobody foresees an end by a stop token
@@ -60,7 +61,8 @@ NOTHING = Intake(room=0, tokens=0.0, spare=0, request_tokens=1.0, computed_ratio
 
 
 class IntakeForecast:
-    """Knows the prompts of late: their mean length, and what share of it the prefix cache did not have."""
+    """Knows the prompts of late: their mean length, and the share of their tokens that the prefix cache lacked. By
+    tokens, as many short prompts that it had say nothing of a long one."""
 
     def __init__(self, config: SchedulerConfig, block_size: int, most_blocks_each: int) -> None:
         """`most_blocks_each`: that any sequence holds at one time."""
@@ -71,7 +73,7 @@ class IntakeForecast:
         self._ending: set[Sequence] = set()  # have so few tokens left that the next steps end them
         self._prompt_tokens = config.max_num_batched_tokens / 4  # until there is one
         self._has_seen_one = False
-        self._computed_ratio = 1.0
+        self._admitted_tokens = self._computed_tokens = 0.0  # of the prompts admitted of late, on average
 
     def scheduling(self, interactive: Iterable[Sequence], background: Iterable[Sequence]) -> None:
         """A step is being scheduled in which these have more of their prompts to compute."""
@@ -96,8 +98,10 @@ class IntakeForecast:
 
     def admitted(self, group: SequenceGroup) -> None:
         """For the first time."""
-        computed_ratio = 1 - group.num_cached_tokens / group.num_prompt_tokens
-        self._computed_ratio += (computed_ratio - self._computed_ratio) * WEIGHT
+        weight = WEIGHT if self._admitted_tokens else 1.0
+        self._admitted_tokens += (group.num_prompt_tokens - self._admitted_tokens) * weight
+        num_computed = group.num_prompt_tokens - group.num_cached_tokens
+        self._computed_tokens += (num_computed - self._computed_tokens) * weight
 
     def intake(
         self,
@@ -109,13 +113,13 @@ class IntakeForecast:
         is_background: bool = False,
     ) -> Intake:
         """`waiting`: those before a new one of the class; `budget_tokens`: of prompts, in a step."""
-        ratio = self._computed_ratio
+        ratio = self._computed_tokens / self._admitted_tokens if self._admitted_tokens else 1.0
         request_tokens = max(1.0, self._prompt_tokens * ratio)
-        needs = [(group.num_seats, group.sequences[0].num_uncomputed_tokens * ratio) for group in waiting]
-        waiting_tokens = sum(num_tokens for _, num_tokens in needs)
-        waiting_blocks = sum(self._blocks_of(num_tokens) for _, num_tokens in needs)
+        needs = [(group.num_seats, group.sequences[0]) for group in waiting]
+        waiting_blocks = sum(self._blocks_of(first.num_uncomputed_tokens * ratio) for _, first in needs)
         begun = [*self._begun[False], *(self._begun[True] if is_background else ())]
-        begun_tokens = sum(max(0, sequence.num_uncomputed_tokens - 1) for sequence in begun)
+        soon = _num_soon_computed([*begun, *(first for _, first in needs)])
+        begun_tokens, waiting_tokens = sum(soon[: len(begun)]), sum(soon[len(begun) :]) * ratio
         blocks = spare_blocks - len(needs) - waiting_blocks
         blocks_each = 1 + self._blocks_of(request_tokens)
         room = min(free_seats - sum(seats for seats, _ in needs), ceil(blocks / blocks_each))
@@ -129,3 +133,15 @@ class IntakeForecast:
 
     def _blocks_of(self, num_tokens: float) -> float:
         return min(num_tokens / self._block_size, self._most_blocks_each)
+
+
+def _num_soon_computed(sequences: Iterable[Sequence]) -> list[int]:
+    """The tokens of each that two steps compute if there is room: of prompts that are scored they may be few."""
+    found, logprobs_left = list[int](), STEPS_AHEAD * MOST_PROMPT_LOGPROBS
+    for sequence in sequences:
+        num_tokens = max(0, sequence.num_uncomputed_tokens - 1)  # the last one is computed beside the output's
+        if logprobs_each := sequence.num_logprobs_of_prompt_token:
+            num_tokens = min(num_tokens, logprobs_left // logprobs_each)
+            logprobs_left -= num_tokens * logprobs_each
+        found.append(num_tokens)
+    return found

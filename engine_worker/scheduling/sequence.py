@@ -51,6 +51,12 @@ class Sequence:
         return len(self.prompt_token_ids)
 
     @property
+    def num_logprobs_of_prompt_token(self) -> int:
+        """Its own and those of the likeliest; 0: the request asks for none."""
+        count = self.sampling.prompt_logprobs
+        return 0 if count is None else 1 + count
+
+    @property
     def num_output_tokens(self) -> int:
         """The number of output tokens whose ids are known."""
         return len(self.output_token_ids)

@@ -148,6 +148,34 @@ def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
     assert engine.intake.num_wanted(0, 0) > 20  # of 121 tokens each, which would be three of two steps
 
 
+def test_many_cached_short_prompts_make_no_long_ones_look_cheap() -> None:
+    """32 long prompts of another key beside short ones that the cache has: two steps start three of them."""
+    shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    engine = make_engine(FakeModelRunner(num_blocks=8000), num_blocks=8000, **shape)
+    short = make_request(20).prompt_token_ids
+    for number in range(40):
+        engine.add_request(make_request([*short, number], max_tokens=2, ignore_eos=True))
+        if number % 8 == 0:
+            engine.add_request(make_request(500, max_tokens=2, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+    num_claimed = 0
+    while claimed := claim_what_starts(engine, deque(make_request(500) for _ in range(32))):
+        num_claimed += len(claimed)
+        for request in claimed:
+            engine.add_request(request)
+    assert num_claimed <= 4
+
+
+def test_prompts_that_are_scored_slowly_let_others_begin_beside_them() -> None:
+    shape: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 8192}
+    engine = make_engine(FakeModelRunner(num_blocks=100_000), num_blocks=100_000, **shape)
+    for _ in range(8):
+        engine.add_request(make_request(8000, prompt_logprobs=20))
+    engine.step()
+    assert len(claim_what_starts(engine, deque(make_request(90) for _ in range(20)))) == 20
+
+
 def test_a_worker_whose_prompts_fill_its_memory_still_takes_one() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=33), num_blocks=33, max_model_len=128, max_num_batched_tokens=64)
     for _ in range(20):

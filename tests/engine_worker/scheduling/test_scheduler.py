@@ -8,6 +8,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, StepResult
 from engine_worker.scheduling.preemption import HostTierConfig, PreemptionMode
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
 from engine_worker.scheduling.sequence import Sequence, SequenceStatus
+from engine_worker.scheduling.step_plan import MOST_PROMPT_LOGPROBS
 from shared.messages import FinishReason
 from tests.builders import EOS_TOKEN_ID, make_scheduler, make_sequence, preempted
 
@@ -69,6 +70,26 @@ def test_running_streams_get_a_token_in_every_step_of_a_long_prefill() -> None:
         {"a": (4, 1, True), "b": (5, 1, True), "long": (12, 6, False)},
         {"a": (5, 1, True), "b": (6, 1, True), "long": (18, 2, True)},
     ]
+
+
+def test_a_step_scores_as_many_tokens_of_prompts_as_the_store_takes_at_once_and_holds_up_nobody_else() -> None:
+    num_scored = MOST_PROMPT_LOGPROBS // 21
+    scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
+    add(scheduler, "first", 2 * num_scored + 5, prompt_logprobs=20)
+    add(scheduler, "second", num_scored, prompt_logprobs=20)
+    add(scheduler, "plain", 100)
+    assert [step(scheduler) for _ in range(3)] == [
+        {"first": (0, num_scored, False), "plain": (0, 100, True)},
+        {"plain": (100, 1, True), "first": (num_scored, num_scored, False)},
+        {"plain": (101, 1, True), "first": (2 * num_scored, 5, True), "second": (0, num_scored - 5, False)},
+    ]
+
+
+def test_prompts_scored_with_one_likeliest_token_fill_a_step() -> None:
+    scheduler = make_scheduler(num_blocks=4000, max_num_batched_tokens=8192, max_model_len=8192)
+    add(scheduler, "a", 8000, prompt_logprobs=1)
+    add(scheduler, "b", 192, prompt_logprobs=1)
+    assert step(scheduler) == {"a": (0, 8000, True), "b": (0, 192, True)}
 
 
 def test_prompt_tokens_beside_decodes_are_capped_but_not_without_decodes() -> None:
