@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="that it is told of (%(default)s)")
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="of it, for weights and KV")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="of it, for weights and KV")
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
     parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")

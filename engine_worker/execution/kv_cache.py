@@ -18,7 +18,7 @@ from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
 _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
-_CUDA_DEFAULT_RATIO = 0.9  # of all memory, for everything this process has there; the rest is for fragmentation
+_CUDA_DEFAULT_RATIO = 0.92  # of all memory, for everything this process has there; as vLLM, which does not count graphs
 
 
 class KVCacheTooSmall(ValueError):

@@ -48,9 +48,9 @@ def memory(free_mib: int, device: str = "cpu") -> DeviceMemory:
         (4000, "cpu", None, None, 10**6, 1000),  # a quarter of what is free
         (12_000, "cpu", None, None, 10**6, 2048),  # but 2 GiB at most
         (12_000, "cpu", None, 0.5, 10**6, 6000),  # unless told
-        (15_000, "cuda", None, None, 10**6, 0.9 * 16_000 - 1000 - 500),  # what is used and what a step needs go off
+        (15_000, "cuda", None, None, 10**6, 0.92 * 16_000 - 1000 - 500),  # what is used and what a step needs go off
         (15_000, "cuda", None, 0.5, 10**6, 0.5 * 16_000 - 1000 - 500),
-        (2000, "cuda", None, None, 10**6, 0),
+        (1500, "cuda", None, None, 10**6, 0),
         (4000, "cpu", None, None, 77, 77),  # more could never be used
     ],
 )
