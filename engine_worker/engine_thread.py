@@ -55,7 +55,9 @@ class EngineThread:
         self._latest_turn = Turn(None, (), NOTHING, NOTHING)
         self._turned = asyncio.Event()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._stats: tuple[EngineStats, tuple[int, int]] | None = None  # as last asked for, and after what work
         # The thread's own:
+        self._num_calls = 0
         self._steps_ahead = 0
         self._added_ids: list[str] = []
         self._stopping = False
@@ -105,7 +107,14 @@ class EngineThread:
         await self.call(self._drop_requests)
 
     async def stats(self) -> EngineStats:
-        return await self.call(lambda: self._running_engine().stats())
+        """The engine's figures now. While it does nothing they stay as they are, and its thread is not woken."""
+        if self._stats is None or self._stats[1] != self._work_done or self.in_step or not self._calls.empty():
+            self._stats = await self.call(lambda: (self._running_engine().stats(), self._work_done))
+        return self._stats[0]
+
+    @property
+    def _work_done(self) -> tuple[int, int]:
+        return self._num_calls, self.num_steps
 
     async def kv_view(self) -> dict[str, Any]:
         return await self.call(lambda: self._running_engine().kv_view())
@@ -175,9 +184,14 @@ class EngineThread:
 
     def _run_calls(self) -> None:
         if not self._can_step():
-            self._calls.get()()
+            self._run_next_call()
         while not self._calls.empty():
-            self._calls.get()()
+            self._run_next_call()
+
+    def _run_next_call(self) -> None:
+        call = self._calls.get()
+        self._num_calls += 1  # before it changes anything: stats() reads it in the event loop
+        call()
 
     def _can_step(self) -> bool:
         return self._engine is not None and self._engine.has_work and self._steps_ahead < MAX_STEPS_AHEAD

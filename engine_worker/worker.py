@@ -79,6 +79,7 @@ class Worker:
         self._held: dict[str, HeldRequest] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._holds = asyncio.Event()  # something since it was last asked
         self._draining = asyncio.Event()
         self._outbox: asyncio.Queue[Turn | _Cancelled | _Aborted] = asyncio.Queue()
 
@@ -130,6 +131,9 @@ class Worker:
         """Gives back what was claimed and not begun while a peer with room holds less and finds nothing waiting, and
         what waits here, for KV blocks, for longer than its time in the queue: whoever claims that ends it."""
         while True:
+            if not self._held:
+                self._holds.clear()
+                await self._holds.wait()
             await next_tick(SHARE_SECONDS)
             outwaited = {request_id for request_id in requests.outwaited() if self._has_no_token(request_id)}
             if outwaited:
@@ -167,6 +171,7 @@ class Worker:
             claimed, sum(len(choice.token_ids) for choice in claimed.stored)
         )
         self._is_idle.clear()
+        self._holds.set()
         self._clock.claimed(claimed)
         self._engine.add_request(claimed.request, claimed.stored)
 

@@ -38,7 +38,7 @@ from redis.exceptions import (
 )
 
 SOCKET_TIMEOUT_SECONDS = 10.0
-BLOCK_MILLISECONDS = 1000  # of a blocking read; far below the socket time-out
+BLOCK_SECONDS = 1.0  # of a blocking read, whose end falls on a tick; far below the socket time-out
 
 # What passes by itself: the server is away, restarting, full, read-only after a failover, or cannot write its AOF.
 _NO_REPLY = (ConnectionError, TimeoutError, OSError)

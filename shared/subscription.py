@@ -76,6 +76,10 @@ class Subscription:
             self._backoff_seconds = min(2 * self._backoff_seconds, MAX_BACKOFF_SECONDS)
             return None
 
+    def rest_until(self, moment: float) -> None:
+        """Ping nobody before that moment of the clock: for who counts periods and was heard in this one."""
+        self._next_ping = max(self._next_ping, moment)
+
     async def aclose(self) -> None:
         pubsub, self._pubsub = self._pubsub, None
         if pubsub is not None:

@@ -21,6 +21,7 @@ from shared.redis_client import RedisConnections, is_transient
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
 from shared.subscription import GAP, Message, Subscription
+from shared.ticks import until_tick
 
 TICK_SECONDS = 1.0
 MISSED_TICKS_UNTIL_DEAD = 15
@@ -70,15 +71,14 @@ class Reaper:
 
     async def run(self) -> None:
         """Owner task."""
-        # Two pings a tick, so that a live subscription always hears something between two ticks.
+        # Two pings a tick, until one hears: so a live subscription always hears something between two ticks.
         subscription = Subscription(
             self._subscriber, [self._keys.heartbeat_channel], ping_seconds=self._tick_seconds / 2, clock=self._clock
         )
         try:
             while True:
-                num_heard = subscription.num_heard
-                await self._listen_until(subscription, self._clock() + self._tick_seconds)
-                await self.tick(could_hear=subscription.num_heard > num_heard)
+                could_hear = await self._listen_until(subscription, self._clock() + until_tick(self._tick_seconds))
+                await self.tick(could_hear=could_hear)
         finally:
             await subscription.aclose()
 
@@ -104,13 +104,19 @@ class Reaper:
                 raise
             logger.warning("no reaping in this tick: %s", error)
 
-    async def _listen_until(self, subscription: Subscription, deadline: float) -> None:
+    async def _listen_until(self, subscription: Subscription, deadline: float) -> bool:
+        """Return whether anything was heard. What was is answer enough until the middle of the tick behind this one: an
+        idle worker hears its own heartbeat and pings nobody."""
+        num_heard = subscription.num_heard
         while (left := deadline - self._clock()) > 0:
             message = await subscription.get(left)
+            if subscription.num_heard > num_heard:
+                subscription.rest_until(deadline + self._tick_seconds / 2)
             if message is GAP:
                 self._missed.forget_all()
             elif isinstance(message, Message):
                 self.hear(message.data)
+        return subscription.num_heard > num_heard
 
     async def _without_fence(self, worker_ids: list[str]) -> list[str]:
         async with self._scripts.redis.pipeline(transaction=False) as pipeline:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from redis.asyncio import Redis
@@ -32,7 +33,7 @@ from shared.messages import (
     journal_choices,
 )
 from shared.reaping import ReapSummary, reap_worker
-from shared.redis_client import BLOCK_MILLISECONDS, RedisConnections, is_missing_group, is_transient
+from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group, is_transient
 from shared.redis_keys import GROUP
 from shared.redis_scripts import (
     ClaimReply,
@@ -45,6 +46,7 @@ from shared.redis_scripts import (
     gateway_message,
     queue_entry,
 )
+from shared.ticks import until_tick
 
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
@@ -95,7 +97,7 @@ class RequestStream:
 
     async def claim(self, demand: Demand, *, block: bool = False) -> list[ClaimedRequest]:
         """New requests, highest class first, as many as demand and the peers' share allow; with `block`, waits up to
-        1 s for the first one.
+        the next tick for the first one.
 
         One task at a time; cancel it only at shutdown. Raises Fenced; while the store is away it returns nothing.
         Cancelled and unreadable entries are finished here.
@@ -150,7 +152,7 @@ class RequestStream:
 
     async def _nothing_to_claim(self, block: bool) -> list[ClaimedRequest]:
         if block:
-            await self._claims.wait_until_one_ends(BLOCK_MILLISECONDS / 1000)
+            await self._claims.wait_until_one_ends(BLOCK_SECONDS)
         return []
 
     async def _endure(self, error: Exception, block: bool) -> None:
@@ -186,7 +188,8 @@ class RequestStream:
     async def _wait_for_entries(self, max_batch: int) -> None:
         """One entry a queue: the rest of a burst is taken by the next call, in strict order again."""
         queues = self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1]
-        self._backlog += await self._read(">", 1, BLOCK_MILLISECONDS if max_batch else SEAT_MILLISECONDS, queues)
+        block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else SEAT_MILLISECONDS
+        self._backlog += await self._read(">", 1, block_milliseconds, queues)
 
     async def _reread_own_pending(self) -> None:
         known = {(claim.queue, claim.entry_id) for claim in self._claims}

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from engine_worker.engine import Engine
 from engine_worker.engine_thread import MAX_STEPS_AHEAD, EngineThread, Turn
+from engine_worker.scheduling.stats import EngineStats
 from tests.builders import FakeModelRunner, make_engine, make_request
 from tests.engine_worker.worker_harness import FOREVER_STEPS, Gate, eventually
 from tests.patience import PATIENCE_SECONDS
@@ -68,6 +70,28 @@ async def test_nothing_of_a_dropped_request_comes_after_the_drop(thread: EngineT
     num_turns = len(turns)
     stats = await thread.stats()
     assert (len(turns), stats.num_running, stats.kv_cache.num_active_blocks) == (num_turns, 0, 0)
+
+
+async def test_figures_of_an_engine_that_did_nothing_are_not_asked_for_again(
+    thread: EngineThread, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = make_engine(FakeModelRunner(before_step=gate)), list[EngineStats]()
+
+    def stats() -> EngineStats:
+        asked.append(Engine.stats(engine))
+        return asked[-1]
+
+    monkeypatch.setattr(engine, "stats", stats)
+    thread.start(engine, lambda turn: thread.acknowledge())
+    for _ in range(3):
+        assert (await thread.stats()).num_running == 0
+    assert len(asked) == 1
+    thread.add_request(make_request(3, max_tokens=4, ignore_eos=True), ())
+    await eventually(lambda: thread.num_steps == 4)
+    await thread.call(lambda: None)  # the thread has done what the steps left to it
+    after = [await thread.stats() for _ in range(3)]
+    assert [figures.counters for figures in after] == [Engine.stats(engine).counters] * 3
+    assert len(asked) == 2 and asked[0].counters != asked[1].counters
 
 
 async def test_what_a_call_raises_is_its_callers_alone(thread: EngineThread, gate: Gate) -> None:

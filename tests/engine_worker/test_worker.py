@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from engine_worker.engine_thread import MAX_STEPS_AHEAD
+from engine_worker.worker import SHARE_SECONDS
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, JournalFrame, Usage, encode
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
@@ -99,6 +100,25 @@ async def test_what_has_not_begun_is_given_back_when_a_peer_with_room_finds_noth
         harness.gate.allow(FOREVER_STEPS)
         for request in (running, *waiting[:3]):
             assert (await harness.finish(request.request_id))[0] == expected_output(request)
+
+
+async def test_only_a_worker_that_holds_something_looks_at_what_its_peers_hold(
+    connections: RedisConnections, keys: RedisKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    async def next_tick(seconds: float) -> None:
+        looks.append(seconds)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("engine_worker.worker.next_tick", next_tick)
+    async with WorkerHarness(connections, keys, num_steps=0).serving() as harness:
+        await eventually(lambda: harness.incarnations)
+        while not (await connections.commands.info("clients"))["blocked_clients"]:
+            await asyncio.sleep(0)
+        assert looks == []
+        await harness.submit(make_request(3))
+        await eventually(lambda: looks == [SHARE_SECONDS])
 
 
 async def test_what_waits_here_for_longer_than_its_time_in_the_queue_is_timed_out(

@@ -13,6 +13,7 @@ from shared.redis_client import connect
 from shared.redis_keys import GROUP
 from shared.tasks import cancel_and_wait
 from tests.engine_worker.transport.rig import WORKER
+from tests.patience import PATIENCE_SECONDS
 
 
 def beat(worker_id: str = WORKER) -> bytes:
@@ -119,6 +120,32 @@ class TestReaper:
             assert reaper.faults.num_reaped == 0
         finally:
             await cancel_and_wait([task])
+
+    @pytest.mark.parametrize("beats", [True, False], ids=["its own heartbeat", "its own pings"])
+    async def test_it_pings_only_in_ticks_in_which_it_has_heard_nothing(self, connections, rig, beats):
+        async def num_pings() -> int:
+            stats = await rig.redis.info("commandstats")
+            return int(stats.get("cmdstat_ping", {"calls": 0})["calls"])
+
+        ticks: list[bool] = []  # whether it could hear
+        pings: list[int] = []  # so far
+
+        class Observer(Reaper):
+            async def tick(self, *, could_hear: bool) -> None:
+                ticks.append(could_hear)
+                pings.append(await num_pings())
+                if beats:
+                    await rig.redis.publish(rig.keys.heartbeat_channel, beat())
+
+        task = asyncio.create_task(Observer(connections, rig.keys, tick_seconds=0.4).run())
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(pings) < 5:
+                    await asyncio.sleep(0.05)
+        finally:
+            await cancel_and_wait([task])
+        assert all(ticks)
+        assert (pings[-1] == pings[1]) is beats
 
     async def test_each_tick_looks_for_requests_that_no_gateway_waits_for(self, reaper, rig):
         await rig.accept("a", terms=RetentionTerms(b"record", "holder", grace_seconds=0))

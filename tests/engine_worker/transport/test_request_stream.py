@@ -1,6 +1,7 @@
 """Claiming on a real server: order, lost replies, suspects that run alone, entries that cannot run."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from redis.exceptions import ResponseError
@@ -18,7 +19,7 @@ from shared.messages import (
     encode,
 )
 from shared.reaping import reap_worker
-from shared.redis_client import connect
+from shared.redis_client import BLOCK_SECONDS, connect
 from shared.redis_keys import GROUP, RESUMED
 from shared.redis_scripts import Demand, Fenced
 from tests.engine_worker.transport.rig import WORKER, Rig, make_request
@@ -67,6 +68,22 @@ async def test_a_blocking_claim_wakes_up_for_a_new_request(rig):
         await asyncio.sleep(0)
     await rig.accept("a")
     assert [claimed.request.request_id for claimed in await waiting] == ["a"]
+
+
+async def test_a_blocking_claim_that_finds_nothing_ends_at_a_tick(rig, monkeypatch):
+    """With all else that an idle worker does: it wakes once for both."""
+    loop = asyncio.get_running_loop()
+    ends: list[float] = []
+
+    async def xreadgroup(*_: object, block: int, **__: object) -> list[Any]:
+        ends.append(loop.time() + block / 1000)
+        return []
+
+    monkeypatch.setattr(rig.requests._blocking, "xreadgroup", xreadgroup)
+    for _ in range(3):
+        assert await rig.requests.claim(Demand(4), block=True) == []
+        await asyncio.sleep(0.03)  # so that they begin at different times
+    assert [end % BLOCK_SECONDS < 0.02 for end in ends] == [True] * 3
 
 
 async def test_a_lost_reply_of_a_read_is_found_in_the_own_pending_entries(rig):
