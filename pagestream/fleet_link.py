@@ -73,7 +73,7 @@ class FleetLink:
                 async with self._connections.subscriber.pubsub() as channel:
                     await channel.subscribe(self._keys.heartbeat_channel)
                     while True:
-                        message = await channel.get_message(ignore_subscribe_messages=True, timeout=BEAT_SECONDS)
+                        message = await channel.get_message(ignore_subscribe_messages=True, timeout=None)
                         if message is not None:
                             self._hear(message["data"])
             except (RedisError, OSError):
@@ -97,7 +97,7 @@ class FleetLink:
                 except (RedisError, OSError):
                     logger.debug("the store is away; the phase is told again in a second")
             try:
-                async with asyncio.timeout(BEAT_SECONDS):
+                async with asyncio.timeout(BEAT_SECONDS if self._own_phase is not None else None):
                     await self._changed.wait()
             except TimeoutError:
                 continue

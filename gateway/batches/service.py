@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from aiohttp import web
 from gateway.auth.access import Access
 from gateway.auth.rate_limits import Account
 from gateway.batches.batch_store import BatchFolder, Storage
-from gateway.batches.catalog import Quota
+from gateway.batches.catalog import OpenBatch, Quota
 from gateway.batches.disk import Lease, to_the_end
 from gateway.batches.driver import BatchDriver, Read
 from gateway.batches.fair_slots import FairSlots, Turn, num_of, who_gives_way
@@ -31,6 +32,7 @@ from shared.ticks import until_tick
 logger = logging.getLogger("gateway")
 
 POLL_SECONDS = 1.0
+QUIET_POLL_SECONDS = 5.0  # where no batch of any gateway is open: each look wakes a thread
 RETRY_SECONDS = 5.0  # after a failure of the disk
 MAX_DRIVEN = 16  # besides those that are on their way out, as many at most
 LOOKAHEAD = 4 * MAX_DRIVEN  # of an owner's batches, the first of which other gateways may drive
@@ -39,6 +41,13 @@ UNMADE_NS = 3600 * 10**9  # a batch that is being made for so long was left by a
 # A key that is missing is most likely to come back: a file of keys being edited, a gateway started without it. What is
 # cancelled too early is lost to its owner; what is cancelled late takes room on a disk.
 WITHDRAWN_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    num_open: int  # batches in the directory, of any gateway
+    waiting: list[BatchFolder]  # those that may be driven
+    used_bytes: int  # of all files
 
 
 class BatchService:
@@ -69,15 +78,17 @@ class BatchService:
         try:
             while not self._state.open_requests.draining:
                 self._changed.clear()
+                is_quiet = False
                 try:
-                    waiting, used_bytes = await to_the_end(self._look, frozenset(self._driven))
-                    self._state.metrics.files_bytes.set(used_bytes)
-                    self._begin_waiting(waiting)
+                    seen = await to_the_end(self._look, frozenset(self._driven))
+                    is_quiet = not seen.num_open
+                    self._state.metrics.files_bytes.set(seen.used_bytes)
+                    self._begin_waiting(seen.waiting)
                     await self._tidy()
                 except OSError as error:
                     logger.error("cannot read the batches: %s", error)
                 try:
-                    async with asyncio.timeout(until_tick(POLL_SECONDS)):
+                    async with asyncio.timeout(until_tick(QUIET_POLL_SECONDS if is_quiet else POLL_SECONDS)):
                         await self._changed.wait()
                 except TimeoutError:
                     pass
@@ -93,10 +104,10 @@ class BatchService:
             self._tidied_at = time.monotonic()
             await to_the_end(self.storage.tidy)
 
-    def _look(self, driven: frozenset[str]) -> tuple[list[BatchFolder], int]:
-        """Return the batches that may be driven, and the bytes of all files: in one call of a thread, of which an idle
-        gateway makes one a second."""
-        return self._waiting(driven), self.storage.used_bytes()
+    def _look(self, driven: frozenset[str]) -> _Seen:
+        """All of it in one call of a thread."""
+        listed = self.storage.batches.open_batches(LOOKAHEAD)
+        return _Seen(len(listed), self._waiting(listed, driven), self.storage.used_bytes())
 
     def _begin_waiting(self, waiting: list[BatchFolder]) -> None:
         waiting.sort(key=lambda folder: folder.record.created_ns)
@@ -114,10 +125,10 @@ class BatchService:
                     del self._turns[leaver.batch_id]
                 self._begin(folder, lease)
 
-    def _waiting(self, driven: frozenset[str]) -> list[BatchFolder]:
+    def _waiting(self, open_batches: list[OpenBatch], driven: frozenset[str]) -> list[BatchFolder]:
         """The batches that may be driven now: of each owner the next few, more than several gateways drive."""
         waiting = list[BatchFolder]()
-        for listed in self.storage.batches.open_batches(LOOKAHEAD):
+        for listed in open_batches:
             folder = None if listed.id in driven else self.storage.batches.open(listed.id)
             if folder is None:
                 if time.time_ns() - listed.created_ns > UNMADE_NS and listed.id not in driven:

@@ -51,6 +51,24 @@ async def test_a_phase_is_told_again_and_again_until_silence(valkey, monkeypatch
     await link.aclose()
 
 
+async def test_a_link_that_has_nothing_to_tell_wakes_for_what_it_hears_alone(valkey) -> None:
+    def timers() -> list[object]:
+        return [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+
+    heard: asyncio.Queue[WorkerHeartbeat] = asyncio.Queue()
+    link = FleetLink(valkey.url, MODEL, heard.put_nowait)
+    running = asyncio.create_task(link.run())
+    async with redis.asyncio.Redis(unix_socket_path=valkey.socket_path) as publisher:
+        while not await publisher.publish(CHANNEL, b"nonsense"):
+            await asyncio.sleep(0.01)
+        await publisher.publish(CHANNEL, encode(WorkerHeartbeat(worker_id="w", phase=WorkerPhase.READY)))
+        await heard.get()
+    assert timers() == []
+    running.cancel()
+    await asyncio.wait([running])
+    await link.aclose()
+
+
 async def test_a_store_that_is_away_is_waited_for_and_nothing_is_reaped() -> None:
     link = FleetLink("unix:///nowhere/valkey.sock", MODEL, lambda _: None)
     link.announce(WorkerPhase.DOWNLOAD, 0.0, "")

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.batches import lines as batch_lines
 from gateway.batches.line_answers import KIND_OF_ENDPOINT
+from gateway.batches.service import POLL_SECONDS, QUIET_POLL_SECONDS
 from gateway.routes.batches import CreateBatchBody
 from tests.gateway.batches.batch_clients import (
     ENDPOINT,
@@ -26,6 +27,7 @@ from tests.gateway.batches.batch_clients import (
 )
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import FakeInferenceClient, finish, says
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -207,6 +209,36 @@ async def test_another_gateway_goes_on_behind_the_last_result(
         batch = await ended(client, batch)
         assert set(await results(client, batch.output_file_id)) == set("abc")
         assert len(second.engine.requests) == 2 and first.engine.cancelled == []
+
+
+async def test_a_directory_without_open_batches_is_looked_at_less_often(
+    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def until_tick(seconds: float) -> float:
+        pauses.append(seconds)
+        return 0.01
+
+    async def looks(number: int) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(pauses) < number:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("gateway.batches.service.until_tick", until_tick)
+    gateway = await start_gateway(files_dir=tmp_path)
+    async with client_of(gateway) as client:
+        await looks(3)
+        assert set(pauses) == {QUIET_POLL_SECONDS}
+        batch = await begun(client, jsonl(line("a")))
+        await gateway.engine.next_stream()
+        pauses.clear()
+        await looks(3)
+        assert set(pauses) == {POLL_SECONDS}
+        await ended(client, await client.batches.cancel(batch.id))
+        pauses.clear()
+        await looks(3)
+        assert set(pauses[1:]) == {QUIET_POLL_SECONDS}
 
 
 async def test_lines_wait_while_nobody_can_answer_them(
