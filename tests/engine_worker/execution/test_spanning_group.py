@@ -71,6 +71,22 @@ def start_follower(endpoint: str, model: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(argv, cwd=model, env=environ, stderr=subprocess.PIPE, text=True)
 
 
+def start_rank_0(endpoint: str, model: Path) -> "subprocess.Popen[str]":
+    """It loads its part, tells so in a line, and stands there as between two steps."""
+    code = (
+        "import sys; from pathlib import Path; from tests.engine_worker.execution.test_spanning_group import load; "
+        "runner = load(Path(sys.argv[1]), sys.argv[2]); print('loaded', flush=True); sys.stdin.read()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(model), endpoint],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def requests() -> list[GenerationRequest]:
     return [make_request(length, f"r{length}", max_tokens=12, prompt_logprobs=1) for length in (1, 9, 50)]
 
@@ -103,6 +119,18 @@ def test_rank_0_hears_of_a_dead_rank_with_the_next_step(model_dir: Path, monkeyp
         run_engine(runner, requests(), **CONFIG)
     assert runner.group is not None
     runner.group.close()
+
+
+def test_a_rank_ends_as_soon_as_rank_0_is_killed(model_dir: Path) -> None:
+    """On another host, where no kernel tells it of a parent's death: the connection's end does."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    follower, first = start_follower(endpoint, model_dir), start_rank_0(endpoint, model_dir)
+    assert first.stdout is not None and first.stdout.readline() == "loaded\n"
+    assert follower.poll() is None
+    first.kill()
+    first.communicate(timeout=SECONDS)
+    _, log = follower.communicate(timeout=SECONDS)
+    assert follower.returncode == 1 and "rank 1 ends" in log
 
 
 def test_ranks_of_different_models_refuse_each_other(
