@@ -7,6 +7,7 @@ just before and just after tells how much. For limits that separate linear from 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def cpu_seconds(pid: int, thread: int | None = None) -> float:
     """The processor's time of one thread of a process, or of all that it has now, in seconds."""
     tasks = Path(f"/proc/{pid}/task").glob(str(thread or "*"))
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def num_wakes(pid: int) -> int:
+    """How often the threads that a process has now have begun to wait: each wait is ended by a wake."""
+    wakes = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # it has ended
+            lines = (task / "status").read_text().splitlines()
+            wakes += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches:"))
+    return wakes
 
 
 def least_share(

@@ -29,6 +29,7 @@ from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
 from tests.e2e.fleet import connected
 from tests.e2e.test_takeover import PROMPTS, kill_in_the_middle
+from tests.idle_seconds import least_share, num_wakes
 from tests.patience import PATIENCE_SECONDS
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -37,6 +38,7 @@ START_SECONDS = 180.0  # with cached weights it takes 8 s; a busy CI machine is 
 STOP_SECONDS = 100.0
 MODEL = "SmolLM2-135M-Instruct"
 NUM_STORY_TOKENS = 60
+MAX_WAKES_A_SECOND = 30
 NUM_PROMPT_TOKENS = 32  # of each of several prompts: nobody runs ahead of the only worker
 
 pytestmark = [
@@ -201,6 +203,12 @@ def story_with(serve: Serve, disaster: Callable[[], None]) -> list[str]:
 @cache
 def undisturbed(serve: Serve) -> str:
     return "".join(serve.chat(STORY, max_tokens=NUM_STORY_TOKENS))
+
+
+def test_an_idle_server_does_at_a_tick_what_it_does_each_second(serve: Serve) -> None:
+    """Its wakes are counted, as a busy machine makes its CPU time longer, not them: 22 a second of all processes."""
+    pids = [serve.process.pid, *(child.pid for child in serve.family())]
+    assert least_share(lambda: sum(map(num_wakes, pids)), MAX_WAKES_A_SECOND, window_seconds=5.0) <= MAX_WAKES_A_SECOND
 
 
 async def test_a_killed_worker_costs_no_token_with_only_the_supervisor_to_restart_it(serve: Serve) -> None:
