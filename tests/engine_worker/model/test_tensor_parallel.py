@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
 
 from engine_worker.model.architectures import MODULES, spec_from_directory
 from engine_worker.model.implementation import blueprint, blueprint_from_directory
@@ -48,6 +49,14 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True},
     "smollm3": {"num_hidden_layers": 4},
 }  # fmt: skip
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+    "1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192,",
+    "Water boils at 100 degrees Celsius. At the top of a mountain the pressure is lower, and so",
+)
 PROMPT = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(21)]
 
 
@@ -123,29 +132,34 @@ def test_hidden_states_have_the_same_bits_on_every_rank(ranks: Ranks, size: int)
 
 
 def read_and_greedy(
-    ranks: TensorParallel, directory: Path, prompt: list[int], num_tokens: int
-) -> tuple[int, list[int]]:
-    """The bytes that a rank reads of a checkpoint, and the greedy tokens after `prompt`; rank 0 tells the others."""
+    ranks: TensorParallel, directory: Path, prompts: list[list[int]], num_tokens: int
+) -> tuple[int, list[list[int]]]:
+    """The bytes that a rank reads of a checkpoint, and the greedy tokens after each prompt; rank 0 tells the others."""
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
-    token_ids, first, tokens = prompt, 0, []
-    for _ in range(num_tokens):
-        logits = model.forward(step(first, token_ids), device)
-        likeliest = ranks.broadcast(logits[-1:].argmax(-1))
-        first, token_ids = first + len(token_ids), likeliest.tolist()
-        tokens += token_ids
-    return weights.read_bytes, tokens
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 17)))
+    answers = []
+    for prompt in prompts:
+        token_ids, first, tokens = prompt, 0, list[int]()
+        for _ in range(num_tokens):
+            logits = model.forward(step(first, token_ids), device)
+            likeliest = ranks.broadcast(logits[-1:].argmax(-1))
+            first, token_ids = first + len(token_ids), likeliest.tolist()
+            tokens += token_ids
+        answers.append(tokens)
+    return weights.read_bytes, answers
 
 
 @pytest.mark.timeout(600)
 def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_model_dir: Path) -> None:
     """Nine heads divide by three. The checkpoint is read once, but for what all ranks have: the embedding and norms."""
-    prompt = [1, 504, 3575, 282, 4649, 314]  # "<|im_start|>The capital of France is"
-    expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompt, 8)
-    found = ranks.run(3, read_and_greedy, demo_model_dir, prompt, 8)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompts, 12)
+    assert len({tuple(tokens) for tokens in expected}) == len(TEXTS)
+    found = ranks.run(3, read_and_greedy, demo_model_dir, prompts, 12)
     assert [tokens for _, tokens in found] == [expected] * 3
     spec = spec_from_directory(demo_model_dir)
     replicated = 2 * (spec.vocab_size + 2 * spec.num_layers + 1) * spec.hidden_size  # bfloat16
