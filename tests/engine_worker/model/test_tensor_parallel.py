@@ -52,10 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
 TEXTS = (
     "The capital of France is",
     "def fibonacci(n):\n",
-    "Once upon a time",
     "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
-    "1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192,",
-    "Water boils at 100 degrees Celsius. At the top of a mountain the pressure is lower, and so",
+    "1, 2, 4, 8, 16, 32, 64,",
 )
 PROMPT = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(21)]
 
@@ -139,7 +137,7 @@ def read_and_greedy(
     found = blueprint_from_directory(directory)
     model = found.build(weights, 64, is_deterministic=False, tensor_parallel=ranks)
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32")
-    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 17)))
+    device = model.attach(torch.zeros(layout.pool_shape(layout.groups[0], 9)))
     answers = []
     for prompt in prompts:
         token_ids, first, tokens = prompt, 0, list[int]()
@@ -157,9 +155,9 @@ def test_three_ranks_of_the_demo_model_say_what_one_says(ranks: Ranks, demo_mode
     """Nine heads divide by three. The checkpoint is read once, but for what all ranks have: the embedding and norms."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompts, 12)
+    expected_bytes, expected = read_and_greedy(SINGLE, demo_model_dir, prompts, 8)
     assert len({tuple(tokens) for tokens in expected}) == len(TEXTS)
-    found = ranks.run(3, read_and_greedy, demo_model_dir, prompts, 12)
+    found = ranks.run(3, read_and_greedy, demo_model_dir, prompts, 8)
     assert [tokens for _, tokens in found] == [expected] * 3
     spec = spec_from_directory(demo_model_dir)
     replicated = 2 * (spec.vocab_size + 2 * spec.num_layers + 1) * spec.hidden_size  # bfloat16
