@@ -202,8 +202,8 @@ class EngineThread:
             self.in_step = True
             events = engine.step()
             step = engine.last_step
+            self.num_steps += 1  # first: stats() takes a thread that is in no step, and has taken none since, for idle
             self.in_step = False
-            self.num_steps += 1
             self._steps_ahead += 1
         added_ids, self._added_ids = self._added_ids, []
         turn = Turn(step, events, engine.intake, engine.background_intake, added_ids)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine_worker.execution.kv_dtype_choice import chosen_kv_cache_dtype
 from engine_worker.execution.quantization_choice import chosen_quantization
-from engine_worker.execution.settings import IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
+from engine_worker.execution.settings import CUDA_MEMORY_RATIO, IN_GROUPS, MODEL_IMPLS, QUANTIZATIONS, ExecutionSettings
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, kv_cache_dtype
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
@@ -206,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-impl", default="auto", choices=MODEL_IMPLS, help="as of a worker (%(default)s)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="that it is told of (%(default)s)")
     parser.add_argument("--gpu-memory", default="80G", help="memory of the device (%(default)s)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92, help="of it, for weights and KV")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=CUDA_MEMORY_RATIO, help="of it, for weights and KV"
+    )
     parser.add_argument("--max-model-len", default="", help="longest prompt + output; default: the model's own")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, help="default: as saved")
     parser.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="as of a worker (%(default)s)")

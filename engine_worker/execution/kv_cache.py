@@ -12,13 +12,13 @@ from torch import Tensor
 
 from engine_worker.execution.host_pool import CpuHostPool, CudaHostPool, HostPool, block_pairs
 from engine_worker.execution.memory import DeviceMemory, host_memory
+from engine_worker.execution.settings import CUDA_MEMORY_RATIO
 from engine_worker.kv.layout import KVLayout
 from engine_worker.scheduling.batch import BlockCopy, Transfers, TransferTime
 
 # On a CPU the memory is shared with everything else on the machine, and 2 GiB hold 93,000 tokens of the demo model.
 _CPU_DEFAULT_RATIO = 0.25
 _CPU_DEFAULT_LIMIT_BYTES = 2 * 2**30
-_CUDA_DEFAULT_RATIO = 0.92  # of all memory, for everything this process has there; as vLLM, which does not count graphs
 
 
 class KVCacheTooSmall(ValueError):
@@ -75,7 +75,7 @@ def num_blocks_that_fit(
     if kv_cache_memory_bytes is not None:
         return kv_cache_memory_bytes // bytes_per_block
     if memory.device.type == "cuda":
-        share = memory.total_bytes * (kv_cache_memory_ratio or _CUDA_DEFAULT_RATIO)
+        share = memory.total_bytes * (kv_cache_memory_ratio or CUDA_MEMORY_RATIO)
         budget = max(0.0, share - (memory.total_bytes - memory.free_bytes) - memory.step_bytes)
     elif kv_cache_memory_ratio is not None:
         budget = memory.free_bytes * kv_cache_memory_ratio

@@ -21,6 +21,8 @@ MAX_NUM_SEQS = {"cpu": 64, "cuda": 1024}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # A CPU has no other memory to swap to: it is better given to the KV cache.
 SWAP_SPACE_BYTES = {"cpu": 0, "cuda": 4 * 2**30}
+# Of a GPU's memory, for all of a worker there; the rest is for fragmentation. As vLLM, which does not count graphs.
+CUDA_MEMORY_RATIO = 0.92
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,13 @@ def claim_all_seats(engine: Engine, queue: deque[GenerationRequest]) -> list[Gen
     return [queue.popleft() for _ in range(min(num_seats, len(queue)))] if not stats.num_waiting else []
 
 
+def serve(engine: Engine, request: GenerationRequest) -> None:
+    """To its end, alone."""
+    engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+
+
 class Served:
     """A queue and an engine whose claims take as long as the step that they are made beside."""
 
@@ -142,9 +149,7 @@ def test_prompts_that_the_cache_has_are_counted_by_what_they_cost() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=1000), num_blocks=1000, **shape)
     prompt = make_request(120).prompt_token_ids
     for number in range(40):
-        engine.add_request(make_request([*prompt, number], max_tokens=2, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
+        serve(engine, make_request([*prompt, number], max_tokens=2, ignore_eos=True))
     assert engine.intake.num_wanted(0, 0) > 20  # of 121 tokens each, which would be three of two steps
 
 
@@ -154,11 +159,9 @@ def test_many_cached_short_prompts_make_no_long_ones_look_cheap() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=8000), num_blocks=8000, **shape)
     short = make_request(20).prompt_token_ids
     for number in range(40):
-        engine.add_request(make_request([*short, number], max_tokens=2, ignore_eos=True))
+        serve(engine, make_request([*short, number], max_tokens=2, ignore_eos=True))
         if number % 8 == 0:
-            engine.add_request(make_request(500, max_tokens=2, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
+            serve(engine, make_request(500, max_tokens=2, ignore_eos=True))
     num_claimed = 0
     while claimed := claim_what_starts(engine, deque(make_request(500) for _ in range(32))):
         num_claimed += len(claimed)
@@ -179,9 +182,7 @@ def test_prompts_that_are_scored_slowly_let_others_begin_beside_them() -> None:
 def test_a_worker_whose_prompts_fill_its_memory_still_takes_one() -> None:
     engine = make_engine(FakeModelRunner(num_blocks=33), num_blocks=33, max_model_len=128, max_num_batched_tokens=64)
     for _ in range(20):
-        engine.add_request(make_request(120, max_tokens=2, ignore_eos=True))
-        while engine.has_work:
-            engine.step()
+        serve(engine, make_request(120, max_tokens=2, ignore_eos=True))
     assert engine.intake.num_wanted(0, 0) >= 1
 
 
