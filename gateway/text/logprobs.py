@@ -15,17 +15,27 @@ A token's way back, where its log-probabilities are asked for. It knows no reque
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
 
 from gateway.text.token_spellings import SpellingTable, TokenSpellings
-from shared.messages import EncodedLogprobs, TokenLogprobs, decoded_logprobs
+from shared.messages import MAX_LOGPROBS, EncodedLogprobs, TokenLogprobs, decoded_logprobs
 
 # OpenAI's stand-in for what has no logarithm: JSON has no infinity.
 _LEAST_LOGPROB = -9999.0
 
 _encode = msgspec.json.encode
+
+# Around the likeliest tokens of a place in a prompt, by how many these are; the last one has the rank null, or not.
+_BEGINS = [[b",{", *[b","] * (count - 1)] for count in range(MAX_LOGPROBS + 2)]
+_ENDS_LISTED = [
+    [*[b',"rank":%d}' % rank for rank in range(1, count)], b',"rank":%d}}' % count] for count in range(MAX_LOGPROBS + 1)
+]
+_ENDS = [
+    [*[b',"rank":%d}' % rank for rank in range(1, count + 1)], b',"rank":null}}'] for count in range(MAX_LOGPROBS + 1)
+]
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
@@ -66,9 +76,10 @@ def prompt_logprobs(
     the likeliest ones reported is null: it is not known. `scores`: by index in the prompt; `start`: that of the first
     of `token_ids`."""
     known = _decoded([scores.get(index) for index in range(start, start + len(token_ids))])
+    runs = groupby(zip(token_ids, known, strict=True), key=lambda token: token[1] is None)
     return _joined(
-        b"null" if score is None else _ranked(spellings, token_id, score)
-        for token_id, score in zip(token_ids, known, strict=True)
+        b",".join([b"null"] * len(list(run))) if is_unknown else _ranked(spellings, list(run))
+        for is_unknown, run in runs
     )
 
 
@@ -104,15 +115,21 @@ def _by_text(texts: SpellingTable[str], token_id: int, scores: TokenLogprobs) ->
     return by_text
 
 
-def _ranked(spellings: TokenSpellings, token_id: int, scores: TokenLogprobs) -> bytes:
-    token_ids, logprobs = scores.top_token_ids, scores.top_logprobs
-    ranks = [b',"rank":%d}' % rank for rank in range(1, len(token_ids) + 1)]
-    if token_id not in token_ids:
-        token_ids, logprobs = (*token_ids, token_id), (*logprobs, scores.logprob)
-        ranks.append(b',"rank":null}')
-    return (
-        b"{" + b"".join(_interleaved(spellings.decoded_by_id.all_of(token_ids), _numbers(logprobs), ranks))[1:] + b"}"
-    )
+def _ranked(spellings: TokenSpellings, run: Sequence[tuple[int, TokenLogprobs | None]]) -> bytes:
+    """The objects of some tokens, without brackets around them: all put together at one time, which takes 2 us of 5."""
+    token_ids, logprobs, begins, ends = list[int](), list[float](), list[bytes](), list[bytes]()
+    for token_id, score in run:
+        assert score is not None
+        num_top = len(score.top_token_ids)
+        token_ids += score.top_token_ids
+        logprobs += score.top_logprobs
+        is_listed = token_id in score.top_token_ids
+        if not is_listed:
+            token_ids.append(token_id)
+            logprobs.append(score.logprob)
+        begins += _BEGINS[num_top + (not is_listed)]
+        ends += _ENDS_LISTED[num_top] if is_listed else _ENDS[num_top]
+    return b"".join(_interleaved(begins, spellings.decoded_by_id.all_of(token_ids), _numbers(logprobs), ends))[1:]
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:

@@ -104,7 +104,7 @@ class TokenSpellings:
             lambda id_: b'},{"token":%b,"bytes":%b,"logprob":' % (_encode(self._text(id_)), self._bytes(id_))
         )
         self.decoded_by_id = SpellingTable(
-            lambda id_: b',"%d":{"decoded_token":%b,"logprob":' % (id_, _encode(self._decoded(id_)))
+            lambda id_: b'"%d":{"decoded_token":%b,"logprob":' % (id_, _encode(self._decoded(id_)))
         )
 
     def _text(self, token_id: int) -> str:

@@ -118,8 +118,9 @@ async def test_log_probabilities_are_written_in_their_keys_turns(
         for name in ("_object", "_by_text", "_ranked"):
             write = getattr(logprobs, name)
 
-            def watched(*arguments: Any, write: Callable[..., bytes] = write) -> bytes:
-                written.append((threading.get_ident(), turns.count))
+            def watched(*arguments: Any, name: str = name, write: Callable[..., bytes] = write) -> bytes:
+                num_tokens = len(arguments[1]) if name == "_ranked" else 1
+                written.extend([(threading.get_ident(), turns.count)] * num_tokens)
                 return write(*arguments)
 
             monkeypatch.setattr(logprobs, name, watched)
