@@ -24,8 +24,9 @@ from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 POOL_DTYPES = DTYPES | {E4M3: 2}
 # A part of a prompt that a thread attends for: a tile of keys is widened and turned once for so many rows, and fewer
-# share better. 1500 tokens of SmolLM2, one layer, CPU time in turns: 29.6 ms with 64, 27.5 with 128.
-_ROWS_OF_AN_ITEM = 128
+# share better. 1500 tokens of SmolLM2, one layer, CPU time in turns: 29.6 ms with 64, 27.5 with 128;
+# since softmaxes are of many rows at once 24.7 with 128, 24.2 with 192.
+_ROWS_OF_AN_ITEM = 192
 _TILE = 64  # csrc/attention.h's
 # Threads share a token from so many keys on. Fewer KV heads than so many a thread are few: some threads would wait.
 _SHARED_KEYS, _KV_HEADS_OF_A_THREAD = 512, 4

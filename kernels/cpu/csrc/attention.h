@@ -128,7 +128,7 @@ inline Vec most_of(const float* scores) {
 inline Vec weights_of(float* scores, float largest_score) {
     Vec total = splat(0.0f);
     for (int key = 0; key < TILE; key += WIDTH) {
-        const Vec weight = exponential(load(scores + key) - splat(largest_score));
+        const Vec weight = exponential_of_negative(load(scores + key) - splat(largest_score));
         store(scores + key, weight);
         total = total + weight;
     }

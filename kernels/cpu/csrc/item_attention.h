@@ -54,7 +54,7 @@ class ItemRows {
             const int keys_of_tile = smaller(TILE, end - first_key);
             const K *keys[TILE], *values[TILE];
             addresses(step_, head, table, first_key, keys_of_tile, keys);
-            addresses(step_, head + step_.value_offset, table, first_key, keys_of_tile, values);
+            for (int key = 0; key < keys_of_tile; key++) values[key] = keys[key] + step_.value_offset;
             find_seen(first_key);
             if (count_ >= FEWEST_TURNED)
                 attend_many(keys, values, keys_of_tile);
@@ -75,10 +75,11 @@ class ItemRows {
 
   private:
     void find_seen(int first_key) {
-        for (int index = 0; index < count_; index++) {
-            const int position = first_position_ + index / group_;
-            seen_[index].first = rules_.window ? larger(0, position - rules_.window + 1 - first_key) : 0;
-            seen_[index].end = smaller(TILE, position + 1 - first_key);
+        int position = first_position_;
+        for (int index = 0; index < count_; index += group_, position++) {
+            const Range of_token = {rules_.window ? larger(0, position - rules_.window + 1 - first_key) : 0,
+                                    smaller(TILE, position + 1 - first_key)};
+            for (int row = index; row < index + group_; row++) seen_[row] = of_token;
         }
     }
 

@@ -140,11 +140,11 @@ inline __m128i bfloat16_of(__m256 values) {  // to nearest, ties to even
     return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
 }
 
-void store(const float* sums, int64_t count, void* to, int type) {  // up to OUTPUTS
+inline void store(const float* sums, int64_t count, void* to, int type) {  // up to OUTPUTS
     if (type == FLOAT32) {
         // Read as a gate writes them: what is read wider than it was written waits for the cache.
-        for (int part = 0; count == OUTPUTS && part < OUTPUTS; part += 8)
-            _mm256_storeu_ps((float*)to + part, _mm256_loadu_ps(sums + part));
+        for (int part = 0; count == OUTPUTS && part < OUTPUTS; part += WIDTH)
+            store((float*)to + part, load(sums + part));
         if (count < OUTPUTS) memcpy(to, sums, count * sizeof(float));
         return;
     }
@@ -224,10 +224,8 @@ void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, 
         if (weight.gate) {
             multiply<Set>(weight, 2 * block + 1, rows, row, end - row, up);
             if (weight.bias) add_bias(up, done, weight.bias + width + at, count);
-            for (int i = 0; i < done * OUTPUTS; i += 8) {
-                const __m256 gate = activated(_mm256_loadu_ps(sums + i), weight.gate);
-                _mm256_storeu_ps(sums + i, _mm256_mul_ps(gate, _mm256_loadu_ps(up + i)));
-            }
+            for (int i = 0; i < done * OUTPUTS; i += WIDTH)
+                store(sums + i, times(activated(load(sums + i), weight.gate), load(up + i)));
         }
         for (int r = 0; r < done; r++) store(sums + r * OUTPUTS, count, out + ((row + r) * out_stride + at) * size, out_type);
     }

@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int BLOCK_ROWS = 16;                        // that one half of a tile, keys or values, is read for in turn
+constexpr int BLOCK_ROWS = 32;                        // that one half of a tile, keys or values, is read for in turn
 constexpr int SCORED_ROWS = 4, KEY_VECS = 2;          // computed together: 8 chains, as long as an addition takes
 constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;       // beside 4 rows: as many sums as 32 or 16 registers have room for
 constexpr int SCORED_KEYS = KEY_VECS * WIDTH;
@@ -95,30 +95,29 @@ APART void turned_scores(const Row* rows, const float* turned, Range seen, int h
     }
 }
 
-// weigh() of up to SCORED_ROWS rows, whose sums across vectors and whose factors are computed together.
+// weigh() of up to BLOCK_ROWS rows, one thing after another for all of them: a row by itself waits for each of its
+// numbers. Sums across vectors are of four rows at once, factors of a vector of them.
 APART void weigh_rows(
     Row* rows, const Range* seen, int count, float (*scores)[TILE], float softcap, float* factors) {
-    Vec most[SCORED_ROWS], totals[SCORED_ROWS];
-    alignas(64) float now[SCORED_ROWS], total[SCORED_ROWS], changes[WIDTH] = {};
-    for (int row = 0; row < SCORED_ROWS; row++) {
-        const int of = smaller(row, count - 1);
-        if (of == row && !(seen[row] == Range{0, TILE} && softcap == 0.0f)) finish_scores(scores[row], seen[row], softcap);
-        most[row] = most_of(scores[of]);
-    }
-    _mm_store_ps(now, largests(most[0], most[1], most[2], most[3]));
+    Vec lanes[BLOCK_ROWS];  // largest scores, then totals, lane by lane
+    alignas(64) float found[BLOCK_ROWS];
     for (int row = 0; row < count; row++) {
-        now[row] = larger(rows[row].maximum, now[row]);
-        changes[row] = rows[row].maximum - now[row];
-        totals[row] = weights_of(scores[row], now[row]);
-        rows[row].maximum = now[row];
+        if (!(seen[row] == Range{0, TILE} && softcap == 0.0f)) finish_scores(scores[row], seen[row], softcap);
+        lanes[row] = most_of(scores[row]);
     }
-    for (int row = count; row < SCORED_ROWS; row++) totals[row] = splat(0.0f);
-    _mm_store_ps(total, sums(totals[0], totals[1], totals[2], totals[3]));
-    store(changes, exponential(load(changes)));
+    for (int row = count; row % 4; row++) lanes[row] = lanes[count - 1];
+    for (int row = 0; row < count; row += 4)
+        _mm_store_ps(found + row, largests(lanes[row], lanes[row + 1], lanes[row + 2], lanes[row + 3]));
     for (int row = 0; row < count; row++) {
-        factors[row] = changes[row];
-        rows[row].total = rows[row].total * factors[row] + total[row];
+        const float before = rows[row].maximum, now = larger(before, found[row]);
+        factors[row] = before - now;
+        rows[row].maximum = now;
     }
+    for (int row = 0; row < count; row += WIDTH) store(factors + row, exponential_of_negative(load(factors + row)));
+    for (int row = 0; row < count; row++) lanes[row] = weights_of(scores[row], rows[row].maximum);
+    for (int row = 0; row < count; row += 4)
+        _mm_store_ps(found + row, sums(lanes[row], lanes[row + 1], lanes[row + 2], lanes[row + 3]));
+    for (int row = 0; row < count; row++) rows[row].total = rows[row].total * factors[row] + found[row];
 }
 
 // The values of `ROWS` rows that see the same keys.
@@ -136,7 +135,7 @@ inline void attend_block(
     Row* rows, const Range* seen, int num_rows, const float* turned, const float* const* values, int head_dim,
     float softcap) {
     alignas(64) float scores[BLOCK_ROWS][TILE];
-    float factors[BLOCK_ROWS];
+    alignas(64) float factors[BLOCK_ROWS] = {};
     for (int row = 0, count; row < num_rows; row += count) {
         count = smaller(SCORED_ROWS, num_rows - row);
         const Range all = {seen[row].first, seen[row + count - 1].end};  // later tokens see later keys
@@ -145,8 +144,7 @@ inline void attend_block(
         if (count == 2) turned_scores<2>(rows + row, turned, all, head_dim, scores + row);
         if (count == 1) turned_scores<1>(rows + row, turned, all, head_dim, scores + row);
     }
-    for (int row = 0; row < num_rows; row += SCORED_ROWS)
-        weigh_rows(rows + row, seen + row, smaller(SCORED_ROWS, num_rows - row), scores + row, softcap, factors + row);
+    weigh_rows(rows, seen, num_rows, scores, softcap, factors);
     for (int row = 0, count; row < num_rows; row += count) {
         for (count = 1; count < SCORED_ROWS && row + count < num_rows && seen[row + count] == seen[row];) count++;
         if (count == 4) add_values<4>(rows + row, values, seen[row], head_dim, scores + row, factors + row);

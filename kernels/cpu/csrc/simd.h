@@ -31,9 +31,9 @@ inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec two_to_the(Vec n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+inline Vec two_to_the_last_bits(Vec of) {  // -126..127, as a number of eight bits
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(of), 23), _mm512_set1_epi32(127 << 23)));
 }
 // x where `a` is at least `b` or either is no number, else 0.
 inline Vec unless_less(Vec x, Vec a, Vec b) {
@@ -63,9 +63,9 @@ inline Vec splat(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec two_to_the(Vec n) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+inline Vec two_to_the_last_bits(Vec of) {  // -126..127, as a number of eight bits
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(of), 23), _mm256_set1_epi32(127 << 23)));
 }
 inline Vec unless_less(Vec x, Vec a, Vec b) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), x); }
 inline void store(Bf16* at, Vec x) {
@@ -120,11 +120,12 @@ inline __m128 largests(Vec a, Vec b, Vec c, Vec d) {
     return _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-// e^x, of x over 88 as of 88; 0 below -87. Relative error 2^-22 (the polynomial of Cephes' expf, Moshier 1989).
-inline Vec exponential(Vec x) {
-    const Vec lowest = splat(-87.0f), bounded = maximum(lowest, minimum(splat(88.0f), x));  // a NaN stays one
-    const Vec n = nearest(times(bounded, splat(1.44269504088896341f)));
-    Vec rest = fma(n, splat(-0.693359375f), bounded);
+// e^x, of x from -87 to 88 or no number. Relative error 2^-22 (the polynomial of Cephes' expf, Moshier 1989).
+inline Vec exponential_within(Vec x) {
+    // Beside such a number a float32 has no fraction, so a sum is rounded to the nearest, ties to even, and its last bits are n.
+    const Vec whole = splat(1.5f * (1 << 23)), shifted = times(x, splat(1.44269504088896341f)) + whole;
+    const Vec n = shifted - whole;
+    Vec rest = fma(n, splat(-0.693359375f), x);
     rest = fma(n, splat(2.12194440e-4f), rest);
     Vec y = splat(1.9875691500e-4f);
     y = fma(y, rest, splat(1.3981999507e-3f));
@@ -133,7 +134,18 @@ inline Vec exponential(Vec x) {
     y = fma(y, rest, splat(1.6666665459e-1f));
     y = fma(y, rest, splat(5.0000001201e-1f));
     y = fma(y, times(rest, rest), rest) + splat(1.0f);
-    return unless_less(times(y, two_to_the(n)), x, lowest);
+    return times(y, two_to_the_last_bits(shifted));
+}
+
+// e^x, of x over 88 as of 88; 0 below -87.
+inline Vec exponential(Vec x) {
+    const Vec lowest = splat(-87.0f);
+    return unless_less(exponential_within(maximum(lowest, minimum(splat(88.0f), x))), x, lowest);  // a NaN stays one
+}
+// e^x of x that is at most 0.
+inline Vec exponential_of_negative(Vec x) {
+    const Vec lowest = splat(-87.0f);
+    return unless_less(exponential_within(maximum(lowest, x)), x, lowest);
 }
 inline float exponential(float x) {
     float value[WIDTH];
