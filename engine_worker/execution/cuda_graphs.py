@@ -1,7 +1,8 @@
 """Small steps as CUDA graphs: one launch for the whole forward pass, captured for a few numbers of tokens.
 
-    decode   every sequence has one token: 1 to 512 sequences
-    mixed    some have more, prompts or the ends of them: up to 512 tokens in all (mode "full" alone)
+    decode   every sequence has one token: 1 to 1024 sequences
+    mixed    some have more, prompts or the ends of them (mode "full" alone): up to 512 tokens in all, or up to 1024 of
+             which more than 256 want logits
 
 A batch is padded to the next size that was captured, rows and tokens alike. Every graph reads the persistent inputs and
 writes its logits into the same buffer, which the next replay overwrites. All graphs share one memory pool: only one
@@ -26,10 +27,12 @@ from engine_worker.model.devices import Device
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import ServedModel
 
-# Larger steps run for longer than their launches take: 350 of them are up to 10 ms of the host.
-MAX_GRAPH_TOKENS = 512
-# Of a mixed step: all rows of a larger head product would be computed for a few that are wanted.
+# Larger steps run for longer than their launches take: 350 of them are 10 to 20 ms of the host, with as much of Python
+# in the worker's other thread, and 1,024 rows of an 8B model in fp8 take a GPU 12 ms.
+MAX_GRAPH_TOKENS = 1024
+# Of a mixed step with few logits: all rows of a larger head product would be computed for a few that are wanted.
 MAX_MIXED_LOGITS = 256
+MAX_FEW_LOGITS_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ class GraphKey:
 
     @property
     def num_logits(self) -> int:
-        return min(self.size, MAX_MIXED_LOGITS) if self.mixed else self.size
+        has_few = self.mixed and self.size <= MAX_FEW_LOGITS_TOKENS
+        return min(self.size, MAX_MIXED_LOGITS) if has_few else self.size
 
 
 class GraphInputs(Protocol):
@@ -52,22 +56,25 @@ class GraphInputs(Protocol):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Ascending: at most 8 rows of padding up to 256, 16 above; `max_num_seqs` is the last, or MAX_GRAPH_TOKENS."""
+    """Ascending: by 8 rows up to 256, by 16 to 512, by 32 above; `max_num_seqs` is the last, or MAX_GRAPH_TOKENS."""
     largest = min(max_num_seqs, MAX_GRAPH_TOKENS)
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, MAX_GRAPH_TOKENS + 1, 16)]
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, MAX_GRAPH_TOKENS + 1, 32)]
     return [*(size for size in sizes if size < largest), largest]
 
 
-def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Ascending. 64 tokens cost little more than the weights are read; from there on 32 more cost about 0.6 ms."""
-    largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
-    sizes = [16, *range(32, MAX_GRAPH_TOKENS + 1, 32)]
+def mixed_sizes(bounds: StepBounds) -> list[int]:
+    """Ascending. 64 tokens cost little more than the weights are read; from there on 32 more cost about 0.6 ms.
+
+    Above MAX_FEW_LOGITS_TOKENS only where there may be many logits."""
+    most_tokens = MAX_GRAPH_TOKENS if bounds.max_num_seqs > MAX_MIXED_LOGITS else MAX_FEW_LOGITS_TOKENS
+    largest = min(bounds.max_num_batched_tokens, most_tokens)
+    sizes = [16, *range(32, MAX_FEW_LOGITS_TOKENS + 1, 32), *range(576, MAX_GRAPH_TOKENS + 1, 64)]
     return [*(size for size in sizes if size < largest), largest]
 
 
 def graph_keys(mode: str, bounds: StepBounds) -> list[GraphKey]:
     """The graphs that a worker captures in one of settings.CUDAGRAPH_MODES."""
-    decodes, mixed = decode_sizes(bounds.max_num_seqs), mixed_sizes(bounds.max_num_batched_tokens)
+    decodes, mixed = decode_sizes(bounds.max_num_seqs), mixed_sizes(bounds)
     keys = [GraphKey(size, mixed=False) for size in decodes] if mode != "none" else []
     return keys + [GraphKey(size, mixed=True) for size in mixed] if mode == "full" else keys
 
@@ -98,6 +105,10 @@ class StepGraphs:
         """The graph that serves a step; None if there is none."""
         num_tokens = description.num_tokens
         mixed = description.max_query_len > 1
+        if mixed and description.num_logits > MAX_MIXED_LOGITS:
+            num_tokens = max(num_tokens, MAX_FEW_LOGITS_TOKENS + 1)
+        elif mixed and num_tokens > MAX_FEW_LOGITS_TOKENS:
+            return None
         sizes = self._sizes[mixed]
         if not sizes or num_tokens > sizes[-1]:
             return None

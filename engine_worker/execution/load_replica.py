@@ -48,7 +48,8 @@ from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 logger = logging.getLogger("worker")
 
 GRAPHS_SHARE = 0.8  # of the time of the warm-up
-_GRAPH_BYTES = 16 * 2**20  # of a graph's launches and its share of their common pool; 8B-shaped model, H200
+_LOGIT_BYTES = 4  # float32
+_GRAPH_BYTES = 8 * 2**20  # of a graph's launches and its share of their common pool: 1.5 and 3.2 MiB of 8B, H200
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -205,7 +206,9 @@ def _step_bytes(
     plan: LoadPlan, model: ServedModel, kv_dtype: str, sample: Callable[[Tensor, int], object] | None
 ) -> int:
     peak = measure_step_bytes(model, kv_dtype, sample, plan.device, plan.settings.bounds, plan.max_model_len)
-    return peak + len(_graph_keys(plan.settings)) * _GRAPH_BYTES
+    keys = _graph_keys(plan.settings)
+    num_logits = max((key.num_logits for key in keys), default=0)
+    return peak + len(keys) * _GRAPH_BYTES + num_logits * model.spec.vocab_size * _LOGIT_BYTES
 
 
 def _max_model_len(settings: ExecutionSettings, config: ModelShape) -> int:

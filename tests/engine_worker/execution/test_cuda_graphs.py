@@ -34,14 +34,19 @@ def test_decode_sizes_end_with_the_most_sequences_there_are(max_num_seqs: int, e
 
 def test_sizes_of_many_sequences_and_tokens() -> None:
     sizes = decode_sizes(1024)
-    assert (len(sizes), sizes[:5], sizes[-2:]) == (51, [1, 2, 4, 8, 16], [496, 512])
-    assert max(after - before for before, after in pairwise(sizes)) == 16
-    assert mixed_sizes(8192) == [16, *range(32, 513, 32)]
-    assert mixed_sizes(100) == [16, 32, 64, 96, 100]
+    assert (len(sizes), sizes[:5], sizes[-2:]) == (67, [1, 2, 4, 8, 16], [992, 1024])
+    assert max(after - before for before, after in pairwise(sizes)) == 32
+    assert mixed_sizes(bounds(1024)) == [16, *range(32, 513, 32), *range(576, 1025, 64)]
+    assert mixed_sizes(bounds(256)) == [16, *range(32, 513, 32)]
+    assert mixed_sizes(StepBounds(max_num_seqs=1024, max_num_batched_tokens=100)) == [16, 32, 64, 96, 100]
+
+
+def bounds(max_num_seqs: int) -> StepBounds:
+    return StepBounds(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192)
 
 
 def graphs(max_num_seqs: int, mode: str = "full") -> StepGraphs:
-    keys = graph_keys(mode, StepBounds(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192))
+    keys = graph_keys(mode, bounds(max_num_seqs))
     return StepGraphs(cast(Network, None), cast(Device, None), cast(GraphInputs, None), keys, max_seq_len=64)
 
 
@@ -77,15 +82,18 @@ def test_the_next_size_serves_and_none_beyond_the_last(num_new_tokens: list[int]
 def test_more_logits_than_a_mixed_graph_has() -> None:
     many = graphs(1024)
     assert many.key_for(batch(*[1] * 255, 100)) == GraphKey(384, mixed=True)
-    assert many.key_for(batch(*[1] * 256, 100)) is None
+    assert many.key_for(batch(*[1] * 256, 100)) == GraphKey(576, mixed=True)
     assert many.key_for(batch(*[1] * 256, 100, samples=False)) == GraphKey(384, mixed=True)
+    assert many.key_for(batch(*[1] * 900, 100)) == GraphKey(1024, mixed=True)
+    assert many.key_for(batch(*[1] * 900, 125)) is None
+    assert many.key_for(batch(*[1] * 100, 500)) is None, "few of so many rows are wanted"
+    assert graphs(256).key_for(batch(*[1] * 256, 100)) is None
 
 
 def test_modes() -> None:
     (field,) = (field for field in options(WorkerSettings) if field.name == "cudagraph_mode")
     assert field.metadata["choices"] == CUDAGRAPH_MODES
-    bounds = StepBounds(max_num_seqs=1024, max_num_batched_tokens=8192)
-    keys = {mode: graph_keys(mode, bounds) for mode in CUDAGRAPH_MODES}
+    keys = {mode: graph_keys(mode, bounds(1024)) for mode in CUDAGRAPH_MODES}
     assert keys["none"] == [] and len(keys["full"]) > len(keys["full_decode_only"]) > 0
     decodes_only = graphs(20, "full_decode_only")
     assert decodes_only.key_for(batch(1, 1)) == GraphKey(2, mixed=False)

@@ -28,6 +28,8 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "preempted": (50 * 16 * 3 * 2 * 2 * 32 * 4, {"max_num_seqs": 16, "max_num_batched_tokens": 256}),
 }
 
+MANY: tuple[int, dict[str, Any]] = (2**28, {"max_num_seqs": 1024, "max_num_batched_tokens": 1024})
+
 
 def requests(**sampling: float) -> list[GenerationRequest]:
     return [make_request(length, f"{length} tokens", max_tokens=40, ignore_eos=True, **sampling) for length in LENGTHS]
@@ -45,7 +47,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model_dir: Path, device: str, schedule: str, cudagraph_mode: str = "full_decode_only") -> ModelRunner:
-    kv_cache_memory_bytes, config = SCHEDULES[schedule]
+    return load_scheduled(model_dir, device, *SCHEDULES[schedule], cudagraph_mode)
+
+
+def load_scheduled(
+    model_dir: Path, device: str, kv_cache_memory_bytes: int, config: dict[str, Any], cudagraph_mode: str
+) -> ModelRunner:
     settings = ExecutionSettings(
         model=model_dir,
         device=device,
@@ -74,6 +81,19 @@ def test_no_way_to_run_changes_an_output(model_dir: Path, sampling: dict[str, fl
             outputs, num_preemptions = outputs_and_preemptions(runner, sampling, **config)
             assert (num_preemptions > 0) == (schedule == "preempted")
             assert outputs == expected, f"{schedule}, graphs: {mode}, ahead: {ahead}"
+
+
+@pytest.mark.timeout(600)
+def test_graphs_of_hundreds_of_sequences_change_no_output(model_dir: Path) -> None:
+    """They come in over several steps, so that up to 1,024 tokens are computed at once, most of them of decodes."""
+    asked = [make_request(1 + number % 60, f"{number}", max_tokens=16, ignore_eos=True) for number in range(900)]
+    config = MANY[1] | {"async_scheduling": True}
+    transcripts = [
+        run_engine_to_end(make_engine(load_scheduled(model_dir, "cuda", *MANY, mode), **config), asked)
+        for mode in ("none", "full")
+    ]
+    assert transcripts[0].tokens == transcripts[1].tokens
+    assert sum(map(len, transcripts[0].tokens.values())) == 900 * 16
 
 
 @pytest.mark.timeout(600)
