@@ -5,7 +5,7 @@ A token's way back, where its text becomes bytes and these leave. It knows no AP
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,12 +23,13 @@ from gateway.http.event_numbers import EventNumbers
 from gateway.http.event_stream import EventStream
 from gateway.parsing.message import whole_calls
 from gateway.requests.openai_schema import CompletionRequest
-from shared.messages import FinishReason
+from shared.messages import EncodedLogprobs, FinishReason
 
 logger = logging.getLogger("gateway")
 _Result = TypeVar("_Result")
 
 _WRITE_BYTES = 16_384  # of an answer that is ahead of its client; then it is asked whether it keeps up
+_FREED_SCORES = 1024  # at one time: 256,000 of a long request take 8 ms
 _FREED_TOKENS = 256  # at one time: 1 ms at most, each with 20 log-probabilities
 _BYTES_OF_VALUE = 8  # of a body, to tell how long it takes to make it: 1 us a token
 
@@ -186,6 +187,7 @@ async def stream_reply(stream: EventStream, reply: Reply) -> web.StreamResponse:
         await stream.end(ending)
     finally:
         stream.close()
+        _let_go(reply)
     return stream.response
 
 
@@ -199,13 +201,24 @@ async def collect_reply(reply: Reply) -> Body:
         work = partial(_body_of, reply, collected.updates, generation.usage)
         return await reply.work(_num_bytes_of(reply), work, may_refuse=False)
     finally:
-        if any(collected.updates):  # its client has gone, or a choice failed
-            generation.service.background.start(_let_go(collected.updates))
+        _let_go(reply, collected.updates)
 
 
-async def _let_go(collected: list[list[ChoiceUpdate]]) -> None:
+def _let_go(reply: Reply, collected: Sequence[list[ChoiceUpdate]] = ()) -> None:
+    """Free what its client has had, or will not have: it has gone, or a choice failed."""
+    scores = reply.generation.prompt_scores if reply.generation.is_over else []  # a stream that goes on counts them
+    if any(collected) or any(scores):
+        reply.generation.service.background.start(_free(collected, scores))
+
+
+async def _free(collected: Iterable[list[ChoiceUpdate]], scores: Iterable[dict[int, EncodedLogprobs]]) -> None:
     for parts in collected:
         for _ in _cleared(parts):
+            await asyncio.sleep(0)
+    for of_prompt in scores:
+        while of_prompt:
+            for _ in range(min(len(of_prompt), _FREED_SCORES)):
+                of_prompt.popitem()
             await asyncio.sleep(0)
 
 

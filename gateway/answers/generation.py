@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.admission import unavailable
-from gateway.answers.answer_extras import PromptEcho, Scores, prompt_echo
+from gateway.answers.answer_extras import PromptEcho, prompt_echo
 from gateway.answers.choice_progress import (
     BestOf,
     ChoiceProgress,
@@ -38,6 +38,7 @@ from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.turns import KeyTurns
 from shared.messages import (
+    EncodedLogprobs,
     ErrorCode,
     ErrorEvent,
     FinishEvent,
@@ -124,7 +125,7 @@ class Generation:
         return sum(parser.num_reasoning_tokens for request in self._requests for parser in request.parsers.values())
 
     @property
-    def prompt_scores(self) -> list[Scores]:
+    def prompt_scores(self) -> list[dict[int, EncodedLogprobs]]:
         """The scores of each prompt, by index in it; whole before the first update, empty where nobody asked."""
         return [stream.prompt_logprobs for stream in self._streams]
 

@@ -92,6 +92,7 @@ class EventStream:
         """The last of it, in pieces if it is long: what is written at one time is copied at one time."""
         for start in range(0, len(data) - PIECE_BYTES, PIECE_BYTES):
             await self.write(data[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)  # others' turn, where the client is never waited for
         self.write_began_at = self.last_write_at = time.monotonic()
         try:
             await self._response.write_eof(data[_start_of_last(len(data)) :])

@@ -51,6 +51,7 @@ async def write_long(request: web.Request, response: web.StreamResponse, watch: 
         for start in range(0, len(body), PIECE_BYTES):
             writing.write_began_at = time.monotonic()
             await written.write(body[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)  # a client that reads is never waited for: 8 MiB kept the loop for 12 ms
         await written.write_eof()
     finally:
         watch.discard(writing)

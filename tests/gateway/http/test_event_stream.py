@@ -154,8 +154,14 @@ async def test_little_is_written_for_a_client_that_reads_nothing() -> None:
 
 
 async def test_a_long_end_is_written_in_pieces() -> None:
-    """Of a response with its log-probabilities it is many megabytes, of which a socket takes few."""
+    """Of a response with its log-probabilities it is many megabytes, of which a socket takes few. Others have their
+    turn between two."""
     written: list[int] = []
+    turns, at_turns = [0], list[int]()
+
+    def turn() -> None:
+        turns[0] += 1
+        asyncio.get_running_loop().call_soon(turn)
 
     async def long(request: web.Request) -> web.StreamResponse:
         stream = EventStream(request, {}, StreamWatch(10.0, 30.0))
@@ -164,8 +170,10 @@ async def test_a_long_end_is_written_in_pieces() -> None:
 
         async def watched(data: bytes) -> None:
             written.append(len(data))
+            at_turns.append(turns[0])
             await write(data)
 
+        turn()
         stream.write = watched  # type: ignore[method-assign]
         await stream.end(bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256))
         return stream.response
@@ -176,3 +184,4 @@ async def test_a_long_end_is_written_in_pieces() -> None:
         data = await (await client.get("/")).read()
     assert data == bytes(range(256)) * ((3 * PIECE_BYTES + 512) // 256)
     assert written == [PIECE_BYTES] * 3
+    assert len(set(at_turns)) == 3

@@ -68,6 +68,26 @@ async def test_who_reads_has_all_of_it(server: Server) -> None:
     assert (server.ends, server.stalls) == ([None] * 3, [])
 
 
+async def test_others_have_their_turn_between_two_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the client is never waited for: its writes are no pause by themselves."""
+    loop, turns, seen = asyncio.get_running_loop(), [0], list[int]()
+    write = web.StreamResponse.write
+
+    async def counted(response: web.StreamResponse, data: bytes) -> None:
+        seen.append(turns[0])
+        await write(response, data)
+
+    def turn() -> None:
+        turns[0] += 1
+        loop.call_soon(turn)
+
+    monkeypatch.setattr(web.StreamResponse, "write", counted)
+    loop.call_soon(turn)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session, session.get("/") as reply:
+        assert await reply.read() == BODY
+    assert len(seen) == len(set(seen)) == len(BODY) // PIECE_BYTES
+
+
 async def test_who_does_not_is_dropped_and_holds_little(server: Server) -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
