@@ -32,7 +32,7 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
-from engine_worker.transport.incarnation import Incarnation, register
+from engine_worker.transport.incarnation import Incarnation, WorkerProfile, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
 from engine_worker.watchdog import EXIT_CODE_HUNG, StepWatchdog, dump_stacks
@@ -278,8 +278,7 @@ class WorkerService:
             fleet_clock=self._fleet_clock,
             faults=self._faults,
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
-            identity=self._identity,
-            abilities=Abilities(max_model_len=self._status.max_model_len),
+            profile=WorkerProfile(self._identity, Abilities(max_model_len=self._status.max_model_len)),
         )
         patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
         incarnation = await wait_for_match(attempt, self._reaper.heard, patience_seconds)

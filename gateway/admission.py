@@ -205,6 +205,7 @@ def _as_object(status: WorkerStatus) -> dict[str, Any]:
         "step": beat.step,
         "running": beat.running,
         "waiting": beat.waiting,
+        "fingerprint": beat.fingerprint,
         "seconds_since_seen": round(status.seconds_since_seen, 1),
         "seconds_since_progress": round(status.seconds_since_progress, 1),
     }

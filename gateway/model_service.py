@@ -200,7 +200,7 @@ class ModelService:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model as the worker that was ready last serves it; empty before, and if that is of an older release."""
+        """Of the model as the last ready worker serves it; empty before, and from a worker older than this field."""
         last_ready = self.client.fleet.last_ready
         return last_ready.heartbeat.fingerprint if last_ready is not None else ""
 

@@ -12,6 +12,7 @@ from shared.messages import ErrorCode, ErrorEvent, GenerationRequest, TerminalEv
 
 # What a worker without this table answers to a body of protocol version 3. Gateways compare it; do not change it.
 UNREADABLE_MESSAGE = "the stored request is unreadable"
+NEEDS_NEWER_MESSAGE = "no ready worker has the capabilities of this request"
 
 
 class Capability(IntFlag):

@@ -1,7 +1,7 @@
 """The identity of the model that a queue serves: all workers of one queue compute the same tokens.
 
-The store keeps it in the hash `{m}:model`; REGISTER compares it (register.lua). Two fields are digests of files and cost
-a few milliseconds; the others are the types in which the worker serves. `max_model_len` is no part of it.
+The store keeps it in the hash `{m}:model`; REGISTER compares it (register.lua). Two fields are digests of files and
+cost some 50 ms; the others are the types in which the worker serves. `max_model_len` is no part of it.
 """
 
 import asyncio
@@ -16,7 +16,13 @@ from typing import TypeVar
 from shared.model_files import ModelFilesError
 from shared.version import VERSION
 
-CONFIG_FILES = ("config.json", "hf_quant_config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+CONFIG_FILES = (
+    "config.json",
+    "hf_quant_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 HEAD_BYTES = 4096  # of each tensor
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 DIGEST_BYTES = 6

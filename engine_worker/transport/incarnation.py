@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
@@ -48,6 +48,14 @@ class Incarnation:
     tokens: TokenPublisher
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What a worker serves, and what it can."""
+
+    identity: Mapping[str, str] = field(default_factory=dict)  # model_identity.py; empty: not compared
+    abilities: Abilities = ALL_ABILITIES
+
+
 async def register(
     connections: RedisConnections,
     keys: RedisKeys,
@@ -57,11 +65,10 @@ async def register(
     self_fence_seconds: float = SELF_FENCE_SECONDS,
     fleet_clock: FleetClock | None = None,
     faults: FaultCounts | None = None,
-    identity: Mapping[str, str] | None = None,
-    abilities: Abilities = ALL_ABILITIES,
+    profile: WorkerProfile = WorkerProfile(),
 ) -> Incarnation:
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers. Raises
-    ModelDiffers where the queue serves a model of another `identity`.
+    ModelDiffers where the queue serves a model of another identity.
 
     What a `previous` incarnation still holds is requeued first: nobody else knows that it is over.
     """
@@ -72,7 +79,7 @@ async def register(
         try:
             if previous is not None:
                 await previous.requests.hand_back()
-            await scripts.register(worker_id, identity)
+            await scripts.register(worker_id, profile.identity)
             break
         except (RedisError, OSError) as error:
             if not is_transient(error):
@@ -86,7 +93,13 @@ async def register(
         worker_id=worker_id,
         claims=claims,
         requests=RequestStream(
-            connections, scripts, worker_id, claims, fleet_clock=fleet_clock, faults=faults, abilities=abilities
+            connections,
+            scripts,
+            worker_id,
+            claims,
+            fleet_clock=fleet_clock,
+            faults=faults,
+            abilities=profile.abilities,
         ),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
     )

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from gateway.admission import Fleet
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import NeedsNewerWorker, QueueFull, ShareFull, StoreUnavailable
-from shared.capabilities import needs_of
+from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
@@ -98,7 +98,7 @@ class Acceptance:
             for stream in streams
         ]
         if not all(self._fleet.can_serve(request.needs) for request in requests):
-            raise NeedsNewerWorker("no ready worker has the capabilities of this request")
+            raise NeedsNewerWorker(NEEDS_NEWER_MESSAGE)
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
                 return await self._scripts.accept_all(

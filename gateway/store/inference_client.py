@@ -94,7 +94,7 @@ class InferenceClient:
         self.streams = StreamTable(self._wake)
         self._withdrawals = Withdrawals(scripts, self._wake)
         self._held = HeldAnswers(scripts, clock)
-        self._overdue = OverdueRequests(scripts, self._fleet_clock, self.streams)
+        self._overdue = OverdueRequests(scripts, self._fleet_clock, self.streams, self.fleet.can_serve)
         self._listening = Listening(
             connections, keys, gateway_id, self.streams, self.fleet, self.counts, clock=clock
         )  # fmt: skip

@@ -23,7 +23,7 @@ from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
-from shared.capabilities import needs_of, was_refused_as_unreadable
+from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
 from shared.messages import ErrorCode, ErrorEvent, FormatError
 from shared.redis_scripts import AttachStatus
 from shared.ticks import until_tick
@@ -175,8 +175,8 @@ class Recovery:
             await self._acceptance.forget(stream)
             await self._accept_anew(stream)
         else:
-            message = "no ready worker has the capabilities of this request"
-            self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.QUEUE_TIMEOUT, message))
+            event = ErrorEvent(stream.request_id, ErrorCode.QUEUE_TIMEOUT, NEEDS_NEWER_MESSAGE)
+            self._streams.end(stream, event)
 
     async def _accept_anew(self, stream: ResponseStream) -> None:
         self._streams.set_aside(stream)

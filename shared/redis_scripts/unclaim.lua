@@ -15,9 +15,10 @@ for i = 1, (#KEYS - 3) / 2 do
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
-    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo', 'needs', 'context', 'entry')
+    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo', 'needs', 'context', 'entry', 'state')
     local is_claimed_here = request[1] == worker and request[2] == entry
-    if is_claimed_here or not request.err and not request[1] and request[6] == entry then
+    local is_unclaimed = not request[1] and request[6] == entry and request[7] == 'queued'
+    if is_claimed_here or is_unclaimed then
       local again = requeue(KEYS[2], KEYS[3], id, request[3] or '0', request[4], request[5])
       redis.call('HDEL', r, 'worker', 'claim')
       redis.call('HSET', r, 'state', 'queued', 'entry', again)
