@@ -1,6 +1,6 @@
 """The identity of the model that a queue serves: all workers of one queue compute the same tokens.
 
-The store keeps it in the hash `{m}:model`; REGISTER compares it (register.lua). Two fields are digests of files and
+The store keeps it in the hash `{m}:q:model`; REGISTER compares it (register.lua). Two fields are digests of files and
 cost some 50 ms; the others are the types in which the worker serves. `max_model_len` is no part of it.
 """
 

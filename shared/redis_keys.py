@@ -71,8 +71,9 @@ class RedisKeys:
 
     @property
     def model(self) -> str:
-        """The identity of the served model (model_identity.py)."""
-        return self._name("model")
+        """The identity of the served model (model_identity.py). Beside the queues, because a worker's store user of
+        an older release may write there too."""
+        return self._name("q:") + "model"
 
     @property
     def dead_letters(self) -> str:
