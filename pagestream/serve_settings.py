@@ -130,8 +130,9 @@ class PassedFlags:
             return words[words.index("--load-format") + 1]
         if name := environ.get("PAGESTREAM_LOAD_FORMAT"):
             return name
-        worker = tomllib.loads(config_path.read_text(encoding="utf-8")).get("worker", {}) if config_path else {}
-        return str(worker.get("load-format", worker.get("load_format", "auto")))
+        content = tomllib.loads(config_path.read_text(encoding="utf-8")) if config_path else {}
+        named = {name.replace("-", "_"): value for name, value in (content | content.get("worker", {})).items()}
+        return str(named.get("load_format", "auto"))
 
     def gateway_has(self, flag: str) -> bool:
         return _is_among(flag, self.gateway)
