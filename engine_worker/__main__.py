@@ -32,6 +32,7 @@ from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report,
 from engine_worker.settings import WorkerSettings
 from shared.garbage_collection import no_searches, search_rarely
 from shared.logs import configure_logging
+from shared.model_identity import files_identity
 from shared.processes import exit_with_parent
 from shared.settings import settings_or_exit
 
@@ -66,7 +67,9 @@ def run(settings: WorkerSettings, load: LoadEngine) -> int:
         return loaded
 
     async def serve() -> None:
-        await WorkerService(settings, _version()).run(load_for_good)
+        execution = settings.execution
+        files = partial(files_identity, execution.model, execution.load_format)
+        await WorkerService(settings, _version()).run(load_for_good, files)
 
     try:
         asyncio.run(serve())

@@ -32,13 +32,21 @@ from engine_worker.status import WorkerStatus
 from engine_worker.transport.cancel_hints import CancelHints
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.heartbeat import BEAT_SECONDS, HeartbeatPublisher
-from engine_worker.transport.incarnation import Incarnation, register
+from engine_worker.transport.incarnation import Incarnation, WorkerProfile, register
 from engine_worker.transport.kv_feed import KVFeed
 from engine_worker.transport.reaper import Reaper
 from engine_worker.watchdog import EXIT_CODE_HUNG, StepWatchdog, dump_stacks
 from engine_worker.worker import Worker
+from shared.capabilities import Abilities
 from shared.fleet_clock import FleetClock
 from shared.messages import WorkerPhase
+from shared.model_identity import (
+    ModelDiffers,
+    refuse_other_model,
+    served_identity,
+    system_fingerprint,
+    wait_for_match,
+)
 from shared.reaping import reap_worker
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
@@ -53,6 +61,7 @@ SELF_FENCE_RATIO = 2 / 3  # of the time after which others call it dead: it must
 HAND_OVER_SECONDS = 1.0  # for a worker that failed: then its peers find it by its missing heartbeats
 EXIT_LOST = 1  # as of any worker that failed
 LAST_SECONDS = 2.0  # for its event loop to end it, once it has lost a process
+REAP_SECONDS = 2.0  # after the missed heartbeats of a dead worker, until its requests are queued again
 STATS_TIMEOUT_SECONDS = 0.5  # a long step answers later; until then the last snapshot is shown
 
 
@@ -109,6 +118,13 @@ class WorkerService:
             self._sinks.append(RequestSpans(self._tracing, base_id, settings.model_name))
         is_group = settings.execution.tensor_parallel_size > 1
         self._last_will = LastWill(settings.redis_url, settings.model_name) if is_group else None
+        self._reaper = Reaper(
+            self._connections,
+            self._keys,
+            missed_ticks_until_dead=settings.dead_after_seconds,
+            faults=self._faults,
+        )
+        self._identity: dict[str, str] = {}  # of the model as it is served
         self._worker: Worker | None = None
         self._note = ""
         self._dump_others: Callable[[], None] | None = None
@@ -117,25 +133,21 @@ class WorkerService:
         self._lost: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Task[None] | None = None
 
-    async def run(self, load: LoadEngine) -> None:
-        """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once)."""
+    async def run(self, load: LoadEngine, files_identity: Callable[[], dict[str, str]] = dict) -> None:
+        """Until told to stop by SIGTERM or SIGINT (a second one ends the process at once). `files_identity`: the
+        fields of the model's identity that are known before it is loaded; empty: nothing is compared."""
         self._handle_signals()
         health = HealthServer(self._status, self._metrics, self._refresh_stats, self._engine)
         try:
             async with health.listen(self._settings.metrics_host, self._settings.metrics_port) as port:
                 logger.info("metrics on http://%s:%d/metrics", self._settings.metrics_host, port)
                 await run_until_first_ends(
-                    self._load_and_serve(load),
+                    self._load_and_serve(load, files_identity),
                     self._until_lost(),
                     self._heartbeats.run(),
                     self._fleet_clock.run(),
                     self._beat_each_second(),
-                    Reaper(
-                        self._connections,
-                        self._keys,
-                        missed_ticks_until_dead=self._settings.dead_after_seconds,
-                        faults=self._faults,
-                    ).run(),
+                    self._reaper.run(),
                     KVFeed(
                         self._connections.commands,
                         self._keys,
@@ -145,7 +157,7 @@ class WorkerService:
                     ).run(),
                     StepWatchdog(self._engine, self._settings.step_timeout_seconds, self._end_hung).run(),
                 )
-        except PortUnavailable as error:
+        except (PortUnavailable, ModelDiffers) as error:
             raise CannotStart(str(error)) from error
         except Exception:
             await self._hand_over()
@@ -155,10 +167,33 @@ class WorkerService:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
-    async def _load_and_serve(self, load: LoadEngine) -> None:
+    async def _load_and_serve(self, load: LoadEngine, files_identity: Callable[[], dict[str, str]]) -> None:
+        files = await self._compare_files(files_identity)
         loaded = await self._load(load)
         if loaded is not None:
+            self._identify(files, loaded.info)
             await self._serve(loaded)
+
+    async def _compare_files(self, files_identity: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Before anything is loaded. Raises ModelDiffers, and CannotStart for files that cannot be read."""
+        try:
+            files = await asyncio.to_thread(files_identity)
+        except (ValueError, OSError) as error:
+            raise CannotStart(str(error)) from error
+        if files:
+            scripts = RedisScripts(self._connections.commands, self._keys)
+            try:
+                await refuse_other_model(partial(scripts.compare_identity, files), self._reaper.heard)
+            except (RedisError, OSError) as error:
+                logger.warning("model identity: not compared before loading: %s", error)
+        return files
+
+    def _identify(self, files: dict[str, str], info: EngineInfo) -> None:
+        if files:
+            self._identity = served_identity(
+                files, quantization=info.quantization, dtype=info.dtype, kv_dtype=info.kv_cache_dtype
+            )
+            self._status.fingerprint = system_fingerprint(self._identity)
 
     async def _load(self, load: LoadEngine) -> LoadedEngine | None:
         """None if it was told to stop meanwhile: native code may still run in the thread then."""
@@ -234,7 +269,8 @@ class WorkerService:
             os._exit(EXIT_CODE_HUNG)
 
     async def _register(self, previous: Incarnation | None) -> Incarnation:
-        incarnation = await register(
+        attempt = partial(
+            register,
             self._connections,
             self._keys,
             self._base_id,
@@ -242,7 +278,10 @@ class WorkerService:
             fleet_clock=self._fleet_clock,
             faults=self._faults,
             self_fence_seconds=SELF_FENCE_RATIO * self._settings.dead_after_seconds,
+            profile=WorkerProfile(self._identity, Abilities(max_model_len=self._status.max_model_len)),
         )
+        patience_seconds = self._settings.dead_after_seconds + REAP_SECONDS
+        incarnation = await wait_for_match(attempt, self._reaper.heard, patience_seconds)
         self._status.worker_id = incarnation.worker_id
         if self._last_will is not None:
             self._last_will.name(incarnation.worker_id)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_worker.scheduling.stats import EngineStats
+from shared.capabilities import SUPPORTED
 from shared.messages import WorkerHeartbeat, WorkerPhase
 
 logger = logging.getLogger("worker")
@@ -31,6 +32,7 @@ class WorkerStatus:
     def __init__(self, worker_id: str, version: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.worker_id = worker_id  # the base until the first incarnation is registered, then that incarnation's
         self.max_model_len = 0
+        self.fingerprint = ""  # of the model as it is served
         self.stats: EngineStats | None = None
         self._version = version
         self._clock = clock
@@ -70,6 +72,8 @@ class WorkerStatus:
             kv_blocks_total=stats.kv_cache.num_blocks if stats else 0,
             kv_blocks_free=stats.kv_cache.num_available_blocks if stats else 0,
             version=self._version,
+            capabilities=SUPPORTED,
+            fingerprint=self.fingerprint,
         )
 
     def _print(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gateway.errors import RateLimited, Unavailable
+from shared.capabilities import Abilities
 from shared.messages import WorkerHeartbeat, WorkerPhase
 
 SUPERVISOR_ID = "supervisor"  # tells the phases before a worker exists
@@ -46,6 +47,8 @@ class Fleet:
         self._ready: tuple[WorkerHeartbeat, float] | None = None  # the last that said so, and when
         self._seen: dict[str, tuple[WorkerHeartbeat, float, float]] = {}  # (the last, when, when it made progress)
         self._ready_now: list[WorkerHeartbeat] = []
+        self._abilities: list[Abilities] = []  # of those
+        self._old: list[Abilities] = []  # of those that do not compare capabilities
         self._ready_until = 0.0  # by the clock, unless a heartbeat is heard
 
     def heard(self, heartbeat: WorkerHeartbeat) -> None:
@@ -68,7 +71,18 @@ class Fleet:
             self._ready_now = ready_workers(self.snapshot())
             seen_at = (self._seen[heartbeat.worker_id][1] for heartbeat in self._ready_now)
             self._ready_until = min(seen_at, default=math.inf) + STALE_AFTER_SECONDS
+            self._abilities = [Abilities(beat.capabilities, beat.max_model_len) for beat in self._ready_now]
+            self._old = [one for one in self._abilities if not one.capabilities]
         return self._ready_now
+
+    def can_serve(self, needs: int) -> bool:
+        """Return whether a ready worker has these capabilities, or none is ready and the next one may."""
+        return not self.ready or any(not needs & ~one.capabilities for one in self._abilities)
+
+    def an_old_worker_fails(self, needs: int, context_tokens: int) -> bool:
+        """Return whether a ready worker would take a request that it cannot serve: it is older than capabilities and
+        does not compare them."""
+        return bool(self.ready and self._old) and any(not one.serve(needs, context_tokens) for one in self._old)
 
     @property
     def last_ready(self) -> WorkerStatus | None:
@@ -191,6 +205,7 @@ def _as_object(status: WorkerStatus) -> dict[str, Any]:
         "step": beat.step,
         "running": beat.running,
         "waiting": beat.waiting,
+        "fingerprint": beat.fingerprint,
         "seconds_since_seen": round(status.seconds_since_seen, 1),
         "seconds_since_progress": round(status.seconds_since_progress, 1),
     }
@@ -241,6 +256,7 @@ RETRY_AFTER_SECONDS = {
     "queue_full": 2,
     "queue_timeout": 5,  # it has waited already
     "starting": 2,
+    "needs_newer_worker": 5,
     "no_worker": 5,  # a restart with cached weights takes about this long on two cores
     "store_unavailable": 2,
     "name_contended": 1,
@@ -253,6 +269,7 @@ _MESSAGES = {
     "queue_timeout": "No worker began with this request in the time that it had.",
     "starting": "The model is being loaded; GET /ready tells how far it is.",
     "no_worker": "No engine worker is ready.",
+    "needs_newer_worker": "No ready worker is new enough for this request; a rolling upgrade may be under way.",
     "store_unavailable": "The request store does not take requests now.",
     "name_contended": "Too many requests with this Idempotency-Key came and went at the same time.",
     "store_full": "The request store is nearly full; its room is kept for open requests.",

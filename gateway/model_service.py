@@ -198,14 +198,20 @@ class ModelService:
         max_bytes = self.client.store_memory.max_bytes
         return share_of(account.owner_key_hash, account.store_ratio, max_bytes, self._num_models)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the model as the last ready worker serves it; empty before, and from a worker older than this field."""
+        last_ready = self.client.fleet.last_ready
+        return last_ready.heartbeat.fingerprint if last_ready is not None else ""
+
     def limits(self, model: ServedModel) -> ModelLimits:
-        """The smallest context of all: any worker may be the one that takes the request. While none is ready, the next
-        one is taken to be like the last."""
+        """The longest context of all: a worker with a shorter one takes only requests that fit. While none is ready,
+        the next one is taken to be like the last."""
         ready = self.client.fleet.ready
         if not ready and (last_ready := self.client.fleet.last_ready) is not None:
             ready = [last_ready.heartbeat]
         told = [beat.max_model_len for beat in ready if beat.max_model_len]
-        return ModelLimits(min([model.max_model_len, *told]), model.vocab_size)
+        return ModelLimits(min(model.max_model_len, max(told, default=model.max_model_len)), model.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

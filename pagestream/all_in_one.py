@@ -25,21 +25,24 @@ from secrets import token_hex
 
 from pagestream import banner
 from pagestream.address import AddressInUse, base_url, ready_status, require_free_port
-from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, usable_cores, worker_base_id
+from pagestream.child_commands import WORKER_ID_PREFIX, ChildCommands, fleet_prefix, usable_cores, worker_base_id
 from pagestream.child_process import ChildCommand
 from pagestream.crew import ChildGaveUp, Crew, SupervisedChild
 from pagestream.directories import state_directory
 from pagestream.embedded_store import EmbeddedStore, StoreError
 from pagestream.fleet_link import FleetLink
+from pagestream.former_fleets import FleetFiles
 from pagestream.gateway_count import GatewayCount, count_gateways, counts_for_keys
 from pagestream.gguf_model import ModelUnavailable
 from pagestream.gpus import check_gpus, visible_gpus
 from pagestream.installation import foreign_packages
 from pagestream.phases import PhaseConsole
-from pagestream.restart_policy import GiveUp, RestartPolicy
+from pagestream.restart_policy import CANNOT_START, GiveUp, RestartPolicy
 from pagestream.serve_settings import PassedFlags, ServeSettings
 from pagestream.served_models import ServedModel, served_models
 from shared.messages import WorkerHeartbeat, WorkerPhase
+from shared.model_files import ModelFilesError
+from shared.model_identity import ModelDiffers, files_identity
 from shared.models_file import models_text
 from shared.settings import SettingsError
 
@@ -52,13 +55,17 @@ _IS_INFO = re.compile(r"[\d:]+ INFO ")  # a line of shared/logs.py
 
 
 def serve(settings: ServeSettings, flags: PassedFlags, config_path: Path | None) -> int:
-    """The exit status: 0 after Ctrl-C or SIGTERM, 1 when something could not be started or kept alive."""
+    """The exit status: 0 after Ctrl-C or SIGTERM, 1 when something could not be started or kept alive, 2 when it cannot
+    start with these settings on this store."""
     console = PhaseConsole(sys.stdout)
     try:
         asyncio.run(_until_signal(settings, flags, config_path, console))
     except (StoreError, ModelUnavailable, SettingsError, ChildGaveUp, AddressInUse) as error:
         console.print(f"pagestream serve: {error}")
-        return 1
+        return error.exit_status if isinstance(error, ChildGaveUp) else 1
+    except ModelDiffers as error:
+        console.print(f"pagestream serve: {error}")
+        return CANNOT_START
     return 0
 
 
@@ -115,6 +122,8 @@ class _AllInOne:
             if is_fresh:
                 for link in links:
                     await link.reap(WORKER_ID_PREFIX)  # whoever worked on this store before died with it
+            for link, model in zip(links, models, strict=True):
+                await self._refuse_other_model(link, model)
             with _models_file(models if settings.models_file else ()) as path:
                 commands = ChildCommands(settings, self.flags, self.config_path, models, url, path)
                 await self._start(models, links, commands)
@@ -122,6 +131,16 @@ class _AllInOne:
                 address = base_url(settings.host, settings.port)
                 self.console.print(banner.ready(address, models[0].name, time.monotonic() - started_at))
                 await self.crew.while_all_live(asyncio.Event().wait())
+
+    async def _refuse_other_model(self, link: FleetLink, model: ServedModel) -> None:
+        """Raise ModelDiffers before a gateway of ours answers for workers of another model. A model that is not here
+        yet is compared by its workers."""
+        load_format = self.flags.load_format(os.environ, self.config_path)
+        try:
+            identity = await asyncio.to_thread(files_identity, model.source.directory, load_format)
+        except (ModelFilesError, OSError):
+            return
+        await link.refuse_other_model(identity)
 
     def _count_gateways(self, num_workers: int, gpus: Sequence[str]) -> GatewayCount:
         return count_gateways(
@@ -187,7 +206,10 @@ class _AllInOne:
             if problem := await link.store_answers():
                 raise StoreError(f"the store at {url} does not answer: {problem}")
             self.crew.watch(link.run(), name="link to the store")
-            yield link
+            files = FleetFiles(state_directory() / "fleets", url, name)
+            await _reap_former_fleets(link, files)
+            with files.hold(self.fleet_id):
+                yield link
         finally:
             await link.aclose()
 
@@ -302,6 +324,12 @@ class _AllInOne:
 
     def _is_ready(self, name: str) -> bool:
         return any(child.is_ready for child in self.crew.children if child.name == name)
+
+
+async def _reap_former_fleets(link: FleetLink, files: FleetFiles) -> None:
+    for fleet_id in files.dead():
+        await link.reap(fleet_prefix(fleet_id))
+        files.forget(fleet_id)
 
 
 @contextmanager

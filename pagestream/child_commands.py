@@ -28,7 +28,12 @@ _SAYS_HOW = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 def worker_base_id(fleet_id: str, number: int, life: int) -> str:
     """The id of one life of one worker; its incarnations append `.0`, `.1`, ..."""
-    return f"{WORKER_ID_PREFIX}.{fleet_id}-{number}-{life}"
+    return f"{fleet_prefix(fleet_id)}.{number}-{life}"
+
+
+def fleet_prefix(fleet_id: str) -> str:
+    """Return the first part of the ids of all workers of one `serve`."""
+    return f"{WORKER_ID_PREFIX}.{fleet_id}"
 
 
 def usable_cores() -> int:

@@ -42,6 +42,7 @@ _COMMANDS = """commands:
   estimate MODEL  what a model takes of a device's memory, and how many sequences fit beside it
   new-key NAME    make an API key of the gateway and its entry for --api-keys-file
   dlq             requests that kept killing their workers: list, show, retry, drop
+  queue           end the requests that wait for a model: clear MODEL
   top [URL]       the KV blocks of a running server, live in this terminal
   doctor          check this machine: Python, packages, torch, driver, Triton compiler, store, clock, port, model, disk
   config show     every setting of serve, gateway and worker with its value and origin
@@ -57,15 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pagestream {VERSION}")
-    commands = ["serve", *MODULES, "bench", "new-key", "dlq", "top", "doctor", "config"]
+    commands = ["serve", *MODULES, "bench", "new-key", "dlq", "queue", "top", "doctor", "config"]
     parser.add_argument("command", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the command")
     args = parser.parse_args(argv)
     if args.command in MODULES:
         return _program(args.command, args.arguments)
     commands_here: dict[str, Callable[[list[str]], int]] = {
-        "serve": _serve, "bench": _bench, "new-key": _new_key, "dlq": _dlq, "top": _top, "doctor": _doctor,
-        "config": _config,
+        "serve": _serve, "bench": _bench, "new-key": _new_key, "dlq": _dlq, "queue": _queue, "top": _top,
+        "doctor": _doctor, "config": _config,
     }  # fmt: skip
     return commands_here[args.command](args.arguments)
 
@@ -158,6 +159,12 @@ def _dlq(arguments: Sequence[str]) -> int:
     from pagestream.dlq import main as dead_letters  # noqa: PLC0415  for the same reason
 
     return dead_letters(arguments)
+
+
+def _queue(arguments: Sequence[str]) -> int:
+    from pagestream.queue_command import main as queue  # noqa: PLC0415  for the same reason
+
+    return queue(arguments)
 
 
 def _config(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from pagestream.child_process import ChildCommand, ChildProcess, LineSink
-from pagestream.restart_policy import GiveUp, RestartPolicy, describe_exit
+from pagestream.restart_policy import CANNOT_START, GiveUp, RestartPolicy, describe_exit
 from shared.processes import LOOK_SECONDS, STOPPED_LOOKS, is_stopped
 
 _T = TypeVar("_T")
@@ -27,6 +27,11 @@ _T = TypeVar("_T")
 
 class ChildGaveUp(RuntimeError):
     """A child that keeps dying. The message holds its last lines."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        """`exit_status`: of the supervisor: 2 if the child said that it cannot start, else 1."""
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 @dataclass
@@ -58,7 +63,8 @@ class SupervisedChild:
             answer = self.policy.after_death(time.monotonic(), exit_status=status, was_ready=self.is_ready)
             if isinstance(answer, GiveUp):
                 tail = "\n".join(f"    {line}" for line in self.process.last_lines)
-                raise ChildGaveUp(f"{self.name} is given up: {answer.reason}. Its last lines:\n{tail}")
+                exit_status = CANNOT_START if status == CANNOT_START and not self.is_ready else 1
+                raise ChildGaveUp(f"{self.name} is given up: {answer.reason}. Its last lines:\n{tail}", exit_status)
             await asyncio.sleep(answer.delay_seconds)
 
     async def _watch_for_stops(self, pid: int, life: int) -> None:

@@ -7,14 +7,17 @@ not after missed beats. It decides nothing about anyone's life, and knows no req
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from redis.exceptions import RedisError
 
 from shared.messages import FormatError, WorkerHeartbeat, WorkerPhase, decode_heartbeat, encode
+from shared.model_identity import refuse_other_model
 from shared.reaping import reap_workers_with_prefix
 from shared.redis_client import connect
 from shared.redis_keys import RedisKeys
+from shared.redis_scripts import RedisScripts
 
 SUPERVISOR_ID = "supervisor"
 BEAT_SECONDS = 1.0
@@ -30,6 +33,7 @@ class FleetLink:
         self._on_heartbeat = on_heartbeat
         self._own_phase: WorkerHeartbeat | None = None
         self._changed = asyncio.Event()
+        self._heard: set[str] = set()  # ids of workers
 
     def announce(self, phase: WorkerPhase, progress: float, detail: str) -> None:
         """Tell every gateway what is being prepared, from now on once a second."""
@@ -64,6 +68,14 @@ class FleetLink:
             logger.warning("could not requeue the requests of %s at once: %s", worker_id_prefix, error)
             return 0
 
+    async def refuse_other_model(self, identity: Mapping[str, str]) -> None:
+        """Raise ModelDiffers if the queue of this model name serves another model. Needs run()."""
+        scripts = RedisScripts(self._connections.commands, self._keys)
+        try:
+            await refuse_other_model(partial(scripts.compare_identity, identity), self._heard)
+        except (RedisError, OSError) as error:
+            logger.warning("model identity: left to the workers, because the store does not answer: %s", error)
+
     async def aclose(self) -> None:
         await self._connections.aclose()
 
@@ -86,6 +98,7 @@ class FleetLink:
             logger.warning("a heartbeat that is none: %s", error)
             return
         if heartbeat.worker_id != SUPERVISOR_ID:
+            self._heard.add(heartbeat.worker_id)
             self._on_heartbeat(heartbeat)
 
     async def _beat(self) -> None:

@@ -6,7 +6,8 @@ whose settings are not imported here; tests/test_architecture.py holds the names
 It is read at the start of `serve`. It knows the names of options, and not how one is used.
 """
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +122,17 @@ class PassedFlags:
     @property
     def is_for_cpu(self) -> bool:
         return "--device cpu" in " ".join(self.worker).replace("--device=", "--device ")
+
+    def load_format(self, environ: Mapping[str, str], config_path: Path | None) -> str:
+        """Return the workers' --load-format: of the flag, the variable or --config."""
+        words = " ".join(self.worker).replace("=", " ").split()
+        if "--load-format" in words[:-1]:
+            return words[words.index("--load-format") + 1]
+        if name := environ.get("PAGESTREAM_LOAD_FORMAT"):
+            return name
+        content = tomllib.loads(config_path.read_text(encoding="utf-8")) if config_path else {}
+        named = {name.replace("-", "_"): value for name, value in (content | content.get("worker", {})).items()}
+        return str(named.get("load_format", "auto"))
 
     def gateway_has(self, flag: str) -> bool:
         return _is_among(flag, self.gateway)

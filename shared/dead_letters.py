@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from shared.messages import FormatError, GenerationRequest, decode_request, encode
-from shared.redis_keys import RedisKeys
+from shared.capabilities import needs_of
+from shared.messages import FormatError, GenerationRequest, decode_request
+from shared.new_requests import NewRequest
+from shared.redis_keys import NEWER, RedisKeys
 from shared.redis_scripts import RedisScripts
 
 LISTED_LETTERS = 1000  # all there are: REAP keeps about as many
@@ -69,8 +71,9 @@ class DeadLetters:
         """Queue it once more from its start, as a new request with a new id, and drop the letter. Nobody streams the
         answer: it can be read in the store for RETAINED_SECONDS after its end."""
         request = msgspec.structs.replace(await self.request(letter), request_id=secrets.token_hex(16))
-        await self._scripts.accept(
-            request.request_id, encode(request), gateway_id="", priority_class=request.priority_class
+        new, queue_name = NewRequest.of(request), NEWER if needs_of(request) else ""
+        await self._scripts.accept_all(
+            [new], gateway_id="", priority_class=request.priority_class, queue_name=queue_name
         )
         await self.drop(letter)
         return request.request_id

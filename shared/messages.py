@@ -26,6 +26,7 @@ import msgspec
 from shared.kv_snapshot import KVSnapshot
 
 PROTOCOL_VERSION = 2  # 2: one request has n choices; events and frames name theirs
+NEEDS_VERSION = 3  # of a body with needs (capabilities.py), so that a worker which does not know them cannot read it
 # A rolling upgrade has both at once. Fields are only ever appended, never moved or given another meaning.
 READABLE_VERSIONS = (PROTOCOL_VERSION - 1, PROTOCOL_VERSION)
 
@@ -135,6 +136,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     traceparent: str = ""
     deadline: float | None = None  # when it must have ended, and when it must have begun: seconds of the fleet's clock
     queue_deadline: float | None = None
+
+
+class RequestWithNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request that not every worker can serve (capabilities.py)."""
+
+    v: int
+    needs: int
+    request: msgspec.Raw  # a GenerationRequest
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,6 +278,8 @@ class WorkerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0  # those of the prefix cache that no request uses are free to it
     version: str = ""
+    capabilities: int = 0  # bits of shared/capabilities.py; 0: a worker older than those
+    fingerprint: str = ""  # of the served model and the release (model_identity.py)
 
 
 # A sixth of the time of msgpack.packb(to_builtins()). No function around it: it is called three times a token.
@@ -284,8 +295,20 @@ def decoded_logprobs(encoded: Sequence[EncodedLogprobs]) -> list[TokenLogprobs]:
     return _decoded(msgspec.msgpack.encode(encoded), _LOGPROBS)
 
 
-def decode_request(data: bytes) -> GenerationRequest:
-    return _decoded(data, _REQUEST)
+def encode_request(request: GenerationRequest, needs: int) -> bytes:
+    """Return the body of a request; one with `needs` is unreadable for workers that do not know of needs."""
+    body = encode(request)
+    return encode(RequestWithNeeds(v=NEEDS_VERSION, needs=needs, request=msgspec.Raw(body))) if needs else body
+
+
+def decode_request(data: bytes, capabilities: int = -1) -> GenerationRequest:
+    """Decode a body. Raises FormatError, also for one that needs more than `capabilities` (default: any)."""
+    if data[1:3] != _FIRST_FIELD_IS_V:
+        return _decoded(data, _REQUEST)
+    stored = _decoded(data, _REQUEST_WITH_NEEDS)
+    if stored.v != NEEDS_VERSION or stored.needs & ~capabilities:
+        raise FormatError(f"a request of version {stored.v} with needs {stored.needs:#x}; supported: {capabilities:#x}")
+    return _decoded(bytes(stored.request), _REQUEST)
 
 
 def decode_event_batch(data: bytes) -> EventBatch:
@@ -380,7 +403,9 @@ def _unpacker(data: bytes, start: int = 0) -> msgpack.Unpacker:
 
 _Message = TypeVar("_Message")
 
+_FIRST_FIELD_IS_V = b"\xa1v"  # after the map's header of one byte; a plain body begins with "request_id"
 _REQUEST = msgspec.msgpack.Decoder(GenerationRequest)
+_REQUEST_WITH_NEEDS = msgspec.msgpack.Decoder(RequestWithNeeds)
 _EVENT_BATCH = msgspec.msgpack.Decoder(EventBatch)
 _HEARTBEAT = msgspec.msgpack.Decoder(WorkerHeartbeat)
 _KV_SNAPSHOT = msgspec.msgpack.Decoder(KVSnapshot)

@@ -5,6 +5,9 @@ It is the last step of a chat's way in at the gateway. It knows no body.
 
 from dataclasses import dataclass
 
+from shared.capabilities import context_tokens_of, needs_of
+from shared.messages import GenerationRequest, encode_request
+
 RETAINED_SECONDS = 600  # r and j after the end, for late readers; clean-up only, no decision hangs on it
 GRACE_SECONDS = 60  # how long a request outlives its gateway, unless it says more
 PROLONG_SECONDS = 60  # how often a gateway says that a kept answer goes on, whose parts would expire otherwise
@@ -38,6 +41,31 @@ class NewRequest:
     reserved_bytes: int = 0  # that it may write into its journal
     num_prompt_tokens: int = 0  # 0: nobody says
     num_choices: int = 1
+    needs: int = 0  # bits of capabilities.py
+    context_tokens: int = 0  # of prompt and output; 0: not known
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        *,
+        journal: bytes = b"",
+        terms: RetentionTerms | None = None,
+        reserved_bytes: int = 0,
+    ) -> "NewRequest":
+        """The stored form of a request, with what it needs of a worker."""
+        needs = needs_of(request)
+        return cls(
+            request.request_id,
+            encode_request(request, needs),
+            journal,
+            terms,
+            reserved_bytes,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_choices=request.sampling.n,
+            needs=needs,
+            context_tokens=context_tokens_of(request),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ GROUP = "engine"
 # Requests of a dead worker wait here, before every other class: their clients already hold half an answer. So do those
 # that were given back, and what overtakes others of its class is read from here (order.lua).
 RESUMED = "resumed"
+# Requests that not every worker can serve (capabilities.py). Workers older than this queue never read it.
+NEWER = "newer"
 INTERACTIVE = "interactive"
 PRIORITY_CLASSES = (INTERACTIVE, "batch")  # strict order: a later class is read only when the earlier ones are empty
+QUEUE_NAMES = (RESUMED, NEWER, *PRIORITY_CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,14 @@ class RedisKeys:
             raise ValueError(f"served model name {self.model_name!r} must be non-empty and without braces")
 
     def queue(self, priority_class: str) -> str:
-        if priority_class != RESUMED and priority_class not in PRIORITY_CLASSES:
+        if priority_class not in (RESUMED, NEWER, *PRIORITY_CLASSES):
             raise ValueError(f"unknown priority class {priority_class!r}; one of {', '.join(PRIORITY_CLASSES)}")
         return self._name(f"q:{priority_class}")
 
     @property
     def queues(self) -> tuple[str, ...]:
         """Every queue, in the order in which workers read them."""
-        return tuple(self.queue(name) for name in (RESUMED, *PRIORITY_CLASSES))
+        return tuple(self.queue(name) for name in QUEUE_NAMES)
 
     @property
     def turns(self) -> tuple[str, str]:
@@ -65,6 +68,12 @@ class RedisKeys:
         """The counts of workers with room for requests, and of those with room for the last class."""
         names = [self._name(f"held:{of}") for of in ("any", PRIORITY_CLASSES[-1])]
         return names[0], names[1]
+
+    @property
+    def model(self) -> str:
+        """The identity of the served model (model_identity.py). Beside the queues, because a worker's store user of
+        an older release may write there too."""
+        return self._name("q:") + "model"
 
     @property
     def dead_letters(self) -> str:

@@ -27,12 +27,17 @@ import msgpack
 import msgspec
 from redis.asyncio import Redis
 
+from shared.capabilities import Abilities
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
+from shared.model_identity import ModelDiffers
 from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Share
-from shared.redis_keys import GROUP, INTERACTIVE, RESUMED, RedisKeys
+from shared.redis_keys import GROUP, INTERACTIVE, NEWER, RESUMED, RedisKeys
 
 # Put before a script.
-BEGINNINGS = {"emit": "publish", "finish": "publish", "accept": "account", "take": "order"}
+BEGINNINGS = {
+    "emit": "publish", "finish": "publish", "accept": "account", "take": "order",
+    "attach": "requeue", "reap": "requeue", "unclaim": "requeue",
+}  # fmt: skip
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
     *("cancel", "reap", "tick"),
@@ -87,6 +92,8 @@ class QueueEntry:
     request_id: str  # empty if somebody deleted the entry while it was pending
     solo: bool
     queued_ms: int = 0  # when it came into the queues, by the store's clock
+    needs: int = 0  # bits of capabilities.py
+    context_tokens: int = 0  # 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +192,21 @@ def gateway_message(
 
 
 _NOT_KEPT = RetentionTerms(b"", "")
+ALL_ABILITIES = Abilities()
 
 
 def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> QueueEntry:
     fields = fields or {}
     queued_ms = int(fields.get(b"t") or entry_id.split(b"-")[0])
-    return QueueEntry(queue.decode(), entry_id, fields.get(b"r", b"").decode(), fields.get(b"s") == b"1", queued_ms)
+    return QueueEntry(
+        queue.decode(),
+        entry_id,
+        fields.get(b"r", b"").decode(),
+        fields.get(b"s") == b"1",
+        queued_ms,
+        int(fields.get(b"n", 0)),
+        int(fields.get(b"l", 0)),
+    )
 
 
 def load_sources() -> dict[str, str]:
@@ -230,18 +246,20 @@ class RedisScripts:
         priority_class: str,
         max_queued: int = -1,
         share: Share | None = None,
+        queue_name: str = "",
     ) -> AcceptStatus:
-        """All or none, in one queue. The first one's terms have the name of all. Without a share they are neither
-        counted nor given turns. Raises NameTaken."""
+        """All or none, in one queue: that of their class, or NEWER if `queue_name` is that. The first one's terms have
+        the name of all. Without a share they are neither counted nor given turns. Raises NameTaken."""
+        queue_name = queue_name or priority_class
         first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
         max_bytes, account = None, self.keys.request(first_id)
         if share is not None and share.max_bytes is not None:
             max_bytes, account = share.max_bytes, self.keys.account(share.owner_key_hash)
-        flow = FLOW + share.owner_key_hash if share and priority_class == INTERACTIVE else ""
+        flow = FLOW + share.owner_key_hash if share and queue_name == INTERACTIVE else ""
         turns = self.keys.turns if flow else [self.keys.request(first_id)] * 2
         pairs = self._pairs([request.request_id for request in requests])
-        keys = [self.keys.queue(priority_class), name, account, *turns, *pairs]
+        keys = [self.keys.queue(queue_name), name, account, *turns, *pairs]
         arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
         arguments += [first.fingerprint, first.stale_id, first.name_seconds]
         arguments += [
@@ -256,6 +274,7 @@ class RedisScripts:
             arguments += [request.request_id, request.body, request.journal]
             arguments += [terms.record, terms.holder, terms.grace_seconds, request.reserved_bytes]
             arguments += [request.num_prompt_tokens, request.num_prompt_tokens + PLACE_TOKENS * request.num_choices]
+            arguments += [request.needs, request.context_tokens]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"the store answered for another request than {first_id}")
@@ -272,20 +291,42 @@ class RedisScripts:
 
     async def attach(self, request_id: str, holder: str, gateway_id: str, *, again: bool = False) -> AttachStatus:
         """`again`: this gateway held it before, so that it goes on if it ended only because nobody seemed to."""
-        keys = [*self._pair(request_id), self.keys.queue(RESUMED)]
+        keys = [*self._pair(request_id), self.keys.queue(RESUMED), self.keys.queue(NEWER)]
         arguments = [request_id, holder, gateway_id, self.keys.control_channel_prefix, int(again)]
         return AttachStatus(await self._call("attach", keys, arguments))
 
-    async def register(self, worker_id: str) -> None:
-        await self._call("register", [self.keys.fence(worker_id), *self.keys.queues], [GROUP, worker_id])
+    async def register(self, worker_id: str, identity: Mapping[str, str] | None = None) -> None:
+        """Make a worker incarnation known. `identity`: of its model; without one it is not compared. Raises
+        ModelDiffers."""
+        fields = chain.from_iterable((identity or {}).items())
+        keys = [self.keys.fence(worker_id), self.keys.model, *self.keys.queues]
+        reply = await self._call("register", keys, [GROUP, worker_id, self.keys.fence(""), *fields])
+        if reply[0] == b"DIFFERS":
+            name, stored = reply[1].decode(), reply[2].decode()
+            live_ids = tuple(id_.decode() for id_ in reply[4:])
+            raise ModelDiffers(self.keys.model_name, name, stored, (identity or {})[name], int(reply[3]), live_ids)
 
-    async def take(self, worker_id: str, demand: Demand, *, num_held: int = 0, is_impatient: bool = False) -> Taken:
-        """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has.
+    async def compare_identity(self, identity: Mapping[str, str]) -> None:
+        """Raise ModelDiffers where register() of a worker with these fields would raise it now."""
+        await self.register("", identity)
+
+    async def take(
+        self,
+        worker_id: str,
+        demand: Demand,
+        *,
+        num_held: int = 0,
+        is_impatient: bool = False,
+        abilities: Abilities = ALL_ABILITIES,
+    ) -> Taken:
+        """Read new entries without waiting, a share that leaves peers theirs. `num_held`: requests that it has. What
+        the worker cannot serve is left to others.
 
         Not to be repeated: read the own pending entries instead.
         """
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
+        arguments += [abilities.capabilities, abilities.max_model_len]
         keys = [*self.keys.held, *self.keys.turns, *self.keys.queues]
         reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [
@@ -298,13 +339,14 @@ class RedisScripts:
     async def level(self, worker_id: str, num_held: int, room: int) -> int | None:
         """Return what the emptiest peer with room for more holds; None if there is none, or if something
         waits that it can take."""
-        keys = [self.keys.held[0], *self.keys.queues[:-1]]
+        keys = [self.keys.held[0], self.keys.queue(RESUMED), self.keys.queue(INTERACTIVE)]
         reply = await self._fenced_call("level", worker_id, keys, [worker_id, num_held, room])
         return None if reply[1] < 0 else int(reply[1])
 
-    async def unclaim(self, worker_id: str, entries: Sequence[QueueEntry]) -> int:
-        """Oldest first. Returns how many requests are queued again now (a repeat finds none)."""
-        keys: list[str] = [self.keys.queue(RESUMED)]
+    async def unclaim(self, worker_id: str, entries: Sequence[QueueEntry], *, queue_name: str = RESUMED) -> int:
+        """Oldest first. Returns how many requests are queued again now (a repeat finds none). `queue_name`: NEWER for
+        those that the worker cannot serve."""
+        keys: list[str] = [self.keys.queue(queue_name), self.keys.queue(NEWER)]
         arguments: list[Any] = [worker_id, GROUP]
         for entry in entries:
             keys += [entry.queue, self.keys.request(entry.request_id)]
@@ -349,13 +391,15 @@ class RedisScripts:
         """For one holder, for all of a gateway that is gone, or for all there are. `event`: the end that a kept
         request gets, and `blob` its message to the gateways of holders. `only_unstarted`: not if a worker has it, or
         had it and left tokens."""
-        keys = [*self._pair(request_id), self.keys.queue(priority_class), self.keys.queue(RESUMED)]
+        queues = [self.keys.queue(name) for name in (priority_class, RESUMED, NEWER)]
+        keys = [*self._pair(request_id), *queues]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
         arguments += [self.keys.gateway_channel_prefix, RETAINED_SECONDS, gone_gateway_id, int(only_unstarted)]
         return bool(await self._call("cancel", keys, arguments))
 
     async def reap(self, worker_id: str, queue: str, entries: Sequence[PendingEntry], mode: ReapMode) -> ReapReply:
         keys = [self.keys.fence(worker_id), self.keys.dead_letters, self.keys.queue(RESUMED), queue, *self.keys.held]
+        keys.append(self.keys.queue(NEWER))
         keys += self._pairs([entry.request_id for entry in entries])
         arguments: list[Any] = [worker_id, GROUP, mode, MAX_STRIKES, MAX_ATTEMPTS, KEEP_DEAD_SECONDS]
         arguments.append(self.keys.gateway_channel_prefix)

@@ -137,7 +137,7 @@ def load_replica(
     report("load", 0.0, "weights")
     check_weight_format(plan.blueprint.weight_format, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
-    check_same_model(settings.model, ranks)
+    check_same_model(settings.model, settings.load_format, ranks)
     weights = _weights(plan, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     loaded = f"{weights.loaded_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"

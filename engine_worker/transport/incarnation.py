@@ -17,7 +17,8 @@ It is the subject of a takeover: what is fenced and reaped is one of these. It k
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
@@ -30,10 +31,11 @@ from engine_worker.transport.token_publisher import (
     SELF_FENCE_SECONDS,
     TokenPublisher,
 )
+from shared.capabilities import Abilities
 from shared.fleet_clock import FleetClock
 from shared.redis_client import RedisConnections, is_transient
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import RedisScripts
+from shared.redis_scripts import ALL_ABILITIES, RedisScripts
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,14 @@ class Incarnation:
     tokens: TokenPublisher
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What a worker serves, and what it can."""
+
+    identity: Mapping[str, str] = field(default_factory=dict)  # model_identity.py; empty: not compared
+    abilities: Abilities = ALL_ABILITIES
+
+
 async def register(
     connections: RedisConnections,
     keys: RedisKeys,
@@ -55,8 +65,10 @@ async def register(
     self_fence_seconds: float = SELF_FENCE_SECONDS,
     fleet_clock: FleetClock | None = None,
     faults: FaultCounts | None = None,
+    profile: WorkerProfile = WorkerProfile(),
 ) -> Incarnation:
-    """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
+    """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers. Raises
+    ModelDiffers where the queue serves a model of another identity.
 
     What a `previous` incarnation still holds is requeued first: nobody else knows that it is over.
     """
@@ -67,7 +79,7 @@ async def register(
         try:
             if previous is not None:
                 await previous.requests.hand_back()
-            await scripts.register(worker_id)
+            await scripts.register(worker_id, profile.identity)
             break
         except (RedisError, OSError) as error:
             if not is_transient(error):
@@ -80,6 +92,14 @@ async def register(
     return Incarnation(
         worker_id=worker_id,
         claims=claims,
-        requests=RequestStream(connections, scripts, worker_id, claims, fleet_clock=fleet_clock, faults=faults),
+        requests=RequestStream(
+            connections,
+            scripts,
+            worker_id,
+            claims,
+            fleet_clock=fleet_clock,
+            faults=faults,
+            abilities=profile.abilities,
+        ),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
     )

@@ -66,6 +66,7 @@ class Reaper:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._missed = MissedTicks(missed_ticks_until_dead)
+        self.heard: set[str] = set()  # ids of all workers that sent a heartbeat
         self.faults = faults or FaultCounts()
         self._orphans = Orphans(self._scripts, tick_seconds, self.faults)
 
@@ -84,7 +85,9 @@ class Reaper:
 
     def hear(self, data: bytes) -> None:
         try:
-            self._missed.heard(decode_heartbeat(data).worker_id)
+            worker_id = decode_heartbeat(data).worker_id
+            self._missed.heard(worker_id)
+            self.heard.add(worker_id)
         except FormatError:
             self.faults.num_bad_heartbeats += 1
 

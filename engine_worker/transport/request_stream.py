@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from engine_worker.transport.claims import ClaimedRequest, Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.patience import Patience
+from shared.capabilities import UNREADABLE_MESSAGE, Abilities
 from shared.fleet_clock import FleetClock
 from shared.messages import (
     ErrorCode,
@@ -34,8 +35,9 @@ from shared.messages import (
 )
 from shared.reaping import ReapSummary, reap_worker
 from shared.redis_client import BLOCK_SECONDS, RedisConnections, is_missing_group, is_transient
-from shared.redis_keys import GROUP
+from shared.redis_keys import GROUP, NEWER
 from shared.redis_scripts import (
+    ALL_ABILITIES,
     ClaimReply,
     Demand,
     Ending,
@@ -51,6 +53,7 @@ from shared.ticks import until_tick
 REREAD_SECONDS = 5.0
 REREAD_MAX_ENTRIES = 4096  # far above what one worker holds
 RETRY_SECONDS = 0.2
+UNFIT_PAUSE_SECONDS = 1.0  # or a worker would read what it has just passed on, again and again; TAKE looks meanwhile
 SEAT_MILLISECONDS = 20  # while the last class may have nothing: until it is asked again whether it may
 
 logger = logging.getLogger(__name__)
@@ -82,8 +85,11 @@ class RequestStream:
         clock: Callable[[], float] = time.monotonic,
         fleet_clock: FleetClock | None = None,
         faults: FaultCounts | None = None,
+        abilities: Abilities = ALL_ABILITIES,
     ) -> None:
-        """`fleet_clock`: that of deadlines; without one they are left to the gateways."""
+        """`fleet_clock`: that of deadlines; without one they are left to the gateways. `abilities`: requests that need
+        more are left to other workers."""
+        self._abilities = abilities
         self._blocking: Redis = connections.blocking
         self._scripts = scripts
         self._worker_id = worker_id
@@ -93,6 +99,7 @@ class RequestStream:
         self._backlog: list[QueueEntry] = []  # read, not claimed
         self._patience = Patience(clock)
         self._reread_at = clock() + REREAD_SECONDS
+        self._waits_for_newer_at = clock()  # when that queue may wake this worker again
         self.faults = faults or FaultCounts()
 
     async def claim(self, demand: Demand, *, block: bool = False) -> list[ClaimedRequest]:
@@ -174,7 +181,11 @@ class RequestStream:
             return
         demand = replace(demand, requests=wanted)
         taken = await self._scripts.take(
-            self._worker_id, demand, num_held=self.num_held, is_impatient=self._patience.is_over
+            self._worker_id,
+            demand,
+            num_held=self.num_held,
+            is_impatient=self._patience.is_over,
+            abilities=self._abilities,
         )
         self._backlog += taken.entries
         self._patience.observe(taken)
@@ -187,7 +198,9 @@ class RequestStream:
 
     async def _wait_for_entries(self, max_batch: int) -> None:
         """One entry a queue: the rest of a burst is taken by the next call, in strict order again."""
-        queues = self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1]
+        queues = list(self._scripts.keys.queues if max_batch else self._scripts.keys.queues[:-1])
+        if self._clock() < self._waits_for_newer_at:
+            queues.remove(self._scripts.keys.queue(NEWER))
         block_milliseconds = ceil(until_tick(BLOCK_SECONDS) * 1000) if max_batch else SEAT_MILLISECONDS
         self._backlog += await self._read(">", 1, block_milliseconds, queues)
 
@@ -205,7 +218,17 @@ class RequestStream:
         reply: Any = await self._blocking.xreadgroup(
             GROUP, self._worker_id, streams, count=count, block=block_milliseconds
         )
-        return [queue_entry(queue, entry_id, fields) for queue, entries in reply for entry_id, fields in entries]
+        read = [queue_entry(queue, entry_id, fields) for queue, entries in reply for entry_id, fields in entries]
+        return await self._without_unfit(read)
+
+    async def _without_unfit(self, entries: list[QueueEntry]) -> list[QueueEntry]:
+        """Pass on what this worker cannot serve. TAKE never reads that; XREADGROUP cannot compare."""
+        unfit = [entry for entry in entries if not self._abilities.serve(entry.needs, entry.context_tokens)]
+        if not unfit:
+            return entries
+        await self._scripts.unclaim(self._worker_id, unfit, queue_name=NEWER)
+        self._waits_for_newer_at = self._clock() + UNFIT_PAUSE_SECONDS
+        return [entry for entry in entries if entry not in unfit]
 
     @property
     def _solo_waits(self) -> bool:
@@ -244,10 +267,10 @@ class RequestStream:
             verdict.endings.append(Ending(entry.request_id, entry.queue, entry.entry_id))
             return
         try:
-            claimed = _claimed(entry, reply)
+            claimed = _claimed(entry, reply, self._abilities.capabilities)
         except FormatError as error:
             logger.error("request %s is unreadable: %s", entry.request_id, error)
-            verdict.refuse(entry, reply, ErrorCode.REQUEST_FAILED, "the stored request is unreadable")
+            verdict.refuse(entry, reply, ErrorCode.REQUEST_FAILED, UNREADABLE_MESSAGE)
             return
         if overdue := self._overdue(claimed):
             verdict.refuse(entry, reply, overdue, "its time was over before a worker began")
@@ -280,8 +303,8 @@ class RequestStream:
             await self._endure(error, block=False)  # still pending, so the next re-read finds them again
 
 
-def _claimed(entry: QueueEntry, reply: ClaimReply) -> ClaimedRequest:
-    request = decode_request(reply.body)
+def _claimed(entry: QueueEntry, reply: ClaimReply, capabilities: int) -> ClaimedRequest:
+    request = decode_request(reply.body, capabilities)
     if request.request_id != entry.request_id:
         raise FormatError(f"the body is that of {request.request_id}")
     return ClaimedRequest(

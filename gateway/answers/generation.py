@@ -37,6 +37,7 @@ from gateway.store.inference_client import ResponseStream
 from gateway.text.output_text import OutputText, StopStrings
 from gateway.text.served_model import ServedModel
 from gateway.turns import KeyTurns
+from shared.capabilities import NEEDS_NEWER_MESSAGE
 from shared.messages import (
     EncodedLogprobs,
     ErrorCode,
@@ -317,7 +318,7 @@ def _output_text(
 
 def _error_of(event: ErrorEvent) -> GatewayError:
     if event.code is ErrorCode.QUEUE_TIMEOUT:
-        return unavailable("queue_timeout")
+        return unavailable("needs_newer_worker" if event.message == NEEDS_NEWER_MESSAGE else "queue_timeout")
     if event.code is ErrorCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("The answer was not complete in the time that the request had.")
     if event.code is ErrorCode.REQUEST_FAILED:

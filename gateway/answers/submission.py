@@ -36,8 +36,21 @@ from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.responses_schema import with_what_held
 from gateway.state import RequestContext, context_of, route_name
-from gateway.store.inference_client import QueueFull, ResponseStream, RetentionTerms, ShareFull, StoreUnavailable
+from gateway.store.inference_client import (
+    NeedsNewerWorker,
+    QueueFull,
+    ResponseStream,
+    RetentionTerms,
+    ShareFull,
+    StoreUnavailable,
+)
 from shared.messages import GenerationRequest
+
+_REFUSALS = {
+    QueueFull: "queue_full",
+    NeedsNewerWorker: "needs_newer_worker",
+    StoreUnavailable: "store_unavailable",
+}
 
 
 class AnswerSubmission:
@@ -105,8 +118,8 @@ class AnswerSubmission:
         except ShareFull as error:
             rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error
-        except (QueueFull, StoreUnavailable) as error:
-            reason = "queue_full" if isinstance(error, QueueFull) else "store_unavailable"
+        except (QueueFull, NeedsNewerWorker, StoreUnavailable) as error:
+            reason = _REFUSALS[type(error)]
             rejected.labels(reason).inc()
             raise unavailable(reason) from error
 
@@ -178,7 +191,7 @@ class AnswerSubmission:
             created=self._created,
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
             repeated=with_what_held(self._completion.repeated, self._completion.fields, self._requests[0].sampling),
-            system_fingerprint=self._model.fingerprint,
+            system_fingerprint=self._service.fingerprint or self._model.fingerprint,
         )
 
     def _reply(self) -> Reply:

@@ -16,11 +16,14 @@ from dataclasses import replace
 
 from redis.exceptions import RedisError
 
+from gateway.admission import Fleet
 from gateway.store.response_stream import ResponseStream
-from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
+from gateway.store.store_calls import NeedsNewerWorker, QueueFull, ShareFull, StoreUnavailable
+from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
+from shared.redis_keys import NEWER
 from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
@@ -58,8 +61,14 @@ def _scores_bytes(count: int) -> int:
 
 class Acceptance:
     def __init__(
-        self, scripts: RedisScripts, gateway_id: str, max_queued_requests: int, max_queued_tokens: int | None
+        self,
+        scripts: RedisScripts,
+        gateway_id: str,
+        fleet: Fleet,
+        max_queued_requests: int,
+        max_queued_tokens: int | None,
     ) -> None:
+        self._fleet = fleet
         self._scripts = scripts
         self._gateway_id = gateway_id
         self._max_queued_requests = max_queued_requests
@@ -85,16 +94,11 @@ class Acceptance:
 
     async def _repeated(self, streams: Sequence[ResponseStream], share: Share | None) -> AcceptStatus:
         requests = [
-            NewRequest(
-                stream.request_id,
-                encode(stream.request),
-                terms=stream.terms,
-                reserved_bytes=reserved_bytes(stream.request),
-                num_prompt_tokens=len(stream.request.prompt_token_ids),
-                num_choices=stream.request.sampling.n,
-            )
+            NewRequest.of(stream.request, terms=stream.terms, reserved_bytes=reserved_bytes(stream.request))
             for stream in streams
         ]
+        if not all(self._fleet.can_serve(request.needs) for request in requests):
+            raise NeedsNewerWorker(NEEDS_NEWER_MESSAGE)
         for attempts_left in reversed(range(ACCEPT_ATTEMPTS)):
             try:
                 return await self._scripts.accept_all(
@@ -103,6 +107,7 @@ class Acceptance:
                     priority_class=streams[0].request.priority_class,
                     max_queued=self._max_queued_requests,
                     share=share,
+                    queue_name=self._queue_name(requests),
                 )
             except (RedisError, OSError) as error:
                 if not attempts_left or not got_no_reply(error):
@@ -111,6 +116,11 @@ class Acceptance:
                     return AcceptStatus.OK  # a worker has it; a store that lost it since would take it without them
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
         raise AssertionError("the last attempt returns or raises")
+
+    def _queue_name(self, requests: Sequence[NewRequest]) -> str:
+        """NEWER while an old worker would take one of them and answer it wrongly; else that of their class."""
+        fails = any(self._fleet.an_old_worker_fails(new.needs, new.context_tokens) for new in requests)
+        return NEWER if fails else ""
 
     async def attach(self, stream: ResponseStream, *, again: bool = False) -> AttachStatus:
         """This gateway listens to a kept request; `again`: it did before."""
@@ -123,15 +133,24 @@ class Acceptance:
             return False
         return await self._scripts.cancel(stream.request_id, stream.request.priority_class)
 
+    async def forget(self, stream: ResponseStream) -> None:
+        """Delete a request that a worker ended without running it, so that it can be accepted anew."""
+        keys = self._scripts.keys
+        await self._scripts.redis.unlink(keys.request(stream.request_id), keys.journal(stream.request_id))
+
+    def can_serve(self, request: GenerationRequest) -> bool:
+        return self._fleet.can_serve(needs_of(request))
+
     async def restore(self, stream: ResponseStream) -> None:
         """One that was accepted and that the store lost, whatever the queue's cap, behind the tokens that it has: it is
         set aside. Its name is not restored."""
         terms = replace(stream.terms, name="", fingerprint="") if stream.terms else None
-        journal = b"".join(map(encode, stream.frames))
+        new = NewRequest.of(stream.request, journal=b"".join(map(encode, stream.frames)), terms=terms)
         await self._scripts.accept_all(
-            [NewRequest(stream.request_id, encode(stream.request), journal, terms)],
+            [new],
             gateway_id=self._gateway_id,
             priority_class=stream.request.priority_class,
+            queue_name=NEWER if new.needs else self._queue_name([new]),
         )
         await self.publish_mark(stream)
 

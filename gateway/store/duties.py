@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from gateway.store.response_stream import ResponseStream, cancelled_event
 from gateway.store.stream_table import StreamTable
+from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.fleet_clock import FleetClock
 from shared.messages import (
     PROTOCOL_VERSION,
@@ -126,7 +127,15 @@ _MESSAGES = {
 class OverdueRequests:
     """Ends requests whose time is over, in the store first: what a worker began with just in time waits no longer."""
 
-    def __init__(self, scripts: RedisScripts, fleet_clock: FleetClock, streams: StreamTable) -> None:
+    def __init__(
+        self,
+        scripts: RedisScripts,
+        fleet_clock: FleetClock,
+        streams: StreamTable,
+        can_serve: Callable[[int], bool] = lambda _needs: True,
+    ) -> None:
+        """`can_serve`: whether some worker has these capabilities."""
+        self._can_serve = can_serve
         self._scripts = scripts
         self._clock = fleet_clock
         self._streams = streams
@@ -137,13 +146,18 @@ class OverdueRequests:
             code = self._code_of(stream)
             if code is None:
                 continue
-            event = ErrorEvent(stream.request_id, code, _MESSAGES[code])
+            event = ErrorEvent(stream.request_id, code, self._message_of(code, stream.request))
             only_unstarted, priority_class = code is ErrorCode.QUEUE_TIMEOUT, stream.request.priority_class
             is_ended = await _cancel(self._scripts, event, priority_class, only_unstarted=only_unstarted)
             if is_ended or await self._is_gone(stream):
                 self._streams.end(stream, event)
             else:
                 stream.has_begun = stream.is_behind = True  # or it has ended: the journal knows
+
+    def _message_of(self, code: ErrorCode, request: GenerationRequest) -> str:
+        if code is ErrorCode.QUEUE_TIMEOUT and not self._can_serve(needs_of(request)):
+            return NEEDS_NEWER_MESSAGE
+        return _MESSAGES[code]
 
     def _code_of(self, stream: ResponseStream) -> ErrorCode | None:
         request, now = stream.request, self._clock.now()

@@ -25,7 +25,15 @@ from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
-from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, ShareFull, StoreCalls, StoreUnavailable
+from gateway.store.store_calls import (
+    InferenceError,
+    NeedsNewerWorker,
+    QueueFull,
+    RequestGone,
+    ShareFull,
+    StoreCalls,
+    StoreUnavailable,
+)
 from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
@@ -39,6 +47,7 @@ __all__ = [
     "InferenceClient",
     "InferenceError",
     "NameTaken",
+    "NeedsNewerWorker",
     "QueueFull",
     "QueueStats",
     "RequestGone",
@@ -85,11 +94,11 @@ class InferenceClient:
         self.streams = StreamTable(self._wake)
         self._withdrawals = Withdrawals(scripts, self._wake)
         self._held = HeldAnswers(scripts, clock)
-        self._overdue = OverdueRequests(scripts, self._fleet_clock, self.streams)
+        self._overdue = OverdueRequests(scripts, self._fleet_clock, self.streams, self.fleet.can_serve)
         self._listening = Listening(
             connections, keys, gateway_id, self.streams, self.fleet, self.counts, clock=clock
         )  # fmt: skip
-        acceptance = Acceptance(scripts, gateway_id, max_queued_requests, max_queued_tokens)
+        acceptance = Acceptance(scripts, gateway_id, self.fleet, max_queued_requests, max_queued_tokens)
         self._recovery = Recovery(
             self.streams, acceptance, self.archive, self._withdrawals, self._calls, self.counts,
             quiet_seconds=quiet_seconds, clock=clock,

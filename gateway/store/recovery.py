@@ -23,6 +23,7 @@ from gateway.store.request_archive import STORED_END, RequestArchive, is_missing
 from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import RequestGone, StoreCalls
 from gateway.store.stream_table import DeliveryCounts, StreamTable
+from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of, was_refused_as_unreadable
 from shared.messages import ErrorCode, ErrorEvent, FormatError
 from shared.redis_scripts import AttachStatus
 from shared.ticks import until_tick
@@ -129,6 +130,9 @@ class Recovery:
             answer = await self._archive.decoded(stream.request, stored, journal, stream.num_known)
             if stream.epoch != epoch:
                 return  # that journal is no more
+            if needs_of(stream.request) and was_refused_as_unreadable(answer[1]):
+                await self._submit_to_newer(stream)
+                return
             is_behind = stream.is_behind  # by what was heard meanwhile
             stream.offer_journal(*answer)
             stream.is_behind |= is_behind
@@ -163,6 +167,16 @@ class Recovery:
             await self._accept_anew(stream)
         else:
             self._streams.end(stream, ErrorEvent(stream.request_id, ErrorCode.REQUEST_FAILED, TORN_MESSAGE))
+
+    async def _submit_to_newer(self, stream: ResponseStream) -> None:
+        """A worker older than the request's needs read it before this gateway knew of the worker."""
+        stream.is_behind = True  # until this is done: a reply may be lost
+        if self._acceptance.can_serve(stream.request):
+            await self._acceptance.forget(stream)
+            await self._accept_anew(stream)
+        else:
+            event = ErrorEvent(stream.request_id, ErrorCode.QUEUE_TIMEOUT, NEEDS_NEWER_MESSAGE)
+            self._streams.end(stream, event)
 
     async def _accept_anew(self, stream: ResponseStream) -> None:
         self._streams.set_aside(stream)

@@ -32,6 +32,10 @@ class QueueFull(Refused):
     """The queue of its class is at its cap (answer 503 with Retry-After)."""
 
 
+class NeedsNewerWorker(Refused):
+    """No ready worker has the capabilities that it needs (answer 503 with Retry-After)."""
+
+
 class ShareFull(Refused):
     """Its key holds as much in the store as it may (answer 429 with Retry-After)."""
 

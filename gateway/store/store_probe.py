@@ -15,7 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from gateway.store.store_calls import StoreCalls
 from shared.fleet_clock import FleetClock
-from shared.redis_keys import GROUP, PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.redis_keys import GROUP, QUEUE_NAMES, RedisKeys
 from shared.ticks import next_tick
 
 logger = logging.getLogger("gateway")
@@ -80,7 +80,7 @@ class QueueLoad:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, and "resumed"
+    queues: dict[str, QueueLoad] = field(default_factory=dict)  # by class, and "resumed" and "newer"
     oldest_waiting_seconds: float = 0.0
     dead_letters: int = 0
 
@@ -94,7 +94,7 @@ class QueueStats:
 async def read_queue_stats(redis: Redis, keys: RedisKeys) -> QueueStats:
     queues: dict[str, QueueLoad] = {}
     oldest_milliseconds: list[int] = []
-    for name in (RESUMED, *PRIORITY_CLASSES):
+    for name in QUEUE_NAMES:
         queue = keys.queue(name)
         group = await _group(redis, queue)
         queues[name] = QueueLoad(await redis.xlen(queue), group["pending"] if group else 0)

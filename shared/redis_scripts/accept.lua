@@ -9,7 +9,8 @@
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, flow
 --       (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
---       seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost in tokens) for each (r, j)
+--       seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost in tokens, its needs (0: none),
+--       tokens of its context (0: nobody says)) for each (r, j)
 -- reply {OK|DUP|BUSY|FULL, first request id} | {SAME, first request id, the other's id, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
@@ -37,7 +38,7 @@ local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumb
 if account then
   local entries, new = {}, 0
   for n = 1, count do
-    local id, body, journal, record, _, _, reserved = unpack(ARGV, 5 + 9 * n, 11 + 9 * n)
+    local id, body, journal, record, _, _, reserved = unpack(ARGV, 3 + 11 * n, 9 + 11 * n)
     local own = #body + #record + bare_bytes
     local counted = own + math.max(tonumber(reserved), #journal)
     entries[n] = {id, own, reserved, counted}
@@ -66,9 +67,10 @@ if flow ~= '' then
 end
 for n = 1, count do
   local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
-  local id, body, journal, record, holder, grace, _, prompt, cost = unpack(ARGV, 5 + 9 * n, 13 + 9 * n)
-  local entry = prompt == '0' and redis.call('XADD', q, '*', 'r', id, 's', '0')
-    or redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt)
+  local id, body, journal, record, holder, grace, _, prompt, cost, needs, context = unpack(ARGV, 3 + 11 * n, 13 + 11 * n)
+  local entry = needs ~= '0' and redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt, 'l', context, 'n', needs)
+    or prompt ~= '0' and redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt, 'l', context)
+    or redis.call('XADD', q, '*', 'r', id, 's', '0')
   if flow ~= '' then
     redis.call('ZADD', order, start, entry)
     start = start + tonumber(cost)
@@ -79,7 +81,11 @@ for n = 1, count do
     redis.call('SET', j, journal)
   end
   redis.call('HSET', r, 'body', body, 'gateway', gateway, 'owner', owner, 'class', class, 'entry', entry,
-    'state', 'queued', 'attempt', 1, 'strikes', 0, 'jl', #journal, 'solo', '0', 'grace', grace)
+    'state', 'queued', 'attempt', 1, 'strikes', 0, 'jl', #journal, 'solo', '0', 'grace', grace,
+    'context', context)
+  if needs ~= '0' then
+    redis.call('HSET', r, 'needs', needs)
+  end
   if record ~= '' then
     redis.call('HSET', r, 'record', record, 'h:' .. holder, gateway)
   end

@@ -2,14 +2,14 @@
 -- lost, so a gateway that hears nothing attaches again.
 -- A request that ended only because the gateways of all its holders were gone (cancel.lua marks it `orphaned`) is queued
 -- again, before all others and behind its journal, for a gateway that held it: it was cut off, and its client waits.
--- KEYS  r, j, resumed queue
+-- KEYS  r, j, resumed queue, queue of requests with needs
 -- ARGV  request id, holder, gateway id, prefix of the control channels, 1 = this gateway held it before
 -- reply 1, 2 when it is queued again, or 0 when it has ended or is unknown
-local r, j, resumed = KEYS[1], KEYS[2], KEYS[3]
+local r, j, resumed, newer = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, holder, gateway, prefix, again = unpack(ARGV)
 
-local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'solo')
-local state, worker, record, orphaned, solo = unpack(request)
+local request = redis.call('HMGET', r, 'state', 'worker', 'record', 'orphaned', 'solo', 'needs', 'context')
+local state, worker, record, orphaned, solo, needs, context = unpack(request)
 if not state or not record then
   return 0
 end
@@ -21,7 +21,7 @@ if state == 'done' then
   reply = 2
   redis.call('HDEL', r, 'orphaned', 'terminal', 'worker', 'claim')
   redis.call('HSET', r, 'state', 'queued', 'jl', redis.call('STRLEN', j),
-    'entry', redis.call('XADD', resumed, '*', 'r', id, 's', solo or '0'))
+    'entry', requeue(resumed, newer, id, solo or '0', needs, context))
   redis.call('PERSIST', r)
   redis.call('PERSIST', j)
 end

@@ -4,7 +4,7 @@
 -- `orphaned`, as it goes on if one of them was only cut off (attach.lua), unless somebody asks for its end meanwhile. `asked` tells an end that somebody asked for
 -- from that of a request whose holders are gone: who repeats the latter under its name is answered anew.
 -- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
--- KEYS  r, j, q, resumed queue
+-- KEYS  r, j, q, resumed queue, queue of requests with needs
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
 --       channels, seconds to keep r and j, gone gateway or '', 1 = not if it
 --       was begun

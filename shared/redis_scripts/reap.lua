@@ -2,7 +2,7 @@
 -- EMIT and FINISH are refused. Entries that are no longer pending for it are left alone, so a repeat does nothing.
 -- A strike is a crash without a new journal token, by a worker that had really started the request (`worker` names it).
 -- After `max strikes` the request runs alone; a strike while alone, or too many attempts, makes it a dead letter.
--- KEYS  w, dlq, resumed queue, q, held, held of the last class, (r, j)...
+-- KEYS  w, dlq, resumed queue, q, held, held of the last class, queue of requests with needs, (r, j)...
 -- ARGV  worker id, group, crash|drain, max strikes, max attempts, seconds to keep r and j of a dead letter, prefix of
 --       the gateway channels, then (entry id, request id, error event, blob of it) for each (r, j)
 -- reply {requeued, dead letters, dropped (cancelled), entries still pending for the worker}
@@ -14,13 +14,14 @@ redis.call('DEL', fence)
 redis.call('ZREM', KEYS[5], worker)
 redis.call('ZREM', KEYS[6], worker)
 
-for i = 1, (#KEYS - 6) / 2 do
-  local r, j = KEYS[5 + 2 * i], KEYS[6 + 2 * i]
+for i = 1, (#KEYS - 7) / 2 do
+  local r, j = KEYS[6 + 2 * i], KEYS[7 + 2 * i]
   local entry, id, event, blob = unpack(ARGV, 4 + 4 * i, 7 + 4 * i)
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
-    local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body', 'entry')
+    local request = redis.pcall('HMGET', r, 'state', 'worker', 'attempt', 'strikes', 'jl', 'solo', 'gateway', 'body', 'entry',
+      'needs', 'context')
     local length = redis.pcall('STRLEN', j)
     -- Another entry's request was accepted anew since: it is not this worker's to give back.
     if request.err or not request[8] or request[1] == 'done' or request[9] ~= entry or type(length) ~= 'number' then
@@ -53,7 +54,7 @@ for i = 1, (#KEYS - 6) / 2 do
         if strikes >= tonumber(max_strikes) then
           solo = '1'
         end
-        local again = redis.call('XADD', resumed, '*', 'r', id, 's', solo)
+        local again = requeue(resumed, KEYS[7], id, solo, request[10], request[11])
         redis.call('HDEL', r, 'worker', 'claim')
         redis.call('HSET', r, 'state', 'queued', 'attempt', attempt, 'strikes', strikes, 'jl', length, 'solo', solo,
           'entry', again)

@@ -3,11 +3,14 @@
 -- It fills workers like water: none gets further than a quantum above the one that holds least of those that have room
 -- (ADR 0091). These are known by what they said when they last asked; who does not ask any more is forgotten by a worker
 -- that has lost its patience, so nothing here can keep work from all.
--- Of the queue in the middle the entries are read in the order of order.lua; of the others in that of their streams.
--- KEYS  w, held, held of the last class, order, times, q... in order of priority: three
+-- Of the queue before the last the entries are read in the order of order.lua; of the others in that of their streams.
+-- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read only as far as its
+-- next entry fits.
+-- KEYS  w, held, held of the last class, order, times, q... in order of priority: four
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
 --       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
---       the queue in the middle (or ''), and what a prompt is likely to have whose entry does not tell
+--       the queue before the last (or ''), what a prompt is likely to have whose entry does not tell, and of this worker
+--       its capabilities and its longest context in tokens (0: not known)
 -- reply {FENCED} | {OK, {{q, entries}, ...}, entries that it could still have had, those of the last queue,
 --       1 = others wait that it may not have}
 local QUANTUM, QUANTUM_RATIO, MOST = 2, 8, 1048576
@@ -60,27 +63,73 @@ local function is_enough()
   return missing <= 0
 end
 
-local function tokens_of(entry)
-  local fields = entry[2] or {}
+local FIRST, NEWER, IN_TURN, LAST = 6, 7, 8, 9
+local lacking = bit.bnot(tonumber(ARGV[12]))
+local max_context, num_moved = tonumber(ARGV[13]), 0
+
+local function fields_of(entry)
+  local fields, by_name = entry[2] or {}, {}
   for f = 1, #fields, 2 do
-    if fields[f] == 'p' then
-      return count_of(fields[f + 1])
-    end
+    by_name[fields[f]] = fields[f + 1]
   end
-  return count_of(ARGV[11])
+  return by_name
+end
+
+local function fits(fields)
+  return (not fields.n or bit.band(tonumber(fields.n), lacking) == 0)
+    and (max_context == 0 or count_of(fields.l) <= max_context)
+end
+
+-- Let an entry that was just read wait for another worker.
+local function pass_on(q, entry, fields)
+  local id, all = entry[1], entry[2]
+  redis.call('XACK', q, group, id)
+  redis.call('XDEL', q, id)
+  if not fields.t then
+    all[#all + 1], all[#all + 2] = 't', string.match(id, '^%d+')
+  end
+  local again = redis.call('XADD', KEYS[NEWER], '*', unpack(all))
+  if redis.pcall('HGET', ARGV[9] .. fields.r, 'entry') == id then
+    redis.call('HSET', ARGV[9] .. fields.r, 'entry', again)
+  end
+  num_moved = num_moved + 1
 end
 
 local function read(q, most)
   local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most, 'STREAMS', q, '>')
-  local entries = {}
+  local entries, kept = {}, {}
   if reply then
-    found[#found + 1] = reply[1]
     for n, entry in ipairs(reply[1][2]) do
+      local fields = fields_of(entry)
       entries[n] = entry[1]
-      missing = missing - tokens_of(entry)
+      if fits(fields) then
+        kept[#kept + 1] = entry
+        missing = missing - count_of(fields.p or ARGV[11])
+      else
+        pass_on(q, entry, fields)
+      end
     end
   end
+  if #kept > 0 then
+    found[#found + 1] = {reply[1][1], kept}
+  end
   return entries
+end
+
+local function next_fits(q)
+  if redis.call('XLEN', q) == 0 then
+    return false
+  end
+  local next_one = redis.call('XRANGE', q, '(' .. last_read_of(q, group), '+', 'COUNT', 1)[1]
+  return next_one and fits(fields_of(next_one))
+end
+
+local function read_while_it_fits(q, most)
+  local count = 0
+  while count < most and not is_enough() and next_fits(q) do
+    count = count + #read(q, 1)
+  end
+  return count
 end
 
 -- What an entry has is known when it is read: the first one alone, then as many as are enough if they are like those.
@@ -100,7 +149,6 @@ local function read_on(q, most)
   return all
 end
 
-local FIRST, IN_TURN, LAST = 6, 7, 8
 local order, times, taken, refused = KEYS[4], KEYS[5], 0, 0
 local may_wait = false -- of those in turn: they come before the last queue
 for i = FIRST, LAST do
@@ -110,15 +158,18 @@ for i = FIRST, LAST do
   if most > 0 and i == IN_TURN then
     num_read, may_wait = read_in_turn(order, times, KEYS[i], KEYS[FIRST], group, most, ARGV[9], read, read_on,
       is_enough)
+  elseif most > 0 and i == NEWER then
+    num_read = read_while_it_fits(KEYS[i], most)
   elseif most > 0 and not may_wait then
     num_read = #(is_last and read(KEYS[i], most) or read_on(KEYS[i], most))
   end
   taken = taken + num_read
   local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
-  if limited and num_read >= most and refused == 0 and waits(KEYS[i]) then
+  if limited and num_read >= most and refused == 0 and (i ~= NEWER and waits(KEYS[i]) or i == NEWER and next_fits(KEYS[i])) then
     refused = 1
   end
 end
+taken = taken - num_moved
 for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) do
   if left > 0 then
     redis.call('ZADD', KEYS[1 + i], held + taken, worker)

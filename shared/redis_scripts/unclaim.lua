@@ -1,7 +1,8 @@
 -- UNCLAIM: a worker gives requests back that it has claimed and not started. They go where those of dead workers wait: they
 -- are older than all that nobody has read of their class. Attempt and strikes stay as they are. An entry that is not pending
--- for this worker any more is left alone, so a repeat does nothing.
--- KEYS  w, resumed queue, (q, r)...
+-- for this worker any more is left alone, so a repeat does nothing. So does a worker with entries that it has read, not claimed,
+-- and cannot serve: they go to the queue of requests with needs, which is given in place of `resumed`.
+-- KEYS  w, resumed queue, queue of requests with needs, (q, r)...
 -- ARGV  worker id, group, (entry id, request id) for each (q, r), oldest first
 -- reply {FENCED} | {OK, number of requests that are queued again now}
 if redis.call('EXISTS', KEYS[1]) == 0 then
@@ -9,14 +10,16 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 local worker, group = ARGV[1], ARGV[2]
 local requeued = 0
-for i = 1, (#KEYS - 2) / 2 do
-  local q, r, entry, id = KEYS[1 + 2 * i], KEYS[2 + 2 * i], ARGV[1 + 2 * i], ARGV[2 + 2 * i]
+for i = 1, (#KEYS - 3) / 2 do
+  local q, r, entry, id = KEYS[2 + 2 * i], KEYS[3 + 2 * i], ARGV[1 + 2 * i], ARGV[2 + 2 * i]
   if #redis.call('XPENDING', q, group, entry, entry, 1, worker) == 1 then
     redis.call('XACK', q, group, entry)
     redis.call('XDEL', q, entry)
-    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo')
-    if request[1] == worker and request[2] == entry then
-      local again = redis.call('XADD', KEYS[2], '*', 'r', id, 's', request[3] or '0')
+    local request = redis.pcall('HMGET', r, 'worker', 'claim', 'solo', 'needs', 'context', 'entry', 'state')
+    local is_claimed_here = request[1] == worker and request[2] == entry
+    local is_unclaimed = not request[1] and request[6] == entry and request[7] == 'queued'
+    if is_claimed_here or is_unclaimed then
+      local again = requeue(KEYS[2], KEYS[3], id, request[3] or '0', request[4], request[5])
       redis.call('HDEL', r, 'worker', 'claim')
       redis.call('HSET', r, 'state', 'queued', 'entry', again)
       requeued = requeued + 1

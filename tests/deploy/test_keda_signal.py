@@ -16,10 +16,10 @@ import yaml
 from redis.asyncio import Redis
 
 from gateway.store.store_probe import read_queue_stats
-from shared.new_requests import RetentionTerms
+from shared.new_requests import NewRequest, RetentionTerms
 from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
-from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.redis_keys import NEWER, PRIORITY_CLASSES, QUEUE_NAMES, RESUMED, RedisKeys
 from shared.redis_scripts import Demand, Ending, QueueEntry, ReapMode, RedisScripts
 
 OVERLAY = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "keda"
@@ -58,6 +58,7 @@ class History:
     queue_of: dict[str, str] = field(default_factory=dict)  # by request that is unfinished
     class_of: dict[str, str] = field(default_factory=dict)
     held: dict[str, dict[str, QueueEntry]] = field(default_factory=lambda: {worker: {} for worker in WORKERS})
+    needs: dict[str, int] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)  # and still held
     num_accepted: int = 0
 
@@ -69,8 +70,11 @@ class History:
         priority_class = self.random.choice(PRIORITY_CLASSES)
         request_id, self.num_accepted = f"r{self.num_accepted}", self.num_accepted + 1
         terms = RetentionTerms(b"record", "holder") if self.random.random() < 0.3 else None
-        await self.scripts.accept(request_id, b"body", gateway_id="g", priority_class=priority_class, terms=terms)
-        self.queue_of[request_id] = self.class_of[request_id] = priority_class
+        new = NewRequest(request_id, b"body", terms=terms, needs=int(self.random.random() < 0.2))
+        queue_name = NEWER if new.needs else priority_class
+        await self.scripts.accept_all([new], gateway_id="g", priority_class=priority_class, queue_name=queue_name)
+        self.class_of[request_id], self.queue_of[request_id] = priority_class, queue_name
+        self.needs[request_id] = new.needs
 
     async def take(self) -> None:
         worker = self.random.choice(WORKERS)
@@ -111,7 +115,7 @@ class History:
                 self.cancelled.discard(entry.request_id)
                 del self.queue_of[entry.request_id]
             else:
-                self.queue_of[entry.request_id] = RESUMED
+                self.queue_of[entry.request_id] = NEWER if self.needs[entry.request_id] else RESUMED
 
     async def lose_worker(self) -> None:
         """It dies or drains; its requests are queued again, before all others, or become dead letters."""
@@ -122,7 +126,7 @@ class History:
             if request_id in self.cancelled or stored[0] == b"done":
                 del self.queue_of[request_id]
             else:
-                self.queue_of[request_id] = RESUMED
+                self.queue_of[request_id] = NEWER if self.needs[request_id] else RESUMED
         self.cancelled -= self.held[worker].keys()
         self.held[worker] = {}
         await self.scripts.register(worker)
@@ -165,7 +169,7 @@ async def test_a_gateway_tells_the_same(connections: RedisConnections) -> None:
         truth = Counter(history.queue_of.values())
         stats = await read_queue_stats(connections.commands, keys)
         assert {name: load.unfinished for name, load in stats.queues.items()} == {
-            name: truth[name] for name in (RESUMED, *PRIORITY_CLASSES)
+            name: truth[name] for name in QUEUE_NAMES
         }
         assert stats.all.pending == sum(map(len, history.held.values()))
         assert stats.all.unfinished == len(history.queue_of)
@@ -186,7 +190,7 @@ def test_the_formula_weighs_every_queue_once(scaled_object: dict[str, Any]) -> N
     for term in modifiers["formula"].split(" + "):
         name, _, divisor = term.partition(" / ")
         weights[name] = 1 / int(divisor or 1)
-    assert weights == {"interactive": 1, "resumed": 1, "batch": 1 / 8}
+    assert weights == {"interactive": 1, "resumed": 1, "newer": 1, "batch": 1 / 8}
     assert weights.keys() == {trigger["name"] for trigger in scaled_object["spec"]["triggers"]}
     assert float(modifiers["target"]) > 0 == float(modifiers["activationTarget"])
 

@@ -122,7 +122,7 @@ def test_a_killed_worker_is_replaced_under_a_new_id(serve: Callable[..., Serve])
     worker.kill()
     one.read_until("worker-0  died (signal 9); 0 requests requeued")
     second = one.read_until("fake worker").split()[-1]
-    assert first_id.endswith("-0-0")
+    assert first_id.endswith(".0-0")
     assert second == first_id.removesuffix("-0") + "-1"
 
 

@@ -89,7 +89,7 @@ def test_the_worker_is_told_what_it_needs() -> None:
     commands = ChildCommands(ServeSettings(), split_flags(["--dtype", "float32"]), None, ONE, "unix:///s")
     assert list(commands.worker(ONE[0], 0, worker_base_id("f", 0, 2)).argv[1:]) == [
         "-P", "-m", "engine_worker", "--model", "/m", "--served-model-name", "Model",
-        "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f-0-2", "--metrics-port", "0",
+        "--drain-seconds", "30.0", "--log-format", "text", "--worker-id", "serve.f.0-2", "--metrics-port", "0",
         "--dtype", "float32",
     ]  # fmt: skip
 

@@ -8,7 +8,12 @@ from shared.redis_keys import PRIORITY_CLASSES, RESUMED, RedisKeys
 def test_names():
     keys = RedisKeys("org/model")
     assert keys.queue("interactive") == "{org/model}:q:interactive"
-    assert keys.queues == ("{org/model}:q:resumed", "{org/model}:q:interactive", "{org/model}:q:batch")
+    assert keys.queues == (
+        "{org/model}:q:resumed",
+        "{org/model}:q:newer",
+        "{org/model}:q:interactive",
+        "{org/model}:q:batch",
+    )
     assert keys.request("7f") == "{org/model}:r:7f"
     assert keys.journal("7f") == "{org/model}:j:7f"
     assert keys.fence("w0.1") == "{org/model}:w:w0.1"

@@ -629,7 +629,7 @@ class TestOrphanedAndHeldAgain:
         replies = [await scripts.attach("a", "h", "g", again=True) for _ in range(3)]
         assert replies == [AttachStatus.QUEUED_AGAIN, AttachStatus.HELD, AttachStatus.HELD]
         assert [await redis.ttl(key) for key in (keys.request("a"), keys.journal("a"))] == [-1, -1]
-        assert [await redis.xlen(queue) for queue in keys.queues] == [1, 0, 0]
+        assert [await redis.xlen(queue) for queue in keys.queues] == [1, 0, 0, 0]
         stored = await state(redis, keys)
         assert (stored["state"], stored["h:h"], stored["gateway"], stored["jl"]) == ("queued", "g", "g", "2")
         assert not {"terminal", "worker", "orphaned"} & stored.keys()

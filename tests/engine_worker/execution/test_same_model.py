@@ -1,17 +1,43 @@
-"""Two ranks have one model where all that says how its weights are read is the same."""
+"""Ranks of a group refuse to start with different files."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from engine_worker.execution.same_model import fingerprint
+from engine_worker.execution.same_model import check_same_model
 
 
-@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "model-00001-of-00002.safetensors"])
-def test_another_file_is_another_model(tmp_path: Path, file: str) -> None:
+class TwoRanks:
+    """Compares the own number with that of another rank."""
+
+    def __init__(self, other: int | None = None) -> None:
+        self.rank, self.size, self.other, self.own = 0, 2, other, 0
+
+    def minimum(self, value: int) -> int:
+        if value > 0:
+            self.own = value
+        return value if self.other is None else min(value, self.other if value > 0 else -self.other)
+
+
+def compared(directory: Path, other: int | None = None) -> int:
+    ranks: Any = TwoRanks(other)
+    check_same_model(directory, "auto", ranks)
+    return ranks.own
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "model.safetensors"])
+def test_ranks_with_another_file_are_refused(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    before = fingerprint(tmp_path)
-    (tmp_path / "README.md").write_text("says nothing of weights")
-    assert fingerprint(tmp_path) == before
-    (tmp_path / file).write_text('{"other": 1}')
-    assert fingerprint(tmp_path) != before
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    first = compared(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert compared(tmp_path, other=first) == first
+    if file.endswith(".json"):
+        (tmp_path / file).write_text('{"other": 1}')
+    else:
+        save_file({"w": np.ones(4, np.float32)}, tmp_path / file)
+    with pytest.raises(ValueError, match="the ranks have different models"):
+        compared(tmp_path, other=first)

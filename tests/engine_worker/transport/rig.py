@@ -75,6 +75,7 @@ class Clock:
 
 class Rig:
     def __init__(self, connections: RedisConnections, keys: RedisKeys) -> None:
+        self.connections = connections
         self.redis = connections.commands
         self.keys = keys
         self.scripts = FlakyScripts(connections.commands, keys)

@@ -7,7 +7,8 @@ import pytest
 from redis.exceptions import ResponseError
 
 from engine_worker.transport.patience import PATIENCE_SECONDS
-from engine_worker.transport.request_stream import REREAD_SECONDS
+from engine_worker.transport.request_stream import REREAD_SECONDS, RequestStream
+from shared.capabilities import Abilities, was_refused_as_unreadable
 from shared.messages import (
     ErrorEvent,
     FinishEvent,
@@ -17,10 +18,12 @@ from shared.messages import (
     Usage,
     decode_terminal_event,
     encode,
+    encode_request,
 )
+from shared.new_requests import NewRequest
 from shared.reaping import reap_worker
 from shared.redis_client import BLOCK_SECONDS, connect
-from shared.redis_keys import GROUP, RESUMED
+from shared.redis_keys import GROUP, NEWER, RESUMED
 from shared.redis_scripts import Demand, Fenced
 from tests.engine_worker.transport.rig import WORKER, Rig, make_request
 
@@ -252,3 +255,35 @@ async def test_a_second_entry_of_a_request_waits_for_the_end_of_the_first(rig):
     await rig.tokens.finish([finished("a")])
     assert await rig.claim() == ["a"]
     assert await rig.stored("a", "state") == [b"running"]
+
+
+async def test_what_a_blocking_read_cannot_serve_is_passed_on(rig: Rig) -> None:
+    rig.requests = RequestStream(
+        rig.connections, rig.scripts, WORKER, rig.claims, rig.clock, abilities=Abilities(max_model_len=8)
+    )
+    waiting = asyncio.create_task(rig.requests.claim(Demand(4), block=True))
+    while not await blocked_readers(rig):
+        await asyncio.sleep(0)
+    new = NewRequest("long", encode(make_request("long")), num_prompt_tokens=3, context_tokens=9)
+    await rig.scripts.accept_all([new], gateway_id="g", priority_class="interactive")
+    assert await waiting == []
+    assert await rig.redis.xlen(rig.keys.queue(NEWER)) == 1
+    assert await rig.requests.claim(Demand(4), block=True) == []  # waits for other queues
+    assert rig.scripts.calls.count("unclaim") == 1
+    await rig.accept("short")
+    assert await rig.claim() == ["short"]
+    await rig.scripts.register("long.1")
+    assert [entry.request_id for entry in (await rig.scripts.take("long.1", Demand(4))).entries] == ["long"]
+
+
+async def blocked_readers(rig: Rig) -> int:
+    clients: Any = await rig.redis.info("clients")
+    return int(clients["blocked_clients"])
+
+
+async def test_a_body_that_needs_more_is_refused_as_unreadable(rig: Rig) -> None:
+    body = encode_request(make_request("a"), 1 << 30)
+    await rig.scripts.accept_all([NewRequest("a", body, needs=1)], gateway_id="g", priority_class="interactive")
+    assert await rig.claim() == []
+    (terminal,) = await rig.stored("a", "terminal")
+    assert was_refused_as_unreadable(decode_terminal_event(terminal))

@@ -1,0 +1,46 @@
+"""pagestream queue clear MODEL: end the requests that wait for a model, each with an error.
+
+The store is the embedded one of `pagestream serve` unless --redis-url names another.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from redis.exceptions import RedisError
+
+from pagestream.directories import state_directory
+from pagestream.embedded_store import EmbeddedStore
+from shared.queue_clearing import clear_queue
+from shared.redis_client import connect
+from shared.redis_keys import RedisKeys
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    url = options.redis_url or EmbeddedStore.at(state_directory() / "store", 0).url
+    try:
+        num_ended = asyncio.run(_clear(url, RedisKeys(options.model)))
+    except (RedisError, OSError, ValueError) as error:
+        sys.stderr.write(f"pagestream queue: {error}\n")
+        return 1
+    sys.stdout.write(f"{options.model}: ended {num_ended} waiting requests\n")
+    return 0
+
+
+async def _clear(url: str, keys: RedisKeys) -> int:
+    connections = connect(url)
+    try:
+        return await clear_queue(connections.commands, keys)
+    finally:
+        await connections.aclose()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagestream queue", description="The queues of a model.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="clear")
+    clearing = actions.add_parser("clear", help="end the requests that wait, each with an error")
+    clearing.add_argument("model", help="served model name")
+    clearing.add_argument("--redis-url", default="", help="store; default: the embedded store of `pagestream serve`")
+    return parser

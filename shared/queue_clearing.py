@@ -1,0 +1,62 @@
+"""End all requests that wait in the queues of one model, each with a terminal error event.
+
+For an operator who changes the model of a queue (model_identity.py). Requests that a live worker holds go on.
+"""
+
+import secrets
+from typing import Any
+
+from redis.asyncio import Redis
+
+from shared.messages import ErrorCode, ErrorEvent, encode
+from shared.reaping import list_worker_ids, reap_worker
+from shared.redis_keys import GROUP, RedisKeys
+from shared.redis_scripts import Ending, QueueEntry, ReapMode, RedisScripts, gateway_message, queue_entry
+
+CLEARED_MESSAGE = "an operator cleared the queue"
+BATCH_ENTRIES = 100  # of one call, so that it does not keep the store busy
+
+
+async def clear_queue(redis: Redis, keys: RedisKeys) -> int:
+    """Return the number of requests that were ended.
+
+    Registers as a worker for as long as it takes, so each entry is taken, claimed and finished as any other.
+    """
+    scripts = RedisScripts(redis, keys)
+    await _reap_fenced(scripts)
+    worker_id = f"clear.{secrets.token_hex(4)}"
+    await scripts.register(worker_id)
+    num_ended = 0
+    try:
+        while entries := await _next_entries(scripts, worker_id):
+            num_ended += await _end(scripts, worker_id, entries)
+    finally:
+        await reap_worker(scripts, worker_id, ReapMode.DRAIN)
+    return num_ended
+
+
+async def _reap_fenced(scripts: RedisScripts) -> None:
+    """What workers held that are known to be dead waits too."""
+    for worker_id in await list_worker_ids(scripts.redis, scripts.keys):
+        if not await scripts.redis.exists(scripts.keys.fence(worker_id)):
+            await reap_worker(scripts, worker_id)
+
+
+async def _next_entries(scripts: RedisScripts, worker_id: str) -> list[QueueEntry]:
+    streams: dict[Any, Any] = dict.fromkeys(scripts.keys.queues, ">")
+    reply: Any = await scripts.redis.xreadgroup(GROUP, worker_id, streams, count=BATCH_ENTRIES)
+    return [queue_entry(queue, entry_id, fields) for queue, entries in reply for entry_id, fields in entries]
+
+
+async def _end(scripts: RedisScripts, worker_id: str, entries: list[QueueEntry]) -> int:
+    claims = await scripts.claim(worker_id, entries)
+    endings, messages, num_ended = [], [], 0
+    for number, (entry, claim) in enumerate(zip(entries, claims, strict=True)):
+        event = ErrorEvent(entry.request_id, ErrorCode.REQUEST_FAILED, CLEARED_MESSAGE)
+        endings.append(Ending(entry.request_id, entry.queue, entry.entry_id, encode(event) if claim else b""))
+        if claim is not None:
+            num_ended += 1
+            positions = {entry.request_id: number}
+            messages.append(gateway_message(claim.gateway_id, worker_id, 0, [event], positions))
+    await scripts.finish(worker_id, endings, messages)
+    return num_ended
