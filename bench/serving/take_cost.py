@@ -22,7 +22,7 @@ from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand, RedisScripts
 
 WORKER = "w0.0"
-CALLS, ROUNDS = 100, 5
+CALLS, ROUNDS = 400, 5
 NUM_KEYS, NUM_WAITING, BODY_REQUESTS = 100, 20_000, 100
 STORE_BYTES = 2**30
 

@@ -4,7 +4,7 @@
 -- (ADR 0091). These are known by what they said when they last asked; who does not ask any more is forgotten by a worker
 -- that has lost its patience, so nothing here can keep work from all.
 -- Of the queue in the middle the entries are read in the order of order.lua; of the others in that of their streams.
--- KEYS  w, held, held of the last class, order, times, q... in order of priority: three
+-- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: three
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
 --       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
 --       the queue in the middle (or ''), and what a prompt is likely to have whose entry does not tell
@@ -35,18 +35,6 @@ local function share(key, wanted)
   return math.max(0, math.min(wanted, level + math.max(QUANTUM, math.floor(level / QUANTUM_RATIO)) - held))
 end
 
-local function waits(q)
-  local info = redis.pcall('XINFO', 'GROUPS', q)
-  if info.err or not info[1] then
-    return false
-  end
-  for i = 1, #info[1], 2 do
-    if info[1][i] == 'pending' then
-      return redis.call('XLEN', q) > info[1][i + 1]
-    end
-  end
-end
-
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
@@ -60,25 +48,30 @@ local function is_enough()
   return missing <= 0
 end
 
-local function tokens_of(entry)
-  local fields = entry[2] or {}
-  for f = 1, #fields, 2 do
-    if fields[f] == 'p' then
-      return count_of(fields[f + 1])
-    end
+local FIRST, IN_TURN, LAST = 7, 8, 9
+local counts, counts_of_last = {}, {} -- of entries read, by flow; those of the first queue had their turn in the second
+
+local function count(fields, by_flow)
+  missing = missing - count_of(fields.p or ARGV[11])
+  if fields.f then
+    by_flow[fields.f] = (by_flow[fields.f] or 0) + 1
   end
-  return count_of(ARGV[11])
+end
+
+local function read_uncounted(q, most)
+  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most, 'STREAMS', q, '>')
+  if not reply then
+    return {}
+  end
+  found[#found + 1] = reply[1]
+  return reply[1][2]
 end
 
 local function read(q, most)
-  local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most, 'STREAMS', q, '>')
-  local entries = {}
-  if reply then
-    found[#found + 1] = reply[1]
-    for n, entry in ipairs(reply[1][2]) do
-      entries[n] = entry[1]
-      missing = missing - tokens_of(entry)
-    end
+  local entries, by_flow = {}, q == KEYS[LAST] and counts_of_last or counts
+  for n, entry in ipairs(read_uncounted(q, most)) do
+    entries[n] = entry[1]
+    count(fields_of(entry), by_flow)
   end
   return entries
 end
@@ -100,25 +93,35 @@ local function read_on(q, most)
   return all
 end
 
-local FIRST, IN_TURN, LAST = 6, 7, 8
-local order, times, taken, refused = KEYS[4], KEYS[5], 0, 0
+local taken, refused = 0, 0
+local turns = {order = KEYS[4], times = KEYS[5], read = read, read_on = read_on, is_enough = is_enough}
+
+function turns.count(fields)
+  count(fields, counts)
+end
+
+function turns.read_ahead(most)
+  read_uncounted(KEYS[FIRST], most)
+end
+
 local may_wait = false -- of those in turn: they come before the last queue
 for i = FIRST, LAST do
   local is_last = i == LAST
   local most = is_last and math.min(of_last, wanted) - taken or of_all - taken
   local num_read = 0
   if most > 0 and i == IN_TURN then
-    num_read, may_wait = read_in_turn(order, times, KEYS[i], KEYS[FIRST], group, most, ARGV[9], read, read_on,
-      is_enough)
+    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, most, ARGV[9])
   elseif most > 0 and not may_wait then
     num_read = #(is_last and read(KEYS[i], most) or read_on(KEYS[i], most))
   end
   taken = taken + num_read
   local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
-  if limited and num_read >= most and refused == 0 and waits(KEYS[i]) then
+  if limited and num_read >= most and refused == 0 and num_waiting(KEYS[i]) > 0 then
     refused = 1
   end
 end
+uncount(KEYS[5], counts)
+uncount(KEYS[6], counts_of_last)
 for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) do
   if left > 0 then
     redis.call('ZADD', KEYS[1 + i], held + taken, worker)
