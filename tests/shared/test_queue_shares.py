@@ -144,11 +144,10 @@ class TestShares:
 
     @pytest.mark.parametrize("priority_class", PRIORITY_CLASSES)
     async def test_read_requests_give_their_places_back(self, store: RedisScripts, priority_class: str) -> None:
-        await accept(store, "b", 3, name="first", priority_class=priority_class)
-        await accept(store, "a", 60, priority_class=priority_class)
-        await accept(store, "b", 20, name="last", priority_class=priority_class)
-        assert len(await take(store, 63)) == 63
-        assert await fill(store, "a", priority_class=priority_class) == 64
+        await accept(store, "a", 63, priority_class=priority_class)
+        assert len(await take(store, 60)) == 60
+        await accept(store, "b", 17, priority_class=priority_class)
+        assert await fill(store, "a", priority_class=priority_class) == 63
 
 
 class TestTurns:
