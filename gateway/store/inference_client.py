@@ -25,7 +25,15 @@ from gateway.store.listening import Listening
 from gateway.store.recovery import QUIET_SECONDS, Recovery
 from gateway.store.request_archive import RequestArchive
 from gateway.store.response_stream import ResponseStream, cancelled_event
-from gateway.store.store_calls import InferenceError, QueueFull, RequestGone, ShareFull, StoreCalls, StoreUnavailable
+from gateway.store.store_calls import (
+    InferenceError,
+    QueueFull,
+    QueueShareFull,
+    RequestGone,
+    ShareFull,
+    StoreCalls,
+    StoreUnavailable,
+)
 from gateway.store.store_probe import QueueStats, StoreMemory, StoreProbe
 from gateway.store.stream_table import DeliveryCounts, StreamTable
 from gateway.store.submission import Submission
@@ -40,6 +48,7 @@ __all__ = [
     "InferenceError",
     "NameTaken",
     "QueueFull",
+    "QueueShareFull",
     "QueueStats",
     "RequestGone",
     "ResponseStream",

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.store.inference_client import QueueFull, StoreUnavailable
+from gateway.store.inference_client import QueueFull, QueueShareFull, StoreUnavailable
 from gateway.text.served_model import ServedModel
 from shared.messages import ErrorCode, ErrorEvent, FinishReason, TokenEvent, WorkerPhase
 from tests.gateway.conftest import IM_END, MAX_MODEL_LEN, Gateway
@@ -247,6 +247,15 @@ async def test_refused_by_the_store(gateway: Gateway, error: Exception, code: st
     assert (response.status, body["error"]["type"], body["error"]["code"]) == (503, "overloaded_error", code)
     assert response.headers["Retry-After"] == "2" and response.headers["x-should-retry"] == "true"
     assert gateway.metric("pagestream_requests_rejected_total", reason=code) == 1
+
+
+async def test_key_over_its_share_of_the_queue_gets_429(gateway: Gateway) -> None:
+    gateway.engine.submit_error = QueueShareFull(205, 1024)
+    async with gateway.session.post("/v1/chat/completions", json=CHAT) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["type"], error["code"]) == (429, "rate_limit_error", "key_share_exceeded")
+    assert all(part in error["message"] for part in ("queue places", "205 of 1024", "--max-num-queued-reqs"))
+    assert gateway.metric("pagestream_requests_rejected_total", reason="key_share_exceeded") == 1
 
 
 async def test_prompts_are_submitted_together(gateway: Gateway) -> None:
