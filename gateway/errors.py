@@ -194,7 +194,7 @@ class RateLimited(GatewayError, status=429, should_retry=True):
         return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
 
 
-class KeyShareExceeded(RateLimited):
+class KeyShareExceeded(RateLimited, code="key_share_exceeded"):
     """A key would hold more than its share of a resource that keys divide (`shared/shares.py`)."""
 
     def __init__(self, resource: str, share: str, setting: str) -> None:
@@ -202,7 +202,7 @@ class KeyShareExceeded(RateLimited):
         super().__init__(
             f"This API key holds its share of the {resource}: it may hold {share} now ({setting}). Retry when some of "
             "its other requests have ended.",
-            code="key_share_exceeded",
+            code=self.default_code,
             retry_after_seconds=KEY_SHARE_RETRY_SECONDS,
         )
 
