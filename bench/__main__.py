@@ -36,6 +36,7 @@ PROGRAMS = {
     "overload": "serving.overload",  # five times what fits: how fast the rest is refused
     "batch-beside-chat": "serving.batch_beside_chat",  # first tokens with and without a batch behind them
     "neighbor": "serving.neighbor",  # what one key's hostile clients cost another key's polite ones
+    "key-shares": "serving.key_shares",  # how keys divide a busy worker, by weight
     "metrics-cost": "serving.metrics_cost",  # what it costs to be observed
     "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and what a late one gets of it
