@@ -35,8 +35,10 @@ PROGRAMS = {
     "gateway-load": "serving.gateway_load",  # a thousand slow streams through one gateway: delay, CPU time, memory
     "overload": "serving.overload",  # five times what fits: how fast the rest is refused
     "batch-beside-chat": "serving.batch_beside_chat",  # first tokens with and without a batch behind them
-    "neighbour": "serving.neighbour",  # what one key's hostile clients cost another key's polite ones
+    "neighbor": "serving.neighbor",  # what one key's hostile clients cost another key's polite ones
+    "key-shares": "serving.key_shares",  # how keys divide a busy worker, by weight
     "metrics-cost": "serving.metrics_cost",  # what it costs to be observed
+    "take-cost": "serving.take_cost",  # server time of TAKE and ACCEPT
     "claim-balance": "serving.claim_balance",  # how evenly workers share a burst, and what a late one gets of it
     "disconnects": "serving.disconnects",  # clients that leave at random: how soon their KV is free
     "plots": "plots",  # the pictures of docs/benchmarks.md

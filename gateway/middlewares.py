@@ -18,8 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from gateway.answers.anthropic_response import ANTHROPIC_ID_HEADER, anthropic_error, anthropic_id, speaks_anthropic
 from gateway.answers.retention import NAME_HEADER
-from gateway.auth.access import ACCOUNT, CHARGE, OPEN_ROUTES
-from gateway.auth.rate_limits import Charge
+from gateway.auth.access import ACCOUNT, OPEN_ROUTES
 from gateway.errors import BodyTooLarge, GatewayError, InternalError, InvalidRequest, MethodNotAllowed, UnknownUrl
 from gateway.http.long_body import write_long
 from gateway.metrics import GatewayMetrics
@@ -155,13 +154,13 @@ async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
     route = route_name(request)
     if route in UNCHARGED:
         return await handler(request)
-    # One with a name may be the repeat of one that still has its place: it takes its own once it is known to be new.
+    # One with a name may repeat an answer in the background, which a key in debt may read.
     generates = request.method == "POST" and route in GENERATING and NAME_HEADER not in request.headers
-    with Charge(request[ACCOUNT], generates=generates) as request[CHARGE]:
-        return await handler(request)
+    request[ACCOUNT].begin(generates=generates)
+    return await handler(request)
 
 
 @web.middleware
 async def write_out(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A long body is written here, while its request still counts for its key."""
+    """Write a long body before the request ends."""
     return await write_long(request, await handler(request), request.app[STATE].watch)

@@ -194,9 +194,10 @@ class ModelService:
         return timeouts if self.client.fleet.ready else without_worker(timeouts)
 
     def share_of(self, account: Account) -> Share:
-        """Whose the account's requests are, and the bytes that they may hold in the store."""
-        max_bytes = self.client.store_memory.max_bytes
-        return share_of(account.owner_key_hash, account.store_ratio, max_bytes, self._num_models)
+        """Return the account's share of the queue and of the store's memory."""
+        store_bytes = self.client.store_memory.max_bytes
+        share = share_of(account.owner_key_hash, account.store_ratio, store_bytes, self._num_models)
+        return replace(share, weight=account.weight, divides_queue=account.has_neighbors)
 
     @property
     def fingerprint(self) -> str:

@@ -42,7 +42,9 @@ class GatewaySettings:
     allow_unauthenticated: bool = setting(False, help="without keys, listen beyond loopback all the same")
 
     max_model_len: int | None = setting(None, parse=parse_count, help="prompt + output at most; default: the model's")
-    max_num_queued_reqs: int = setting(1024, parse=parse_count, help="requests in the queue before 503 queue_full")
+    max_num_queued_reqs: int = setting(
+        1024, parse=parse_count, help="requests that may wait in each queue; keys divide them"
+    )
     max_num_streams: int = setting(4096, parse=parse_count, help="requests open here before 503 gateway_full")
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
     write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")

@@ -16,8 +16,8 @@ from typing import TypeVar
 from aiohttp import web
 
 from gateway.admission import OpenRequests
-from gateway.auth.access import CHARGE
-from gateway.auth.rate_limits import Account, Charge
+from gateway.auth.access import ACCOUNT
+from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
 from gateway.fair_pool import FairPool, TooMuchWaits, is_short
@@ -135,17 +135,13 @@ class RequestContext:
     """Who sends a request, and what its headers say. It came over HTTP, or stands for a line of a batch."""
 
     state: GatewayState
-    charge: Charge  # of the request; whoever answers ends it
+    account: Account  # that the request is charged to
     headers: Mapping[str, str]
     default_timeouts: Timeouts
     default_detach_seconds: float  # of a kept answer
     traceparent: str = ""
     for_batch: bool = False  # a line of one: nobody waits at a connection, so it is in no metric of such waits
     arrived_at: float = field(default_factory=time.monotonic)  # seconds
-
-    @property
-    def account(self) -> Account:
-        return self.charge.account
 
     async def work(self, num_bytes: int | None, work: Callable[[], _Result], *, may_refuse: bool = True) -> _Result:
         """Return what `work` does, done for the account where it holds up nobody (fair_pool.py). Raises RateLimited."""
@@ -182,7 +178,7 @@ def context_of(http: web.Request) -> RequestContext:
     state = http.app[STATE]
     return RequestContext(
         state,
-        http[CHARGE],
+        http[ACCOUNT],
         http.headers,
         state.default_timeouts,
         state.settings.default_detach_seconds,

@@ -70,7 +70,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose the requests of an answer are: their key has its turns, and may hold so much of the store."""
+    """The share of the API key that an answer's requests belong to: turns, queue places, a part of the store."""
 
     owner_key_hash: str  # '': of those who have none
     max_bytes: int | None = None  # of all its requests together; None: as much as there is
+    weight: float = 1.0  # relative to other keys
+    divides_queue: bool = False  # whether queue places are divided between keys (shares.py)

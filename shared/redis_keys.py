@@ -38,11 +38,12 @@ class RedisKeys:
         """Every queue, in the order in which workers read them."""
         return tuple(self.queue(name) for name in QUEUE_NAMES)
 
-    @property
-    def turns(self) -> tuple[str, str]:
-        """Whose turn it is among interactive requests (order.lua): numbers by entry, and by key. Beside their queue,
-        which both sides may write."""
-        queue = self.queue(INTERACTIVE)
+    def turns(self, priority_class: str) -> tuple[str, str]:
+        """Return the names of turns by entry (order.lua), and of turns and waiting entries by flow (waiting.lua).
+
+        They begin with the name of their queue, which gateways and workers may write.
+        """
+        queue = self.queue(priority_class)
         return f"{queue}:order", f"{queue}:times"
 
     def request(self, request_id: str) -> str:

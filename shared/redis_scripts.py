@@ -31,13 +31,21 @@ from shared.capabilities import Abilities
 from shared.messages import PROTOCOL_VERSION, EventBatch, StreamEvent, encode
 from shared.model_identity import ModelDiffers
 from shared.new_requests import RETAINED_SECONDS, NewRequest, RetentionTerms, Share
-from shared.redis_keys import GROUP, INTERACTIVE, NEWER, RESUMED, RedisKeys
+from shared.redis_keys import GROUP, INTERACTIVE, NEWER, PRIORITY_CLASSES, RESUMED, RedisKeys
+from shared.shares import ALPHA
 
 # Put before a script.
-BEGINNINGS = {
-    "emit": "publish", "finish": "publish", "accept": "account", "take": "order",
-    "attach": "requeue", "reap": "requeue", "unclaim": "requeue",
-}  # fmt: skip
+BEGINNINGS: dict[str, tuple[str, ...]] = {
+    "emit": ("publish",),
+    "finish": ("publish",),
+    "accept": ("waiting", "account"),
+    "take": ("waiting", "order"),
+    "cancel": ("waiting",),
+    "level": ("waiting",),
+    "attach": ("requeue",),
+    "reap": ("requeue",),
+    "unclaim": ("requeue",),
+}
 SCRIPT_NAMES = (
     *("accept", "attach", "prolong", "register", "take", "level", "claim", "unclaim", "emit", "finish"),
     *("cancel", "reap", "tick"),
@@ -63,6 +71,14 @@ class NameTaken(Exception):
         super().__init__(request_id)
         self.request_id = request_id
         self.fingerprint = fingerprint
+
+
+class QueueShareExceeded(Exception):
+    """The key would hold more than its share of the queue places; nothing was stored."""
+
+    def __init__(self, max_places: int) -> None:
+        super().__init__(f"{max_places} places")
+        self.max_places = max_places
 
 
 class AcceptStatus(StrEnum):
@@ -211,7 +227,7 @@ def queue_entry(queue: bytes, entry_id: bytes, fields: Mapping[bytes, bytes] | N
 
 def load_sources() -> dict[str, str]:
     folder = files("shared") / "redis_scripts"
-    parts = {name: (BEGINNINGS[name], name) if name in BEGINNINGS else (name,) for name in SCRIPT_NAMES}
+    parts = {name: (*BEGINNINGS.get(name, ()), name) for name in SCRIPT_NAMES}
     return {name: "".join((folder / f"{part}.lua").read_text() for part in parts[name]) for name in parts}
 
 
@@ -249,15 +265,17 @@ class RedisScripts:
         queue_name: str = "",
     ) -> AcceptStatus:
         """All or none, in one queue: that of their class, or NEWER if `queue_name` is that. The first one's terms have
-        the name of all. Without a share they are neither counted nor given turns. Raises NameTaken."""
+        the name of all. Without a share they are neither counted nor given turns. Raises NameTaken or
+        QueueShareExceeded."""
         queue_name = queue_name or priority_class
         first_id, first = requests[0].request_id, requests[0].terms or _NOT_KEPT
         name = self.keys.client_name(first.name) if first.name else self.keys.request(first_id)
         max_bytes, account = None, self.keys.request(first_id)
         if share is not None and share.max_bytes is not None:
             max_bytes, account = share.max_bytes, self.keys.account(share.owner_key_hash)
-        flow = FLOW + share.owner_key_hash if share and queue_name == INTERACTIVE else ""
-        turns = self.keys.turns if flow else [self.keys.request(first_id)] * 2
+        flow = FLOW + share.owner_key_hash if share and queue_name != NEWER else ""
+        weight = share.weight if share else 1.0
+        turns = [self.keys.request(first_id)] * 2 if queue_name == NEWER else self.keys.turns(priority_class)
         pairs = self._pairs([request.request_id for request in requests])
         keys = [self.keys.queue(queue_name), name, account, *turns, *pairs]
         arguments: list[Any] = [gateway_id, first.owner_key_hash, priority_class, max_queued]
@@ -268,18 +286,22 @@ class RedisScripts:
             BARE_REQUEST_BYTES,
             *self._pair(""),
             flow,
+            ALPHA * weight if share and share.divides_queue else "",
         ]
         for request in requests:
             terms = request.terms or _NOT_KEPT
             arguments += [request.request_id, request.body, request.journal]
             arguments += [terms.record, terms.holder, terms.grace_seconds, request.reserved_bytes]
-            arguments += [request.num_prompt_tokens, request.num_prompt_tokens + PLACE_TOKENS * request.num_choices]
+            cost = (request.num_prompt_tokens + PLACE_TOKENS * request.num_choices) / weight
+            arguments += [request.num_prompt_tokens, cost if queue_name == INTERACTIVE else ""]
             arguments += [request.needs, request.context_tokens]
         status, echoed_id, *other = await self._call("accept", keys, arguments)
         if echoed_id.decode() != first_id:
             raise RuntimeError(f"the store answered for another request than {first_id}")
         if status == b"SAME":
             raise NameTaken(*(part.decode() for part in other))
+        if status == b"SHARE":
+            raise QueueShareExceeded(*other)
         return AcceptStatus(status.decode())
 
     async def prolong(self, request_ids: Sequence[str], name: str, name_seconds: int) -> None:
@@ -327,7 +349,8 @@ class RedisScripts:
         arguments = [worker_id, GROUP, num_held, int(is_impatient), *demand.counts(), self._prefixes[0]]
         arguments += ["" if demand.prompt_tokens is None else demand.prompt_tokens, demand.likely_prompt_tokens]
         arguments += [abilities.capabilities, abilities.max_model_len]
-        keys = [*self.keys.held, *self.keys.turns, *self.keys.queues]
+        _, times_of_last = self.keys.turns(PRIORITY_CLASSES[-1])
+        keys = [*self.keys.held, *self.keys.turns(INTERACTIVE), times_of_last, *self.keys.queues]
         reply = await self._fenced_call("take", worker_id, keys, arguments)
         entries = [
             queue_entry(queue, entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
@@ -392,7 +415,7 @@ class RedisScripts:
         request gets, and `blob` its message to the gateways of holders. `only_unstarted`: not if a worker has it, or
         had it and left tokens."""
         queues = [self.keys.queue(name) for name in (priority_class, RESUMED, NEWER)]
-        keys = [*self._pair(request_id), *queues]
+        keys = [*self._pair(request_id), *self.keys.turns(priority_class), *queues]
         arguments: list[Any] = [request_id, GROUP, self.keys.control_channel_prefix, holder, event, blob]
         arguments += [self.keys.gateway_channel_prefix, RETAINED_SECONDS, gone_gateway_id, int(only_unstarted)]
         return bool(await self._call("cancel", keys, arguments))

@@ -1,74 +1,26 @@
 """python -m bench.serving.hostile_patterns NAME --url URL --key KEY: one client that does its worst, within its key.
 
-Twelve patterns; each repeats its turn at several places at once until --seconds are over or --turns are done. Prints
-how many answers had which status.
+Twelve patterns here and seven of share_patterns.py. Each repeats its turn at several places at once until --seconds are
+over or --turns are done. Prints how many answers had which status.
 
-A process of its own that has only what the others leave of the processors: a stranger's clients run elsewhere, and what
-it costs to be hostile must not be measured as a cost of being its neighbour.
+A process of its own. It has only what the others leave of the processors, unless it needs little: a stranger's clients
+run elsewhere, and what it costs to be hostile must not be measured as a cost of being its neighbor.
 """
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
-from urllib.parse import urlsplit
 
 import aiohttp
 
+from bench.serving.hostile_client import ANSWER_SECONDS, Hostile, Pattern, attack
 from bench.serving.own_fleet import MODEL
-from bench.serving.raw_stream import RawStream, open_stream
+from bench.serving.share_patterns import SHARE_PATTERNS
 
 BODY_BYTES = 2 * 2**20  # the most that a gateway takes
-ANSWER_SECONDS = 60.0  # that a turn waits
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
-
-
-@dataclass
-class Hostile:
-    session: aiohttp.ClientSession  # has the key
-    url: str
-    key: str
-    answers: Counter[str] = field(default_factory=Counter)
-
-    async def post(self, path: str, body: bytes | dict[str, object] | aiohttp.FormData) -> bytes:
-        """Returns the answer's body; what fails is counted."""
-        data = json.dumps(body).encode() if isinstance(body, dict) else body
-        headers = {} if isinstance(data, aiohttp.FormData) else {"Content-Type": "application/json"}
-        try:
-            async with self.session.post(self.url + path, data=data, headers=headers) as answer:
-                self.answers[str(answer.status)] += 1
-                return await answer.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self.answers[type(error).__name__] += 1
-            return b""
-
-    async def open(self, body: dict[str, object]) -> asyncio.StreamWriter | None:
-        """A stream of which nothing is read but its head."""
-        parts, stream = urlsplit(self.url), RawStream()
-        assert parts.hostname is not None and parts.port is not None
-        try:
-            headers = {"Authorization": f"Bearer {self.key}"}
-            _, writer = await open_stream(
-                parts.hostname, parts.port, {"model": MODEL, "stream": True, **body}, stream, headers=headers
-            )
-        except (OSError, asyncio.IncompleteReadError) as error:
-            self.answers[type(error).__name__] += 1
-            return None
-        self.answers[str(stream.status)] += 1
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        return writer
-
-
-@dataclass(frozen=True)
-class Pattern:
-    turn: Callable[[Hostile, int], Awaitable[object]]  # the number of the turn tells one from the next
-    at_once: int
 
 
 def _filled(start: bytes, unit: bytes, end: bytes = b"") -> bytes:
@@ -183,39 +135,24 @@ PATTERNS = {
     "slow-batches": Pattern(_slow_batches, 4),
     "uploads": Pattern(_uploads, 8),
     "slow-readers": Pattern(_slow_readers, 32),
+    **SHARE_PATTERNS,
 }
-
-
-async def attack(pattern: Pattern, url: str, key: str, seconds: float, turns: int) -> Counter[str]:
-    """At most `turns`, for at most `seconds`."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
-    connector, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        hostile, numbers, until = Hostile(session, url, key), itertools.count(), time.monotonic() + seconds
-
-        async def again_and_again() -> None:
-            while (number := next(numbers)) < turns and time.monotonic() < until:
-                await pattern.turn(hostile, number)
-
-        with_all = asyncio.gather(*(again_and_again() for _ in range(pattern.at_once)))
-        await asyncio.wait([asyncio.ensure_future(with_all)], timeout=seconds)
-        with_all.cancel()
-        await asyncio.gather(with_all, return_exceptions=True)
-        return hostile.answers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("pattern", choices=PATTERNS)
     parser.add_argument("--url", required=True)
-    parser.add_argument("--key", required=True)
+    parser.add_argument("--key", required=True, action="append")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--turns", type=int, required=True)
     options = parser.parse_args()
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    _json_bodies()
+    pattern = PATTERNS[options.pattern]
+    if not pattern.divides:  # those send little, and are nothing if they have no processor
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        _json_bodies()
     print("begun", flush=True)
-    answers = asyncio.run(attack(PATTERNS[options.pattern], options.url, options.key, options.seconds, options.turns))
+    answers = asyncio.run(attack(pattern, options.url, options.key, options.seconds, options.turns))
     print(json.dumps(answers))
 
 

@@ -25,7 +25,7 @@ from gateway.http.long_body import write_long
 from gateway.model_service import ModelService
 from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, timeouts_of
 from gateway.requests.openai_schema import CompletionRequest
-from gateway.requests.planning import has_more_work, prepared, with_deadlines
+from gateway.requests.planning import Tenant, has_more_work, prepared, with_deadlines
 from gateway.requests.request_body import JsonBody
 from gateway.state import RequestContext, context_of, read_body, route_name
 from gateway.store.inference_client import NameTaken, StoreUnavailable
@@ -72,7 +72,7 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
             if kept is not None:
                 submission = KeptSubmission(context, kept)
             else:
-                context.charge.begin_generating()
+                account.check_debt()
                 submission = await _planned(context, service, kind, body, completion, retention)
             await submission.submit()
             return submission
@@ -104,6 +104,7 @@ async def _engine_requests(
     context: RequestContext, service: ModelService, body: JsonBody, completion: CompletionRequest
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
     """Who cannot be served is told before anything is encoded."""
+    account = context.account
     timeouts = timeouts_of(completion.fields, context.default_timeouts, context.state.settings.max_timeout_seconds)
     model = service.admit()
     timeouts = service.within_wait(timeouts)
@@ -112,7 +113,8 @@ async def _engine_requests(
         None if has_more_work(completion) else body.num_bytes,
         partial(
             prepared, model, service.limits(model), completion,
-            context.account.tenant, context.account.priority_class(asked), context.traceparent,
+            Tenant(account.tenant, account.weight, account.max_running),
+            account.priority_class(asked), context.traceparent,
         ),
     )  # fmt: skip
     if timeouts:

@@ -27,7 +27,8 @@ from gateway.answers.generation import Generation
 from gateway.answers.kept_answers import KeptAnswer
 from gateway.answers.openai_response import Body, ResponseFormat
 from gateway.answers.retention import told_names
-from gateway.errors import GatewayError, RateLimited, Unavailable
+from gateway.auth.rate_limits import TokenCharge
+from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavailable
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
@@ -39,6 +40,7 @@ from gateway.state import RequestContext, context_of, route_name
 from gateway.store.inference_client import (
     NeedsNewerWorker,
     QueueFull,
+    QueueShareFull,
     ResponseStream,
     RetentionTerms,
     ShareFull,
@@ -51,6 +53,8 @@ _REFUSALS = {
     NeedsNewerWorker: "needs_newer_worker",
     StoreUnavailable: "store_unavailable",
 }
+# Reserved for a choice without max_tokens: most answers end long before the end of the context.
+OPEN_OUTPUT_TOKENS = 1024
 
 
 class AnswerSubmission:
@@ -85,7 +89,7 @@ class AnswerSubmission:
             num_choices = len(completion.prompts) * completion.n
             self._numbers = EventNumbers(num_choices, context.headers.get(LAST_EVENT_ID, ""))
         self._generation: Generation | None = None  # once the store has it
-        self._release_place: Callable[[], None] | None = None  # among those of its key; once it is held
+        self._charge: TokenCharge | None = None  # if its key has a limit of tokens
 
     @property
     def answer_id(self) -> str:
@@ -106,7 +110,8 @@ class AnswerSubmission:
             raise
 
     async def _submit(self) -> None:
-        self._hold_place()
+        num_prompt = sum(len(request.prompt_token_ids) for request in self._requests)
+        self._charge = self._context.account.reserve(num_prompt, self._max_output_tokens(), self._num_used_tokens)
         metrics = self._service.unrecorded if self._context.for_batch else self._service.metrics
         self._follow(await self._accepted(), metrics)
 
@@ -115,6 +120,10 @@ class AnswerSubmission:
         rejected, share = self._service.metrics.rejected, self._service.share_of(self._context.account)
         try:
             return await self._service.client.submission.submit_all(self._requests, self._terms_of_each, share)
+        except QueueShareFull as error:
+            rejected.labels("key_share_exceeded").inc()
+            share_now = f"{error.max_places} of {error.num_places}"
+            raise KeyShareExceeded("queue places", share_now, "--max-num-queued-reqs") from error
         except ShareFull as error:
             rejected.labels("store_share").inc()
             raise share_full(error.max_bytes) from error
@@ -164,19 +173,18 @@ class AnswerSubmission:
             then()
 
     def _settle(self) -> None:
-        self._spend()
-        self._free_place()
+        if self._charge is not None:
+            self._charge.settle()
 
-    def _hold_place(self) -> None:
-        self._release_place = self._context.charge.hold(self.answer_id)
+    def _num_used_tokens(self) -> int:
+        return self._generation.usage.all_tokens if self._generation is not None else 0
 
-    def _free_place(self) -> None:
-        if self._release_place is not None:
-            self._release_place()
-
-    def _spend(self) -> None:
-        if self._generation is not None:
-            self._context.account.spend(self._generation.usage.all_tokens)
+    def _max_output_tokens(self) -> int:
+        """Return the tokens to reserve for all choices."""
+        params = [request.sampling for request in self._requests]
+        if self._completion.max_tokens is None:
+            return sum(param.n * min(param.max_tokens, OPEN_OUTPUT_TOKENS) for param in params)
+        return sum(param.n * param.max_tokens for param in params)
 
     @property
     def _include_usage(self) -> bool:
@@ -231,8 +239,7 @@ class KeptSubmission(AnswerSubmission):
         if self._is_told or (self.tells_state and not self._kept.has_result):
             return
         if not self._completion.background:
-            self._context.charge.check_debt()
-        self._hold_place()
+            self._context.account.check_debt()
         await self._attach()
 
     async def _attach(self) -> None:
@@ -241,7 +248,7 @@ class KeptSubmission(AnswerSubmission):
         self._kept.check_unchanged(streams)
 
     async def collect_again(self) -> Body:
-        """The body of one that has ended, without a place or a charge. Raises the error that it ended with."""
+        """The body of one that has ended, without a charge. Raises the error that it ended with."""
         await self._attach()
         try:
             return await self.collect()
@@ -270,9 +277,9 @@ class KeptSubmission(AnswerSubmission):
             return self._format().unfinished("failed", error)
 
     def release(self, *, is_withdrawn: bool = False) -> None:
-        self._leave(None if is_withdrawn else self._detach_seconds, self._free_place)
+        self._leave(None if is_withdrawn else self._detach_seconds, lambda: None)
         if not self._completion.background:
-            self._spend()  # what was read; not what comes while nobody does
+            self._context.account.spend(self._num_used_tokens())  # what was read; not what comes while nobody does
 
 
 async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | None = None) -> web.StreamResponse:
@@ -301,7 +308,7 @@ async def read_again(context: RequestContext, kept: KeptAnswer) -> Body:
     """collect_again(), charged as its making was, but for one in the background, which is read in no other way."""
     is_charged = not kept.completion.background
     if is_charged:
-        context.charge.check_debt()
+        context.account.check_debt()
     body = await collect_again(context, kept)
     if is_charged:
         context.account.spend(kept.num_tokens)

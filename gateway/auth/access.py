@@ -28,7 +28,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, read_keys, single_key
-from gateway.auth.rate_limits import Account, Charge
+from gateway.auth.rate_limits import Account
 from gateway.errors import Forbidden, Unauthenticated
 
 _OWN_SITES = ("same-origin", "none")  # none: typed, a bookmark
@@ -36,7 +36,6 @@ logger = logging.getLogger("gateway")
 OPEN_ROUTES = frozenset(("/livez", "/readyz"))  # probes; they tell nothing but whether to send traffic here
 RELOAD_SECONDS = 2.0
 ACCOUNT = web.RequestKey("account", Account)
-CHARGE = web.RequestKey("charge", Charge)
 
 
 def check_host(headers: Mapping[str, str], allowed_hosts: frozenset[str]) -> None:
@@ -153,6 +152,7 @@ class Access:
             account = accounts[digest] = Account(key, self._clock)
         if key is not None:
             account.store_ratio = self._ring.store_ratio(key)
+            account.has_neighbors = len(self._ring.keys) > 1
         return account
 
     async def watch(self) -> None:

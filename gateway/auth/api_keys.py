@@ -3,9 +3,10 @@
     [[keys]]                      # the file of --api-keys-file
     name = "team-a"               # in logs, and the tenant within which prompts share cached KV
     sha256 = "<64 hex digits>"    # of the key, which is itself nowhere
-    requests_per_minute = 600     # these six are optional
+    requests_per_minute = 600     # these seven are optional
     tokens_per_minute = 200000
-    max_concurrent = 32
+    max_concurrent = 32           # sequences that run at one time on a worker; more wait
+    weight = 2.0                  # share relative to other keys, 0.01 to 100; default: 1
     store_ratio = 0.5             # of the store's memory, that its requests may hold; default: a third, alone all of it
     models = ["qwen"]             # those that it may use, by any of their names; default: all
     highest_priority_class = "batch"  # its requests wait behind those of `interactive` ones, whatever they ask for
@@ -45,6 +46,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
     max_concurrent: _Positive | None = None
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=100.0)] = 1.0
     store_ratio: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     models: tuple[str, ...] | None = None
     highest_priority_class: Literal["interactive", "batch"] = "interactive"

@@ -1,36 +1,21 @@
-"""Spending of one API key: requests a minute, tokens a minute, requests at once. Pure; the clock is an argument.
+"""The spending of one API key: requests and tokens per minute. Pure; the clock is an argument.
 
-Of requests at once there are two counts: answers that are generated, and all other requests (reads, counts, files),
-which do not take the places of the first. An answer that goes on without its client keeps its place, which all who read
-it at this gateway share: its client can still read it, or cancel it. Each gateway process counts for itself, so behind
-N of them a key can spend N times its limits.
-
-A chat's way in, around every route, and once more where tokens are known. It knows no HTTP and no store.
+An answer reserves its prompt and its longest output, as far as the bucket holds that. What it produces above that is
+charged while it runs, and what it did not use is given back at its end. A key in debt starts nothing new. Each gateway
+process counts for itself: across N of them a key can spend N times its limits.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from types import TracebackType
 
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import RateLimited
 from shared.redis_keys import PRIORITY_CLASSES
 
-MIN_OTHER_PLACES = 8  # of requests that do not generate, however few a key's max_concurrent lets generate
-
-
-@dataclass(frozen=True)
-class Exceeded:
-    limit: str  # requests_per_minute | tokens_per_minute | max_concurrent
-    message: str
-    retry_after_seconds: float
+CHARGE_SECONDS = 0.5  # between two charges of what running answers produce: 5 us per answer
 
 
 class TokenBucket:
-    """`per_minute` units, refilled evenly, never more than a minute's worth. It may go into debt: what a request
-    generates is known when it ends."""
+    """`per_minute` units, refilled evenly, never more than a minute's worth. Its level falls below 0 in debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -42,7 +27,13 @@ class TokenBucket:
         self._fill(now)
         return max(0.0, (amount - self._level) * 60 / self._per_minute)
 
+    def holds(self, now: float) -> float:
+        """Return the units that can be taken without a debt."""
+        self._fill(now)
+        return max(0.0, self._level)
+
     def take(self, amount: float, now: float) -> None:
+        """Take units, or give back a negative amount."""
         self._fill(now)
         self._level -= amount
 
@@ -51,22 +42,53 @@ class TokenBucket:
         self._filled_at = now
 
 
+class TokenCharge:
+    """The tokens that one answer is charged: a reserve first, at its end what it used."""
+
+    def __init__(self, account: "Account", num_reserved: float, count_used: Callable[[], int]) -> None:
+        self._account = account
+        self._num_charged = num_reserved
+        self._count_used = count_used
+
+    def update(self) -> None:
+        """Charge what was produced above the reserve."""
+        if (num_more := self._count_used() - self._num_charged) > 0:
+            self._num_charged += num_more
+            self._account.spend(num_more)
+
+    def settle(self) -> None:
+        """End the charge, once: give back the reserve that was not used."""
+        self._account.spend(self._count_used() - self._num_charged)
+        self._account.charges.discard(self)
+
+
 class Account:
     """One key's spending; of everybody's together when no key is asked for."""
 
     def __init__(self, key: ApiKey | None, clock: Callable[[], float]) -> None:
         self.key = key
         self.store_ratio = 1.0  # of the store's memory, that its requests may hold; told by whoever knows all keys
+        self.has_neighbors = False  # whether other keys are configured, which divide resources with this one
         self._clock = clock
-        self._num_open = {True: 0, False: 0}  # by whether they generate
-        self._holders = Counter[str]()  # of the places of answers, by their ids
         now = clock()
         self._requests = TokenBucket(key.requests_per_minute, now) if key and key.requests_per_minute else None
         self._tokens = TokenBucket(key.tokens_per_minute, now) if key and key.tokens_per_minute else None
+        self.charges = set[TokenCharge]()  # of answers that run
+        self._charged_at = now
 
     @property
     def tenant(self) -> str:
         return self.key.name if self.key else ""
+
+    @property
+    def weight(self) -> float:
+        """The share of this key relative to other keys."""
+        return self.key.weight if self.key else 1.0
+
+    @property
+    def max_running(self) -> int:
+        """The number of sequences that may run at one time on a worker; 0 = no limit."""
+        return self.key.max_concurrent or 0 if self.key else 0
 
     def may_use(self, model_names: Iterable[str]) -> bool:
         """A model of these names."""
@@ -83,112 +105,53 @@ class Account:
         """Whose requests these are; without keys they are everybody's."""
         return self.key.sha256 if self.key else ""
 
-    def begin(self, *, generates: bool) -> Exceeded | None:
-        """Count a request, unless a limit forbids it. Each success is followed by one end()."""
-        exceeded = self._no_place(generates=generates) or self._too_many() or (self.in_debt() if generates else None)
-        if exceeded:
-            return exceeded
-        self._num_open[generates] += 1
+    def begin(self, *, generates: bool) -> None:
+        """Count a request. Raises RateLimited if a limit forbids it."""
+        if self._requests and self.key and (seconds := self._requests.seconds_until(1, self._clock())):
+            message = f"This key may send {self.key.requests_per_minute} requests a minute."
+            raise RateLimited(message, code="requests_per_minute_exceeded", retry_after_seconds=seconds)
+        if generates:
+            self.check_debt()
         if self._requests:
             self._requests.take(1, self._clock())
-        return None
-
-    def promote(self) -> Exceeded | None:
-        """Count a request that did not generate as one that does, unless a limit forbids it."""
-        if exceeded := self._no_place(generates=True) or self.in_debt():
-            return exceeded
-        self._num_open[False] -= 1
-        self._num_open[True] += 1
-        return None
-
-    def spend(self, num_tokens: int) -> None:
-        """`num_tokens`: prompt and output of a request together."""
-        if self._tokens:
-            self._tokens.take(num_tokens, self._clock())
-
-    def end(self, *, generates: bool) -> None:
-        self._num_open[generates] -= 1
-
-    def hold(self, answer_id: str) -> None:
-        """Its place among those that generate is there until each who holds it has released it. Never refused."""
-        if not self._holders[answer_id]:
-            self._num_open[True] += 1
-        self._holders[answer_id] += 1
-
-    def release(self, answer_id: str) -> None:
-        self._holders[answer_id] -= 1
-        if not self._holders[answer_id]:
-            del self._holders[answer_id]
-            self._num_open[True] -= 1
-
-    def in_debt(self) -> Exceeded | None:
-        """Whether tokens are owed: then nothing that costs any is begun."""
-        if self._tokens and self.key and (seconds := self._tokens.seconds_until(1, self._clock())):
-            return Exceeded(
-                "tokens_per_minute", f"This key may use {self.key.tokens_per_minute} tokens a minute.", seconds
-            )
-        return None
-
-    def _no_place(self, *, generates: bool) -> Exceeded | None:
-        if self.key is None or self.key.max_concurrent is None:
-            return None
-        most = self.key.max_concurrent if generates else max(MIN_OTHER_PLACES, self.key.max_concurrent)
-        if self._num_open[generates] < most:
-            return None
-        return Exceeded("max_concurrent", f"{most} requests of this key are open, its limit.", 1)
-
-    def _too_many(self) -> Exceeded | None:
-        if self._requests and self.key and (seconds := self._requests.seconds_until(1, self._clock())):
-            return Exceeded(
-                "requests_per_minute", f"This key may send {self.key.requests_per_minute} requests a minute.", seconds
-            )
-        return None
-
-
-class Charge:
-    """A context; it ends with its request's handler."""
-
-    def __init__(self, account: Account, *, generates: bool) -> None:
-        """Raises RateLimited."""
-        _refuse(account.begin(generates=generates))
-        self.account = account
-        self._generates = generates
-        self._is_open = True
-
-    def __enter__(self) -> "Charge":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end()
-
-    def begin_generating(self) -> None:
-        """Take a place among those that generate, unless it has one. Raises RateLimited."""
-        if not self._generates:
-            _refuse(self.account.promote())
-            self._generates = True
 
     def check_debt(self) -> None:
-        """Before what costs tokens. Raises RateLimited."""
-        _refuse(self.account.in_debt())
+        """Raises RateLimited if tokens are owed: then nothing that costs any is begun."""
+        if self._tokens is None or self.key is None:
+            return
+        if self._clock() >= self._charged_at + CHARGE_SECONDS:
+            self._charged_at = self._clock()
+            for charge in self.charges:
+                charge.update()
+        if seconds := self._tokens.seconds_until(1, self._clock()):
+            message = f"This key may use {self.key.tokens_per_minute} tokens a minute."
+            raise RateLimited(message, code="tokens_per_minute_exceeded", retry_after_seconds=seconds)
 
-    def hold(self, answer_id: str) -> Callable[[], None]:
-        """The answer's own place, in place of this request's if that is to generate it. Returns what gives it back."""
-        self.account.hold(answer_id)
-        if self._generates:
-            self.end()
-        return partial(self.account.release, answer_id)
+    def reserve(self, num_prompt: int, max_output: int, count_used: Callable[[], int]) -> TokenCharge | None:
+        """Reserve the tokens of an answer.
 
-    def end(self) -> None:
-        """The first call counts."""
-        if self._is_open:
-            self._is_open = False
-            self.account.end(generates=self._generates)
+        Args:
+            num_prompt: Tokens of its prompts.
+            max_output: Tokens that it may produce.
+            count_used: Returns the prompt and output tokens that it used so far.
 
+        Returns:
+            Its charge, to be settled at its end; None without a limit of tokens.
 
-def _refuse(exceeded: Exceeded | None) -> None:
-    if exceeded:
-        raise RateLimited(
-            exceeded.message, code=f"{exceeded.limit}_exceeded", retry_after_seconds=exceeded.retry_after_seconds
-        )
+        Raises:
+            RateLimited: If the key is in debt.
+        """
+        self.check_debt()
+        if self._tokens is None:
+            return None
+        self._tokens.take(num_prompt, self._clock())
+        output = min(max_output, self._tokens.holds(self._clock()))
+        self._tokens.take(output, self._clock())
+        charge = TokenCharge(self, num_prompt + output, count_used)
+        self.charges.add(charge)
+        return charge
+
+    def spend(self, num_tokens: float) -> None:
+        """Charge tokens, or give back a negative number."""
+        if self._tokens:
+            self._tokens.take(num_tokens, self._clock())

@@ -22,7 +22,7 @@ from gateway.answers.answering import submitted
 from gateway.answers.openai_response import Body
 from gateway.answers.responses_history import with_history
 from gateway.answers.retention import NAME_HEADER, name_digest
-from gateway.auth.rate_limits import Account, Charge
+from gateway.auth.rate_limits import Account
 from gateway.batches.fair_slots import FairSlots
 from gateway.batches.lines import BatchLine
 from gateway.errors import GatewayError, InternalError, InvalidRequest, RateLimited, Unavailable
@@ -110,14 +110,11 @@ class LineAnswers:
         self._check_turn()
 
     async def _ask(self, line: BatchLine, account: Account) -> LineResult:
-        with Charge(account, generates=True) as charge:
-            return await self._asked(line, charge)
-
-    async def _asked(self, line: BatchLine, charge: Charge) -> LineResult:
+        account.begin(generates=True)
         name = f"{self._batch_id}-{line.number}-0"  # 0: releases before this one had a name a life
         context = RequestContext(
             self._state,
-            charge,
+            account,
             {NAME_HEADER: name, PRIORITY_HEADER: "batch"},
             Timeouts(0, 0),  # the defaults are for those who wait
             DETACH_SECONDS,
@@ -134,7 +131,7 @@ class LineAnswers:
             answered = await submission.collect()
         finally:
             submission.release(is_withdrawn=self.is_withdrawing)
-        forget = partial(submission.forget, name_digest(charge.account.owner_key_hash, name))
+        forget = partial(submission.forget, name_digest(account.owner_key_hash, name))
         return LineResult(200, answered, submission.answer_id, forget)
 
 

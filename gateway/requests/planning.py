@@ -61,11 +61,23 @@ class ModelLimits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The API key of a request, as the scheduler knows it."""
+
+    name: str = ""
+    weight: float = 1.0  # relative to other tenants
+    max_running: int = 0  # sequences that run at one time on a worker; 0 = no limit
+
+
+NO_TENANT = Tenant()
+
+
 def prepared(
     model: ServedModel,
     limits: ModelLimits,
     request: CompletionRequest,
-    tenant: str,
+    tenant: Tenant,
     priority_class: str,
     traceparent: str,
 ) -> tuple[CompletionRequest, list[GenerationRequest]]:
@@ -188,7 +200,7 @@ def plan_requests(
     request: CompletionRequest,
     prompts_token_ids: Sequence[list[int]],
     limits: ModelLimits,
-    tenant: str = "",
+    tenant: Tenant = NO_TENANT,
     priority_class: str = PRIORITY_CLASSES[0],
     traceparent: str = "",
 ) -> list[GenerationRequest]:
@@ -203,7 +215,9 @@ def plan_requests(
             prompt_token_ids=token_ids,
             sampling=_sampling_params(request, max_tokens, limits),
             priority_class=priority_class,
-            tenant=tenant,
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+            tenant_max_running=tenant.max_running,
             cache_salt=request.fields.cache_salt or "",
             traceparent=traceparent,
         )

@@ -18,13 +18,13 @@ from redis.exceptions import RedisError
 
 from gateway.admission import Fleet
 from gateway.store.response_stream import ResponseStream
-from gateway.store.store_calls import NeedsNewerWorker, QueueFull, ShareFull, StoreUnavailable
+from gateway.store.store_calls import NeedsNewerWorker, QueueFull, QueueShareFull, ShareFull, StoreUnavailable
 from shared.capabilities import NEEDS_NEWER_MESSAGE, needs_of
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
 from shared.redis_client import got_no_reply
 from shared.redis_keys import NEWER
-from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
+from shared.redis_scripts import AcceptStatus, AttachStatus, QueueShareExceeded, RedisScripts
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one
@@ -84,10 +84,14 @@ class Acceptance:
 
     async def accept(self, streams: Sequence[ResponseStream], share: Share | None) -> None:
         """The new requests of one answer. Raises Refused, StoreUnavailable or NameTaken."""
-        status = await self._repeated(streams, share)
+        try:
+            status = await self._repeated(streams, share)
+        except QueueShareExceeded as error:
+            cap = self._max_queued_requests
+            raise QueueShareFull(min(error.max_places, cap), cap) from error
         if status is AcceptStatus.BUSY:
             priority_class = streams[0].request.priority_class
-            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} are queued")
+            raise QueueFull(f"{self._max_queued_requests} requests of class {priority_class} wait")
         if status is AcceptStatus.FULL:
             assert share is not None and share.max_bytes is not None
             raise ShareFull(share.max_bytes)

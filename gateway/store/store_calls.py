@@ -36,6 +36,16 @@ class NeedsNewerWorker(Refused):
     """No ready worker has the capabilities that it needs (answer 503 with Retry-After)."""
 
 
+class QueueShareFull(Refused):
+    """Its key holds as many queue places as it may (answer 429 with Retry-After)."""
+
+    def __init__(self, max_places: int, num_places: int) -> None:
+        """`max_places`: of the key now; `num_places`: of all keys together."""
+        super().__init__(f"{max_places} of {num_places} places")
+        self.max_places = max_places
+        self.num_places = num_places
+
+
 class ShareFull(Refused):
     """Its key holds as much in the store as it may (answer 429 with Retry-After)."""
 

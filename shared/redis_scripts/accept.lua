@@ -4,19 +4,22 @@
 -- the answer, which is that of the first request: SAME if it already names another than `stale`, which the caller knows to be
 -- over for good. The name lives as long as the answer can be given: prolong.lua sees to that.
 -- With a limit, `a` is the account of their key (account.lua): FULL if it would hold more than that.
--- With a flow they get turns among the requests of other flows (order.lua), each by what it costs.
--- KEYS  q, i (or the first r again), a (or the first r), order, times (or the first r twice), (r, j)...
+-- The cap is of requests that wait. With a flow and `multiple`, a flow holds at most `multiple` times the places that are
+-- free (shared/shares.py): SHARE if it would hold more.
+-- Requests with a cost get turns among those of other flows (order.lua).
+-- KEYS  q, i (or the first r again), a (or the first r), order, times, (r, j)...
 -- ARGV  gateway id, owner key hash, class, cap (-1 = none), fingerprint (or '' without i), stale id, seconds to keep i,
 --       limit of a in bytes (or ''), seconds to keep a, bytes of a request beside its own, prefixes of r and of j, flow
---       (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '', holder, grace
---       seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost in tokens, its needs (0: none),
---       tokens of its context (0: nobody says)) for each (r, j)
--- reply {OK|DUP|BUSY|FULL, first request id} | {SAME, first request id, the other's id, its fingerprint}
+--       (or ''), multiple (or ''), then (request id, body, journal (tokens the client already has, or ''), record or '',
+--       holder, grace seconds, bytes that it may write, tokens of its prompt (0: nobody says), its cost (or ''), its needs
+--       (0: none), tokens of its context (0: nobody says)) for each (r, j)
+-- reply {OK|DUP|BUSY|FULL, first request id} | {SHARE, first request id, places that the flow may hold}
+--       | {SAME, first request id, the other's id, its fingerprint}
 local q, i = KEYS[1], KEYS[2]
 local gateway, owner, class, cap, fingerprint, stale, keep_seconds = unpack(ARGV, 1, 7)
-local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow = unpack(ARGV, 8, 13)
+local limit, account_seconds, bare_bytes, r_prefix, j_prefix, flow, multiple = unpack(ARGV, 8, 14)
 local order, times = KEYS[4], KEYS[5]
-local first, count = ARGV[14], (#KEYS - 5) / 2
+local first, count = ARGV[15], (#KEYS - 5) / 2
 
 if redis.call('EXISTS', KEYS[6]) == 1 then
   return {'DUP', first}
@@ -27,18 +30,40 @@ if fingerprint ~= '' then
     return {'SAME', first, named[1], named[2]}
   end
 end
-if tonumber(cap) >= 0 then
-  local queued = redis.call('XLEN', q)
-  -- More requests than the cap has places are taken by an empty queue, or they never would be.
-  if queued >= tonumber(cap) or (queued > 0 and queued + count > tonumber(cap)) then
-    return {'BUSY', first}
+local queued = redis.call('XLEN', q) -- with those that workers have read: exact only where that matters
+local now, start, held = 0, 0, 0
+if flow ~= '' and queued > 0 then
+  local known = redis.call('HMGET', times, '', flow)
+  now, start, held = tonumber(known[1]) or 0, flow_of(known[2])
+  start = math.max(now, start)
+end
+
+-- The reason why there is no place for the requests, and the places that the flow may hold.
+local function refusal()
+  local free, share = tonumber(cap) - queued, math.huge
+  if flow ~= '' and multiple ~= '' then
+    share = math.max(0, tonumber(multiple) * free)
+  end
+  -- An empty queue takes more requests than it has places, because it never would otherwise.
+  if queued > 0 and held + count > share and (held > 0 or count <= free) then
+    return 'SHARE', math.floor(share)
+  end
+  return (free <= 0 or (queued > 0 and count > free)) and 'BUSY' or nil
+end
+
+if tonumber(cap) >= 0 and refusal() then
+  queued = num_waiting(q)
+  held = math.min(held, queued)
+  local reason, share = refusal()
+  if reason then
+    return {reason, first, share}
   end
 end
 local account = limit ~= '' and open_account(KEYS[3], r_prefix, j_prefix, tonumber(bare_bytes))
 if account then
   local entries, new = {}, 0
   for n = 1, count do
-    local id, body, journal, record, _, _, reserved = unpack(ARGV, 3 + 11 * n, 9 + 11 * n)
+    local id, body, journal, record, _, _, reserved = unpack(ARGV, 4 + 11 * n, 10 + 11 * n)
     local own = #body + #record + bare_bytes
     local counted = own + math.max(tonumber(reserved), #journal)
     entries[n] = {id, own, reserved, counted}
@@ -53,26 +78,25 @@ if account then
     return {'FULL', first}
   end
 end
-local now, start = 0, 0
-local num_turns = flow ~= '' and redis.pcall('ZCARD', order)
-if type(num_turns) ~= 'number' then -- a store whose users may not: requests are read as they come, as before
-  flow = ''
-elseif num_turns > redis.call('XLEN', q) then -- of entries that are gone, as no worker looks at them
-  redis.call('DEL', order, times)
-end
-if flow ~= '' then
-  local known = redis.call('HMGET', times, '', flow)
-  now = tonumber(known[1]) or 0
-  start = math.max(now, tonumber(known[2]) or 0)
-end
 for n = 1, count do
   local r, j = KEYS[4 + 2 * n], KEYS[5 + 2 * n]
-  local id, body, journal, record, holder, grace, _, prompt, cost, needs, context = unpack(ARGV, 3 + 11 * n, 13 + 11 * n)
-  local entry = needs ~= '0' and redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt, 'l', context, 'n', needs)
-    or prompt ~= '0' and redis.call('XADD', q, '*', 'r', id, 's', '0', 'p', prompt, 'l', context)
-    or redis.call('XADD', q, '*', 'r', id, 's', '0')
+  local id, body, journal, record, holder, grace, _, prompt, cost, needs, context = unpack(ARGV, 4 + 11 * n, 14 + 11 * n)
+  local fields = {'r', id, 's', '0'}
+  if prompt ~= '0' then
+    fields[5], fields[6], fields[7], fields[8] = 'p', prompt, 'l', context
+  end
+  if needs ~= '0' then
+    fields[#fields + 1], fields[#fields + 2] = 'n', needs
+  end
   if flow ~= '' then
-    redis.call('ZADD', order, start, entry)
+    fields[#fields + 1], fields[#fields + 2] = 'f', flow
+  end
+  local entry = redis.call('XADD', q, '*', unpack(fields))
+  if queued == 0 and n == 1 then -- not earlier: in a full store only a script that has written may go on writing
+    redis.call('DEL', order, times)
+  end
+  if flow ~= '' and cost ~= '' then
+    redis.pcall('ZADD', order, start, entry) -- without permission requests are read in their order of arrival
     start = start + tonumber(cost)
   end
   if journal == '' then
@@ -91,7 +115,7 @@ for n = 1, count do
   end
 end
 if flow ~= '' then
-  redis.call('HSET', times, '', now, flow, start)
+  redis.call('HSET', times, '', now, flow, start .. ' ' .. held + count)
 end
 if fingerprint ~= '' then
   redis.call('HSET', i, 'id', first, 'fingerprint', fingerprint)

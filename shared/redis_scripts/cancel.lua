@@ -3,8 +3,9 @@
 -- request. A kept request stays, with `event` as its end; any other is forgotten. One whose gateways were all gone is marked
 -- `orphaned`, as it goes on if one of them was only cut off (attach.lua), unless somebody asks for its end meanwhile. `asked` tells an end that somebody asked for
 -- from that of a request whose holders are gone: who repeats the latter under its name is answered anew.
--- An entry that no worker has read is deleted here, or dead requests would fill the queue while all workers are busy.
--- KEYS  r, j, q, resumed queue, queue of requests with needs
+-- An entry that no worker has read is deleted here with its turn, or dead requests would fill the queue while all workers
+-- are busy.
+-- KEYS  r, j, order, times, q, resumed queue, queue of requests with needs
 -- ARGV  request id, group, prefix of the control channels, holder or '', terminal event, blob of it, prefix of the gateway
 --       channels, seconds to keep r and j, gone gateway or '', 1 = not if it
 --       was begun
@@ -64,12 +65,17 @@ if worker then
 end
 -- Its entry is in the queue of its class or, after a worker's death, in that of resumed requests, where the same entry id
 -- can be another request's: compare.
-for k = 3, #KEYS do
+for k = 5, #KEYS do
   local found = redis.call('XRANGE', KEYS[k], entry, entry)
   if #found == 1 and found[1][2][2] == id then
     local pending = redis.pcall('XPENDING', KEYS[k], group, entry, entry, 1)
     if pending.err or #pending == 0 then
       redis.call('XDEL', KEYS[k], entry)
+      local flow = k == 5 and fields_of(found[1]).f
+      if flow then
+        redis.pcall('ZREM', KEYS[3], entry) -- without permission TAKE drops it
+        uncount(KEYS[4], {[flow] = 1})
+      end
     end
   end
 end

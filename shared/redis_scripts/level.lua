@@ -14,11 +14,8 @@ else
   redis.call('ZREM', KEYS[2], worker)
 end
 for i = 3, #KEYS do
-  local info = redis.pcall('XINFO', 'GROUPS', KEYS[i])
-  for field = 1, info[1] and #info[1] or 0, 2 do
-    if info[1][field] == 'pending' and redis.call('XLEN', KEYS[i]) > info[1][field + 1] then
-      return {'OK', -1}
-    end
+  if num_waiting(KEYS[i]) > 0 then
+    return {'OK', -1}
   end
 end
 local lowest = redis.call('ZRANGE', KEYS[2], 0, 1, 'WITHSCORES')

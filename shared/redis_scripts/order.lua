@@ -6,7 +6,7 @@
 -- which requests there are and wait the streams alone say. An entry that is not in `order` has its turn when it is the oldest.
 -- A group is read in the order of its stream alone, so a turn before that of older entries is moved to the end of `ahead`, the
 -- queue before this one, of which everything has been read.
-local MOST_STALE = 256 -- entries that others have read or cancelled, dropped by one call
+local MAX_STALE = 256 -- entries that others have read or cancelled, dropped by one call
 
 local function entry_is_after(entry, other)
   local ms, number = string.match(entry, '^(%d+)-(%d+)$')
@@ -34,73 +34,99 @@ local function oldest_after(q, entry)
   return found and found[1]
 end
 
--- These have had their turn, the last of them at `start`.
-local function had_turn(order, times, entries, start)
-  start = start or redis.call('ZSCORE', order, entries[#entries])
+-- Remove entries that have had their turn, and let the next turns of all flows begin at `start` or later.
+local function had_turn(turns, entries, start)
   for i = 1, #entries, 1000 do -- Lua unpacks no more than 8,000
-    redis.call('ZREM', order, unpack(entries, i, math.min(i + 999, #entries)))
+    redis.call('ZREM', turns.order, unpack(entries, i, math.min(i + 999, #entries)))
   end
-  if start and tonumber(start) > (tonumber(redis.call('HGET', times, '')) or 0) then
-    redis.call('HSET', times, '', start)
+  turns.start = math.max(turns.start or 0, tonumber(start) or 0)
+end
+
+local function save_start(turns)
+  if turns.start and turns.start > (tonumber(redis.call('HGET', turns.times, '')) or 0) then
+    redis.call('HSET', turns.times, '', turns.start)
   end
 end
 
--- Let an entry be the next one that is read of `ahead`; whether it was there.
+-- Move an entry to the end of `ahead`. Returns its fields, or nil if it is gone.
 local function move_ahead(q, ahead, entry, r_prefix)
   local found = redis.call('XRANGE', q, entry, entry)[1]
   if not found then
-    return false
+    return nil
   end
   redis.call('XDEL', q, entry)
-  local fields = found[2]
-  local id = fields[2] -- 'r' is first
-  fields[#fields + 1] = 't'
-  fields[#fields + 1] = string.match(entry, '^%d+') -- since when it waits
-  local again = redis.call('XADD', ahead, '*', unpack(fields))
-  local r = r_prefix .. id
+  local list = found[2]
+  local r = r_prefix .. list[2] -- 'r' is first
+  list[#list + 1] = 't'
+  list[#list + 1] = string.match(entry, '^%d+') -- since when it waits
+  local again = redis.call('XADD', ahead, '*', unpack(list))
   if redis.pcall('HGET', r, 'entry') == entry then -- else it was accepted anew since, and this entry is worth nothing
     redis.call('HSET', r, 'entry', again)
   end
-  return true
+  return fields_of(found)
 end
 
--- Read up to `most` entries in turn, while `is_enough()` does not hold. `read(stream, count)` returns the ids of those that
--- it has read, `read_on` the same in the stream's order while it is not enough. Returns their number, and whether more may
--- wait; if not, the next turns begin anew.
-local function read_in_turn(order, times, q, ahead, group, most, r_prefix, read, read_on, is_enough)
+-- Read up to `most` entries in turn, until `turns.is_enough()`. `turns.read(stream, count)` reads, counts and returns entry
+-- ids; `turns.read_on` does so in the stream's order until it is enough. `turns.count(fields)` counts an entry that is moved
+-- ahead, and `turns.read_ahead(count)` reads those. Returns the number of entries, and whether more may wait; if not, the
+-- next turns begin anew.
+local function read_in_turn(turns, q, ahead, group, most, r_prefix)
+  local order, times = turns.order, turns.times
   local num_fields = redis.pcall('HLEN', times)
   if type(num_fields) ~= 'number' then
     num_fields = 0 -- a store whose users may not
   end
   if num_fields <= 2 then -- at most one key: the stream has their order
-    local entries = read_on(q, most)
-    local may_wait = #entries == most or is_enough()
+    local entries = turns.read_on(q, most)
+    local may_wait = #entries == most or turns.is_enough()
     if num_fields > 0 and not may_wait then
       redis.call('DEL', order, times)
     elseif num_fields > 0 and #entries > 0 then
-      had_turn(order, times, entries)
+      had_turn(turns, entries, redis.call('ZSCORE', order, entries[#entries]))
+      save_start(turns)
     end
     return #entries, may_wait
   end
-  local last = last_read_of(q, group)
-  local taken, stale = 0, 0
-  while taken < most and not is_enough() do
-    local oldest = oldest_after(q, last)
-    if not oldest then
-      redis.call('DEL', order, times)
-      return taken, false
-    end
-    local first, start = unpack(redis.call('ZRANGE', order, 0, 0, 'WITHSCORES'))
-    if not first or first == oldest or stale == MOST_STALE or not redis.call('ZSCORE', order, oldest) then
-      last, taken = oldest, taken + #read(q, 1)
-      had_turn(order, times, {oldest})
-    elseif entry_is_after(first, last) and move_ahead(q, ahead, first, r_prefix) then
-      taken = taken + #read(ahead, 1)
-      had_turn(order, times, {first}, start)
-    else
-      stale = stale + 1
-      redis.call('ZREM', order, first)
+  local last, oldest = last_read_of(q, group), nil
+  local oldest_start -- false: it has no number
+  local taken, moved, stale = 0, 0, 0 -- `moved`: of those taken, at the end of `ahead` and not read yet
+
+  local function read_moved()
+    if moved > 0 then
+      turns.read_ahead(moved)
+      moved = 0
     end
   end
+
+  while taken < most and not turns.is_enough() do
+    if not oldest then
+      oldest = oldest_after(q, last)
+      if not oldest then
+        read_moved()
+        redis.call('DEL', order, times)
+        return taken, false
+      end
+      oldest_start = redis.call('ZSCORE', order, oldest)
+    end
+    local first, start = unpack(redis.call('ZRANGE', order, 0, 0, 'WITHSCORES'))
+    if first == oldest or not oldest_start or stale == MAX_STALE then
+      read_moved()
+      taken = taken + #turns.read(q, 1)
+      had_turn(turns, {oldest}, oldest_start)
+      last, oldest = oldest, nil
+    else
+      local fields = entry_is_after(first, last) and move_ahead(q, ahead, first, r_prefix)
+      if fields then
+        turns.count(fields)
+        taken, moved = taken + 1, moved + 1
+        had_turn(turns, {first}, start)
+      else
+        stale = stale + 1
+        redis.call('ZREM', order, first)
+      end
+    end
+  end
+  read_moved()
+  save_start(turns)
   return taken, true
 end

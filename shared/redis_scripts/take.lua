@@ -6,7 +6,7 @@
 -- Of the queue before the last the entries are read in the order of order.lua; of the others in that of their streams.
 -- A request that this worker cannot serve (capabilities.py) is moved to the second queue, which is read only as far as its
 -- next entry fits.
--- KEYS  w, held, held of the last class, order, times, q... in order of priority: four
+-- KEYS  w, held, held of the last class, order, times, times of the last queue, q... in order of priority: four
 -- ARGV  worker id, group, number of requests that it holds, 1 = out of patience, most entries, requests that it has room
 --       for, then these two for the last queue, then the prefix of r, and so many tokens of prompts that are enough of
 --       the queue before the last (or ''), what a prompt is likely to have whose entry does not tell, and of this worker
@@ -38,18 +38,6 @@ local function share(key, wanted)
   return math.max(0, math.min(wanted, level + math.max(QUANTUM, math.floor(level / QUANTUM_RATIO)) - held))
 end
 
-local function waits(q)
-  local info = redis.pcall('XINFO', 'GROUPS', q)
-  if info.err or not info[1] then
-    return false
-  end
-  for i = 1, #info[1], 2 do
-    if info[1][i] == 'pending' then
-      return redis.call('XLEN', q) > info[1][i + 1]
-    end
-  end
-end
-
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'FENCED'}
 end
@@ -63,17 +51,10 @@ local function is_enough()
   return missing <= 0
 end
 
-local FIRST, NEWER, IN_TURN, LAST = 6, 7, 8, 9
+local FIRST, NEWER, IN_TURN, LAST = 7, 8, 9, 10
 local lacking = bit.bnot(tonumber(ARGV[12]))
 local max_context, num_moved = tonumber(ARGV[13]), 0
-
-local function fields_of(entry)
-  local fields, by_name = entry[2] or {}, {}
-  for f = 1, #fields, 2 do
-    by_name[fields[f]] = fields[f + 1]
-  end
-  return by_name
-end
+local counts, counts_of_last = {}, {} -- of entries that wait no more, by flow
 
 local function fits(fields)
   return (not fields.n or bit.band(tonumber(fields.n), lacking) == 0)
@@ -95,25 +76,40 @@ local function pass_on(q, entry, fields)
   num_moved = num_moved + 1
 end
 
-local function read(q, most)
+local function count(fields, by_flow)
+  if fits(fields) then
+    missing = missing - count_of(fields.p or ARGV[11])
+  end
+  if by_flow and fields.f then
+    by_flow[fields.f] = (by_flow[fields.f] or 0) + 1
+  end
+end
+
+-- Read entries, and pass on those that this worker cannot serve. Returns the fields of all of them by position, and their ids.
+local function read_uncounted(q, most)
   local reply = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', most, 'STREAMS', q, '>')
-  local entries, kept = {}, {}
-  if reply then
-    for n, entry in ipairs(reply[1][2]) do
-      local fields = fields_of(entry)
-      entries[n] = entry[1]
-      if fits(fields) then
-        kept[#kept + 1] = entry
-        missing = missing - count_of(fields.p or ARGV[11])
-      else
-        pass_on(q, entry, fields)
-      end
+  local all, ids, kept = {}, {}, {}
+  for n, entry in ipairs(reply and reply[1][2] or {}) do
+    all[n], ids[n] = fields_of(entry), entry[1]
+    if fits(all[n]) then
+      kept[#kept + 1] = entry
+    else
+      pass_on(q, entry, all[n])
     end
   end
   if #kept > 0 then
     found[#found + 1] = {reply[1][1], kept}
   end
-  return entries
+  return all, ids
+end
+
+local function read(q, most)
+  local by_flow = q == KEYS[IN_TURN] and counts or q == KEYS[LAST] and counts_of_last
+  local all, ids = read_uncounted(q, most)
+  for _, fields in ipairs(all) do
+    count(fields, by_flow)
+  end
+  return ids
 end
 
 local function next_fits(q)
@@ -125,11 +121,11 @@ local function next_fits(q)
 end
 
 local function read_while_it_fits(q, most)
-  local count = 0
-  while count < most and not is_enough() and next_fits(q) do
-    count = count + #read(q, 1)
+  local num_read = 0
+  while num_read < most and not is_enough() and next_fits(q) do
+    num_read = num_read + #read(q, 1)
   end
-  return count
+  return num_read
 end
 
 -- What an entry has is known when it is read: the first one alone, then as many as are enough if they are like those.
@@ -149,15 +145,24 @@ local function read_on(q, most)
   return all
 end
 
-local order, times, taken, refused = KEYS[4], KEYS[5], 0, 0
+local taken, refused = 0, 0
+local turns = {order = KEYS[4], times = KEYS[5], read = read, read_on = read_on, is_enough = is_enough}
+
+function turns.count(fields)
+  count(fields, counts)
+end
+
+function turns.read_ahead(most)
+  read_uncounted(KEYS[FIRST], most)
+end
+
 local may_wait = false -- of those in turn: they come before the last queue
 for i = FIRST, LAST do
   local is_last = i == LAST
   local most = is_last and math.min(of_last, wanted) - taken or of_all - taken
   local num_read = 0
   if most > 0 and i == IN_TURN then
-    num_read, may_wait = read_in_turn(order, times, KEYS[i], KEYS[FIRST], group, most, ARGV[9], read, read_on,
-      is_enough)
+    num_read, may_wait = read_in_turn(turns, KEYS[i], KEYS[FIRST], group, most, ARGV[9])
   elseif most > 0 and i == NEWER then
     num_read = read_while_it_fits(KEYS[i], most)
   elseif most > 0 and not may_wait then
@@ -165,10 +170,13 @@ for i = FIRST, LAST do
   end
   taken = taken + num_read
   local limited = is_last and of_last < math.min(wanted, wanted_of_last) or not is_last and of_all < wanted
-  if limited and num_read >= most and refused == 0 and (i ~= NEWER and waits(KEYS[i]) or i == NEWER and next_fits(KEYS[i])) then
-    refused = 1
+  if limited and num_read >= most and refused == 0 then
+    local may_have_more = i == NEWER and next_fits(KEYS[i]) or i ~= NEWER and num_waiting(KEYS[i]) > 0
+    refused = may_have_more and 1 or 0
   end
 end
+uncount(KEYS[5], counts)
+uncount(KEYS[6], counts_of_last)
 taken = taken - num_moved
 for i, left in ipairs({count_of(room) - taken, count_of(room_of_last) - taken}) do
   if left > 0 then

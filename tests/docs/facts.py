@@ -20,7 +20,7 @@ from gateway import errors
 from gateway.settings import GatewaySettings
 from pagestream import cli
 from pagestream.serve_settings import ServeSettings
-from shared.redis_keys import RedisKeys
+from shared.redis_keys import INTERACTIVE, RedisKeys
 from shared.settings import options
 from tests.docs.pages import gateway_metrics, model_metrics, worker_metrics
 
@@ -138,10 +138,12 @@ def redis_names() -> frozenset[str]:
             found |= set(value if isinstance(value, tuple) else [value])
         elif name == "queue":
             continue  # `queues` has them
+        elif name == "turns":  # batches have no order
+            found.add(keys.turns(INTERACTIVE)[0])
         else:
             found.add(getattr(keys, name)("*"))
     names = {name + "*" if name.endswith(":") else name for name in found}
-    return frozenset(names | {"{m}:q:*"})
+    return frozenset(names | {"{m}:q:*", "{m}:q:*:times"})
 
 
 def scripts() -> frozenset[str]:

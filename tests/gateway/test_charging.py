@@ -83,7 +83,7 @@ async def test_over_its_limit_nothing_is_computed(
 
 
 async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    gateway = await limited(start_gateway, tmp_path, requests_per_minute=3, max_concurrent=1)
+    gateway = await limited(start_gateway, tmp_path, requests_per_minute=3)
     bodies = ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}, {"model": "nobody", **PROMPT}, PROMPT)
     statuses = []
     for body in bodies:
@@ -92,16 +92,16 @@ async def test_what_ends_in_an_error_has_been_a_request(start_gateway: Callable[
     assert statuses == [400, 400, 404, 429]
 
 
-async def test_a_place_is_given_back_however_a_request_ends(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
+async def test_reserve_is_given_back_however_a_request_ends(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway = await limited(start_gateway, tmp_path, tokens_per_minute=60)
     for body in ({**PROMPT, "max_tokens": -1}, {**PROMPT, "guided_regex": "("}):
         async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
             assert reply.status == 400
-    request = gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}, headers=HEADERS)
-    async with request as reply:
+    body = {**PROMPT, "max_tokens": 90, "stream": True}
+    async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
         assert reply.status == 200
         async with gateway.session.post("/v1/completions", json=PROMPT, headers=HEADERS) as refused:
-            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "max_concurrent_exceeded")
+            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "tokens_per_minute_exceeded")
         reply.close()  # the client goes
     await gateway.engine.next_cancellation()
     gateway.state.open_requests.draining = True
@@ -113,15 +113,14 @@ async def test_a_place_is_given_back_however_a_request_ends(start_gateway: Calla
         assert reply.status == 200
 
 
-async def test_a_repeat_by_name_asks_for_its_place_once_it_is_new(
-    start_gateway: Callable[..., Any], tmp_path: Path
-) -> None:
-    gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
+async def test_repeat_by_name_is_charged_once_it_is_new(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
+    gateway = await limited(start_gateway, tmp_path, tokens_per_minute=60)
     named = {**HEADERS, "Idempotency-Key": "mine"}
-    async with gateway.session.post("/v1/completions", json={**PROMPT, "stream": True}, headers=HEADERS) as reply:
+    body = {**PROMPT, "max_tokens": 90, "stream": True}
+    async with gateway.session.post("/v1/completions", json=body, headers=HEADERS) as reply:
         stream = await gateway.engine.next_stream()
         async with gateway.session.post("/v1/completions", json=PROMPT, headers=named) as refused:
-            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "max_concurrent_exceeded")
+            assert (refused.status, (await refused.json())["error"]["code"]) == (429, "tokens_per_minute_exceeded")
         stream.send(finish(stream.request, 0))
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
     assert len(gateway.engine.requests) == 1

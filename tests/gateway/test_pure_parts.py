@@ -19,7 +19,7 @@ from gateway.answers.openai_response import ChatFormat, UsageCount, json_text
 from gateway.errors import Unavailable
 from gateway.model_service import ModelOptions, model_options
 from gateway.requests.openai_schema import parse_chat, parse_completion
-from gateway.requests.planning import ModelLimits, plan_requests
+from gateway.requests.planning import ModelLimits, Tenant, plan_requests
 from gateway.requests.request_body import decode_body
 from gateway.settings import GatewaySettings
 from shared.choice_seeds import choice_seed
@@ -128,6 +128,12 @@ def test_seeds() -> None:
     assert seeds(',"seed":6')[1] != seeds(',"seed":5')[1]
     assert seeds("") != seeds("")
     assert all(0 <= seed < 2**63 for seed in [*seeds(""), *seeds(',"seed":-1')])
+
+
+def test_tenant_goes_to_the_scheduler_with_its_limits() -> None:
+    request = parse_completion(decode_body(b'{"prompt":[1]}'))
+    (planned,) = plan_requests(request, [[1]], LIMITS, Tenant("a", 2.0, 8))
+    assert (planned.tenant, planned.tenant_weight, planned.tenant_max_running) == ("a", 2.0, 8)
 
 
 def test_default_length_fits_into_what_is_left() -> None:

@@ -368,6 +368,8 @@ async def test_the_workers_context_bounds_the_gateways(gateway: Gateway) -> None
     gateway.engine.script = says([5])
     gateway.engine.workers = [heartbeat(max_model_len=100), heartbeat("w.2", max_model_len=64)]
     async with gateway.session.post("/v1/completions", json={"prompt": "a" * 64}) as response:
+        assert response.status == 200  # the worker with the longer context takes it
+    async with gateway.session.post("/v1/completions", json={"prompt": "a" * 100}) as response:
         body = await response.json()
     assert (response.status, body["error"]["code"]) == (400, "context_length_exceeded")
-    assert "64 tokens" in body["error"]["message"]
+    assert "100 tokens" in body["error"]["message"]

@@ -40,51 +40,36 @@ async def eventually(gateway: Gateway, body: dict[str, Any], expected: str | Non
             await asyncio.sleep(0.01)
 
 
-async def test_a_detached_request_keeps_its_place(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
-    async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
-        request_id = await left(gateway, GREEDY)
+async def test_detached_request_keeps_its_reserve(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    async with limited(world, demo_model_dir, tmp_path, "tokens_per_minute = 100") as gateway:
+        request_id = await left(gateway, {**GREEDY, "max_tokens": 500})
         for _ in range(3):
-            assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
-        status, shown = await gateway.shown(request_id, **HEADERS)  # to look takes no such place
+            assert await code(gateway, GREEDY) == "tokens_per_minute_exceeded"
+        status, shown = await gateway.shown(request_id, **HEADERS)  # to look costs nothing
         assert (status, shown["state"]) in ((200, "queued"), (200, "running"))
-        world.worker.gate.allow(FOREVER_STEPS)
-        await eventually(gateway, GREEDY, None)
-
-
-async def test_cancelling_it_gives_the_place_back(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
-    async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
-        request_id = await left(gateway, GREEDY)
-        assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
         assert (await gateway.shown(request_id, "DELETE", **HEADERS))[0] == 200
         world.worker.gate.allow(FOREVER_STEPS)
         await eventually(gateway, GREEDY, None)
 
 
-async def test_who_reads_it_again_shares_its_place(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
-    """By its events or by its name, however often the connection breaks; and its maker's end does not free it."""
+async def test_max_concurrent_makes_requests_wait(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
+    """The scheduler has the limit; nothing is refused here."""
     async with limited(world, demo_model_dir, tmp_path, "max_concurrent = 1") as gateway:
-        named = {**HEADERS, "Idempotency-Key": "mine"}
-        body = {**GREEDY, "stream": True}
-        async with gateway.streaming(COMPLETIONS, body, **named) as reader:
-            request_id = reader.request_id
-        for _ in range(12):
-            async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
-                assert reply.status == 200
-            async with gateway.session.post(COMPLETIONS, json=body, headers=named) as reply:
-                assert reply.status == 200
-        assert await code(gateway, GREEDY) == "max_concurrent_exceeded"
+        await left(gateway, GREEDY)
+        second = asyncio.create_task(code(gateway, GREEDY))
         world.worker.gate.allow(FOREVER_STEPS)
-        async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
-            assert (await reply.text()).endswith("[DONE]\n\n")
-        await eventually(gateway, GREEDY, None)
+        assert await second is None
 
 
 async def test_its_tokens_are_charged_without_its_client(world: World, demo_model_dir: Path, tmp_path: Path) -> None:
     async with limited(world, demo_model_dir, tmp_path, "tokens_per_minute = 40") as gateway:
         request_id = await left(gateway, {**GREEDY, "max_tokens": 60})
         world.worker.gate.allow(FOREVER_STEPS)
-        await eventually(gateway, {**GREEDY, "max_tokens": 1}, "tokens_per_minute_exceeded")
         # To read it is charged as well, but to look at what runs, to cancel and to count is not.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await gateway.shown(request_id, **HEADERS))[0] == 200:
+                await asyncio.sleep(0.01)
+        assert await code(gateway, {**GREEDY, "max_tokens": 1}) == "tokens_per_minute_exceeded"
         assert (await gateway.shown(request_id, **HEADERS))[0] == 429
         async with gateway.session.get(f"/v1/requests/{request_id}/events", headers=HEADERS) as reply:
             assert reply.status == 429

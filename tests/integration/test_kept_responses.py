@@ -261,24 +261,6 @@ async def test_another_keys_response_is_not_found(world: World, demo_model_dir: 
             assert reply.status == 200
 
 
-async def test_one_in_the_background_holds_its_keys_place(world: World, demo_model_dir: Any, tmp_path: Any) -> None:
-    keys_file = write_keys(tmp_path, {"one": "sk-one-0123456789abcdef"})
-    keys_file.write_text(keys_file.read_text() + "\nmax_concurrent = 1\n")
-    headers = {"Authorization": "Bearer sk-one-0123456789abcdef"}
-    body = {"input": "Hi", "max_output_tokens": 3, "background": True}
-    async with world.another_gateway(demo_model_dir, api_keys_file=keys_file) as gateway:
-        status, made = await gateway.post(URL, body, **headers)
-        refused, error = await gateway.post(URL, body, **headers)
-        assert (status, refused, error["error"]["code"]) == (200, 429, "max_concurrent_exceeded")
-        world.worker.gate.allow(FOREVER_STEPS)
-        params = {"stream": "true"}  # who reads it takes no place of its own
-        async with gateway.session.get(f"{URL}/{made['id']}", params=params, headers=headers) as reply:
-            assert reply.status == 200 and checked_events(await reply.text())
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while (await gateway.post(URL, body, **headers))[0] == 429:
-                await asyncio.sleep(0.01)
-
-
 async def test_long_conversations_are_read_and_joined_beside_the_event_loop(
     world: World, clients: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,8 +67,9 @@ MUTANTS = {
             lua=patched(
                 (
                     "take",
-                    "if reply then\n",
-                    "if reply then\n for _, e in ipairs(reply[1][2]) do redis.call('XACK', q, ARGV[2], e[1]) end\n",
+                    "found[#found + 1] = reply[1]\n",
+                    "found[#found + 1] = reply[1]\n"
+                    "for _, e in ipairs(reply[1][2]) do redis.call('XACK', q, ARGV[2], e[1]) end\n",
                 )
             ),
         ),

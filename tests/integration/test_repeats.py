@@ -60,14 +60,17 @@ class TestTwoBodiesOfOneName:
 class TestAfterARefusal:
     """What says "try again" is answered when it is tried again."""
 
-    async def test_of_a_queue_without_room_for_every_prompt(self, world: World, demo_model_dir: Path) -> None:
+    async def test_of_a_queue_without_room_for_every_prompt(self, one_seat: World, demo_model_dir: Path) -> None:
+        """Requests that a worker has read take no place: four are sent so that two wait."""
+        world = one_seat
         redis, queue = world.connections.commands, world.keys.queue("interactive")
         async with world.another_gateway(demo_model_dir, max_num_queued_reqs=3) as gateway:
-            others = [asyncio.create_task(gateway.post(COMPLETIONS, SHORT)) for _ in range(2)]
-            await becomes(partial(redis.xlen, queue), 2)
+            others = [asyncio.create_task(gateway.post(COMPLETIONS, SHORT)) for _ in range(4)]
+            await becomes(partial(redis.xlen, queue), 4)
+            await eventually(lambda: world.worker.gate.batches)
             status, error = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")
             assert (status, error["error"]["code"]) == (503, "queue_full")
-            assert await redis.xlen(queue) == 2, "neither was accepted"
+            assert await redis.xlen(queue) == 4, "neither was accepted"
             world.worker.gate.allow(FOREVER_STEPS)
             await asyncio.gather(*others)
             status, answer = await gateway.post(COMPLETIONS, TWO_PROMPTS, Idempotency_Key="k")

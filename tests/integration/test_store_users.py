@@ -122,7 +122,7 @@ async def test_the_protocol_runs_under_the_users(
         await as_worker.aclose()
 
 
-OF_TURNS = (" +zadd +zcard", " +zscore", " +hlen")
+OF_TURNS = (" +zadd +zrem", " +zscore", " +hlen")
 
 
 async def test_under_the_users_of_before_requests_are_read_as_they_come(

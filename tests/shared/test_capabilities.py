@@ -68,7 +68,9 @@ class TestNeeds:
     def test_each_field_since_101a539_has_a_bit(self) -> None:
         """A new field needs a bit, or a reason here why an older worker may ignore it."""
         assert SamplingParams.__struct_fields__[21:] == ("allowed_token_ids", "bad_words", "logprob_token_ids")
-        assert GenerationRequest.__struct_fields__[-2:] == ("deadline", "queue_deadline")
+        # A worker that ignores these shares slots unevenly between keys; its answers are right.
+        shares = ("tenant_weight", "tenant_max_running")
+        assert GenerationRequest.__struct_fields__[-4:] == ("deadline", "queue_deadline", *shares)
 
 
 class TestTake:
@@ -118,7 +120,7 @@ class TestTake:
             await scripts.accept_all([new], gateway_id="g", priority_class=INTERACTIVE, share=Share(key))
         assert await take(scripts, "old.1", OLD) == ["k1-0"]
         await take(scripts, "old.1", OLD)
-        assert await scripts.redis.zcard(scripts.keys.turns[0]) == 0
+        assert await scripts.redis.zcard(scripts.keys.turns(INTERACTIVE)[0]) == 0
 
 
 class TestWaitingAgain:

@@ -103,7 +103,7 @@ async def test_a_worker_may_read_as_many_as_there_are(store: RedisScripts, redis
     for start in range(0, 9_000, 1_000):
         await accept(store, *[f"h{number}" for number in range(start, start + 1_000)])
     assert len(await take(store, 20_000)) == 9_000
-    assert not await redis.exists(*keys.turns)
+    assert not await redis.exists(*keys.turns("interactive"))
 
 
 async def test_one_keys_requests_stay_in_the_queue_of_their_class(store: RedisScripts, keys: RedisKeys) -> None:
@@ -134,12 +134,12 @@ async def test_one_that_overtakes_goes_where_the_older_ones_are(
 async def test_a_repeat_of_accept_has_one_turn(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, "a")
     await accept(store, "a")
-    assert await redis.zcard(keys.turns[0]) == 1
+    assert await redis.zcard(keys.turns("interactive")[0]) == 1
 
 
 async def test_a_batch_has_no_turns(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
     await accept(store, "a", priority_class="batch")
-    assert not await redis.exists(*keys.turns)
+    assert not await redis.exists(*keys.turns("interactive"))
     assert [entry.request_id for entry in await take(store)] == ["a"]
 
 
@@ -148,7 +148,7 @@ async def test_when_nothing_waits_all_keys_begin_anew(store: RedisScripts, redis
     await accept(store, "p0")
     assert len(await take(store, 6)) == 6
     assert await take(store) == []
-    assert not await redis.exists(*keys.turns)
+    assert not await redis.exists(*keys.turns("interactive"))
 
 
 async def test_what_was_cancelled_has_no_turn(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
@@ -158,7 +158,7 @@ async def test_what_was_cancelled_has_no_turn(store: RedisScripts, redis: Redis,
         await store.cancel(name, "interactive")
     assert set(await order(store, 6, 2)) == {"h2", "h3", "h4", "p1", "p3", "p4"}
     assert await take(store) == []
-    assert not await redis.exists(*keys.turns)
+    assert not await redis.exists(*keys.turns("interactive"))
 
 
 async def test_what_another_has_read_is_left_to_it(store: RedisScripts, redis: Redis, keys: RedisKeys) -> None:
@@ -177,7 +177,7 @@ async def test_entries_without_a_number_are_read_as_the_oldest(
     """They are of gateways of before, or of a store that lost `order`: they wait for nobody's turn."""
     await accept(store, "h0", "h1", "h2")
     await accept(store, "p0")
-    await redis.delete(keys.turns[0])
+    await redis.delete(keys.turns("interactive")[0])
     for number in range(4):
         await accept(store, f"q{number}", tokens=1)
     found = await order(store, 8)
@@ -192,7 +192,7 @@ async def test_numbers_that_no_worker_reads_do_not_pile_up(store: RedisScripts, 
         reply: Any = await redis.xreadgroup(GROUP, WORKER, {keys.queue("interactive"): ">"})
         entry_id = reply[0][1][0][0]
         await store.finish(WORKER, [Ending(f"a{number}", keys.queue("interactive"), entry_id)], [])
-    assert await redis.zcard(keys.turns[0]) <= 1
+    assert await redis.zcard(keys.turns("interactive")[0]) <= 1
 
 
 @dataclass

@@ -3,15 +3,17 @@
 import base64
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.answers.submission import OPEN_OUTPUT_TOKENS
 from gateway.auth.access import OPEN_ROUTES, Access, check_address
 from gateway.auth.api_keys import ApiKey, ApiKeysError, KeyRing, digest_of, read_keys, single_key
-from gateway.auth.rate_limits import MIN_OTHER_PLACES, Account, TokenBucket
-from gateway.errors import Unauthenticated
+from gateway.auth.rate_limits import CHARGE_SECONDS, Account, TokenBucket
+from gateway.errors import RateLimited, Unauthenticated
 from shared.redis_keys import PRIORITY_CLASSES
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
@@ -96,6 +98,23 @@ class TestKeys:
             KeyRing([ApiKey(name="a", sha256="0" * 64), ApiKey(name="b", sha256="0" * 64)])
 
 
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusal(account: Account) -> tuple[str, int] | None:
+    """Return code and Retry-After of a request that generates; None: it was let in."""
+    try:
+        account.begin(generates=True)
+    except RateLimited as error:
+        return error.code, error.retry_after_seconds
+    return None
+
+
 class TestLimits:
     def test_a_bucket_refills_evenly_up_to_a_minutes_worth(self) -> None:
         bucket = TokenBucket(60, now=0.0)
@@ -106,54 +125,93 @@ class TestLimits:
         assert bucket.seconds_until(61, now=2000.0) == 1.0  # it does not save up
 
     def test_each_limit_names_itself_and_when_to_come_again(self) -> None:
-        now = 0.0
-        key = ApiKey(name="a", sha256="0" * 64, requests_per_minute=3, tokens_per_minute=60, max_concurrent=1)
-        account = Account(key, lambda: now)
-        assert account.begin(generates=True) is None
-        assert (exceeded := account.begin(generates=True)) is not None
-        assert exceeded.limit == "max_concurrent"
-        assert account.begin(generates=False) is None  # what does not generate takes no such place
-        account.end(generates=False)
-        account.end(generates=True)
-        assert account.begin(generates=True) is None
-        account.spend(60)
-        account.end(generates=True)
-        assert (exceeded := account.begin(generates=True)) is not None
-        assert (exceeded.limit, exceeded.retry_after_seconds) == ("requests_per_minute", 20.0)
-        now = 5.0
-        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), lambda: now)
-        assert account.begin(generates=True) is None
+        clock = Clock()
+        account = Account(ApiKey(name="a", sha256="0" * 64, requests_per_minute=1, tokens_per_minute=60), clock)
+        account.begin(generates=True)
+        assert refusal(account) == ("requests_per_minute_exceeded", 60)
+        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), clock)
+        account.begin(generates=True)
         account.spend(70)
-        assert (exceeded := account.begin(generates=True)) is not None
-        assert (exceeded.limit, exceeded.retry_after_seconds) == ("tokens_per_minute", 11.0)
-        now = 16.0
-        assert account.begin(generates=True) is None
+        assert refusal(account) == ("tokens_per_minute_exceeded", 11)
+        clock.now = 11.0
+        account.begin(generates=True)
 
     def test_debt_forbids_what_costs_tokens_alone(self) -> None:
-        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), lambda: 0.0)
+        account = Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60), Clock())
         account.spend(61)
-        assert account.begin(generates=False) is None
-        assert (exceeded := account.promote()) is not None
-        assert exceeded.limit == "tokens_per_minute"
-        account.end(generates=False)  # it still has the place that it had
+        account.begin(generates=False)
+        with pytest.raises(RateLimited):
+            account.check_debt()
 
-    def test_an_answer_has_one_place_however_many_hold_it(self) -> None:
-        account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), lambda: 0.0)
+    def test_max_concurrent_refuses_no_request(self) -> None:
+        """The scheduler makes more sequences wait."""
+        account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), Clock())
         for _ in range(3):
-            account.hold("answer")
-        for _ in range(2):
-            account.release("answer")
-            assert account.begin(generates=True) is not None
-        account.release("answer")
-        assert account.begin(generates=True) is None
+            account.begin(generates=True)
+        assert account.max_running == 1
 
-    def test_what_does_not_generate_has_places_of_its_own(self) -> None:
-        account = Account(ApiKey(name="a", sha256="0" * 64, max_concurrent=1), lambda: 0.0)
-        assert [account.begin(generates=False) for _ in range(MIN_OTHER_PLACES)] == [None] * MIN_OTHER_PLACES
-        assert (exceeded := account.begin(generates=False)) is not None
-        assert exceeded.limit == "max_concurrent"
-        assert account.begin(generates=True) is None
 
+class TestTokenCharges:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def account(self, clock: Clock) -> Account:
+        return Account(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=60_000), clock)
+
+    def test_reserve_is_what_the_bucket_holds_at_most(self, account: Account) -> None:
+        account.reserve(100, 32 * 2 * 1_500, lambda: 100)
+        assert refusal(account) is not None
+        account = Account(account.key, lambda: 0.0)
+        account.reserve(100, 59_000, lambda: 100)
+        account.reserve(50, 10_000, lambda: 50)
+        assert refusal(account) is not None
+
+    def test_unused_reserve_is_given_back(self, account: Account) -> None:
+        charge = account.reserve(100, 59_900, lambda: 400)
+        assert charge is not None
+        assert refusal(account) is not None
+        charge.settle()
+        account.reserve(100, 59_500, lambda: 400)  # 60,000 less 400
+
+    def test_output_above_the_reserve_is_charged_while_it_runs(self, account: Account, clock: Clock) -> None:
+        used = 100
+        account.reserve(100, 1_024, lambda: used)
+        used = 61_000
+        clock.now = CHARGE_SECONDS
+        assert refusal(account) is not None
+        clock.now += 60.0
+        used = 122_000
+        assert refusal(account) is not None
+
+    def test_end_charges_what_was_used_in_all(self, account: Account, clock: Clock) -> None:
+        used = 100
+        charge = account.reserve(100, 10, lambda: used)
+        assert charge is not None
+        used = 61_000
+        clock.now = CHARGE_SECONDS
+        assert refusal(account) == ("tokens_per_minute_exceeded", 1)
+        charge.settle()
+        assert refusal(account) is not None
+        clock.now += 1.0  # 1,000 tokens
+        assert refusal(account) is None
+
+    def test_answers_without_max_tokens_run_side_by_side(self, account: Account) -> None:
+        charges = [account.reserve(50, OPEN_OUTPUT_TOKENS, lambda: 350) for _ in range(50)]
+        assert refusal(account) is None
+        for charge in charges:
+            assert charge is not None
+            charge.settle()
+        account.reserve(0, 60_000 - 50 * 350 - 1, lambda: 0)
+        assert refusal(account) is None
+
+    def test_key_without_a_limit_of_tokens_has_no_charge(self) -> None:
+        account = Account(ApiKey(name="a", sha256="0" * 64), Clock())
+        assert account.reserve(10**6, 10**6, lambda: 0) is None
+
+
+class TestClasses:
     def test_a_class_above_the_keys_own_is_lowered(self) -> None:
         low = Account(ApiKey(name="a", sha256="0" * 64, highest_priority_class="batch"), lambda: 0.0)
         high = Account(ApiKey(name="b", sha256="1" * 64), lambda: 0.0)

@@ -277,21 +277,19 @@ async def test_files_and_batches_are_their_keys_own(start_gateway: Callable[...,
         assert (await other.files.list()).data == [] and (await other.batches.list()).data == []
 
 
-async def test_a_batch_has_its_keys_limits_once_more(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
-    """Of two requests at once a batch takes two, and its key has two left."""
+async def test_batch_leaves_max_concurrent_to_the_scheduler(start_gateway: Callable[..., Any], tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "team-a", more="max_concurrent = 2")
     gateway = await start_gateway(files_dir=tmp_path / "kept", api_keys_file=keys)
     async with client_of(gateway, KEYS["team-a"]) as client:
         batch = await begun(client, jsonl(*map(line, "abc")))
-        streams = [await gateway.engine.next_stream() for _ in range(2)]
+        streams = [await gateway.engine.next_stream() for _ in range(3)]
         own = asyncio.create_task(client.completions.create(model="tiny", prompt="hi"))
         streams.append(await gateway.engine.next_stream())
-        assert [stream.request.priority_class for stream in streams] == ["batch", "batch", "interactive"]
+        assert [stream.request.priority_class for stream in streams] == ["batch"] * 3 + ["interactive"]
+        assert {stream.request.tenant_max_running for stream in streams} == {2}
         for stream in streams:
             stream.send(finish(stream.request, 0))
         await own
-        last = await gateway.engine.next_stream()
-        last.send(finish(last.request, 0))
         assert set(await results(client, (await ended(client, batch)).output_file_id)) == set("abc")
 
 

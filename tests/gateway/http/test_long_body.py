@@ -3,21 +3,15 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.answers import answering
 from gateway.app import RUNNER_OPTIONS
 from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
 from gateway.http.long_body import write_long
-from tests.gateway.conftest import Gateway
-from tests.gateway.fake_inference import says
-from tests.gateway.test_charging import HEADERS, limited
 from tests.patience import PATIENCE_SECONDS
 
 BODY = bytes(range(256)) * 2**15  # 8 MiB
@@ -104,25 +98,3 @@ async def test_who_does_not_is_dropped_and_holds_little(server: Server) -> None:
                 await asyncio.sleep(0.01)
     assert server.stalls == [STALL_SECONDS]
     assert isinstance(server.ends[0], (ConnectionResetError, asyncio.CancelledError))
-
-
-async def test_an_answer_has_its_place_until_it_is_written(
-    start_gateway: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway: Gateway = await limited(start_gateway, tmp_path, max_concurrent=1)
-    gateway.engine.script = says([5])
-    while_written: list[int] = []
-
-    async def write(http: web.Request, response: web.StreamResponse, watch: StreamWatch) -> web.StreamResponse:
-        if not while_written:
-            while_written.append(0)
-            while_written[0] = await asked()
-        return await write_long(http, response, watch)
-
-    async def asked() -> int:
-        async with gateway.session.post("/v1/completions", json={"prompt": "a"}, headers=HEADERS) as reply:
-            return reply.status
-
-    monkeypatch.setattr(answering, "write_long", write)
-    assert (await asked(), while_written) == (200, [429])
-    assert await asked() == 200

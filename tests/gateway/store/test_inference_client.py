@@ -5,7 +5,7 @@ import asyncio
 import msgpack
 import pytest
 
-from gateway.store.inference_client import InferenceClient, QueueFull, StoreUnavailable
+from gateway.store.inference_client import InferenceClient, QueueFull, QueueShareFull, Share, StoreUnavailable
 from gateway.store.response_stream import cancelled_event
 from shared.messages import (
     PROTOCOL_VERSION,
@@ -216,6 +216,14 @@ class TestSubmit:
         await client.submission.submit(make_request("e", priority_class="batch"))
         await client.submission.release(first)
         await client.submission.submit(make_request("f"))
+
+    async def test_key_over_its_share_is_told_its_places(self, client):
+        share = Share("k", divides_queue=True)
+        for request_id in "ab":
+            await client.submission.submit_all([make_request(request_id)], share=share)
+        with pytest.raises(QueueShareFull) as refused:
+            await client.submission.submit_all([make_request("c")] * 3, share=share)
+        assert (refused.value.max_places, refused.value.num_places) == (3, 3)
 
     async def test_a_lost_reply_is_no_second_request(self, client, flaky, worker, connections, keys):
         flaky.fail("accept", "lose", times=2)

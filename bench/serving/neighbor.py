@@ -1,13 +1,14 @@
-"""python -m bench neighbour --model DIR: what one key's hostile clients cost another key's polite ones.
+"""python -m bench neighbor --model DIR: what one key's hostile clients cost another key's polite ones.
 
-For each of twelve patterns (hostile_patterns.py) a fleet of its own: store, gateway with two keys, a scripted worker
-whose steps take 6 ms, so that what is measured is the gateway and the store. Polite chats stream at a steady rate,
-first alone, then beside the hostile client. Told: the time to the first token in both, what polite chats did not get,
-the gateway's memory, the longest wait of a probe for /livez. Ends with 1 if, beside a pattern, p99 of the first token
-is more than --most-ratio times that alone, a token is missing, or a probe or the gateway's memory is over its limit.
+For each pattern (hostile_patterns.py, share_patterns.py) a fleet of its own: store, gateway with two keys, a scripted
+worker whose steps take 6 ms, so that what is measured is the gateway and the store. Polite chats stream at a steady
+rate, first alone, then beside the hostile client. Told: the time to the first token in both, what polite chats did not
+get, the gateway's memory, the longest wait of a probe for /livez. Ends with 1 if, beside a pattern, p99 of the first
+token is more than --most-ratio times that alone, a token is missing, or a probe or the gateway's memory is over its
+limit. Beside patterns of share_patterns.py first tokens are compared with those beside the same load of honest keys.
 The hostile client has the processors only while nobody else wants them (SCHED_IDLE), as one with its own would not take
 any; the fleet, the polite client and the probe share them as equals. p99 of 240 chats is the third longest.
-`--programs DIR` measures the gateway of another checkout, with its .venv. All patterns take 9 minutes.
+`--programs DIR` measures the gateway of another checkout, with its .venv. All patterns take 30 minutes.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import aiohttp
 import psutil
 
 from bench.provenance import provenance
+from bench.serving.hostile_client import Pattern
 from bench.serving.hostile_patterns import PATTERNS
 from bench.serving.load_report import tell
 from bench.serving.own_fleet import MODEL, OwnFleet, own_fleet
@@ -43,6 +45,9 @@ STORE_BYTES = 2**28  # the default of `pagestream serve`
 WARM_UP_CHATS = 16
 HOSTILE_BEGINS_SECONDS = 1.0  # before the first polite chat beside it
 FILES = ["--max-files-bytes", "256M"]
+NUM_HONEST_KEYS = 16
+QUIET_SECONDS = 3.0  # for what a client has left to end, before the next one begins
+MAX_GROWTH_BYTES = 64 * 2**20  # of the gateway from its start, --rest-seconds after a pattern
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Watched:
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    result = {**provenance(["neighbour", *argv]), "patterns": asyncio.run(_measure_all(options))}
+    result = {**provenance(["neighbor", *argv]), "patterns": asyncio.run(_measure_all(options))}
     tell(result, options.json)
     print(table(result["patterns"]))
     return 1 if any(one["misses"] for one in result["patterns"].values()) else 0
@@ -70,63 +75,85 @@ async def _measure_all(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    keys = {"polite": secrets.token_hex(16), "hostile": secrets.token_hex(16)}
-    async with _fleet(options, keys) as fleet, _target(fleet, keys["polite"]) as target:
+    pattern = PATTERNS[name]
+    honest = [f"honest{number}" for number in range(NUM_HONEST_KEYS if pattern.divides else 0)]
+    keys = {key: secrets.token_hex(16) for key in ("polite", "hostile", *honest)}
+    async with _fleet(options, keys, pattern) as fleet, _target(fleet, keys["polite"]) as target:
         await _chats(target, options, "warm-up", WARM_UP_CHATS)
-        alone = await _watched_chats(fleet, target, options)
-        hostile = await _begin(options, name, fleet.url, keys["hostile"])
-        assert hostile.stdout is not None
-        await hostile.stdout.readline()  # it has begun: a process takes seconds to start on a loaded machine
-        await asyncio.sleep(HOSTILE_BEGINS_SECONDS)
-        beside = await _watched_chats(fleet, target, options)
-        answers, _ = await hostile.communicate()
-    return _figures(options, alone, beside, json.loads(answers or b"{}"))
+        gateway = fleet.processes["gateway 0"]
+        at_start = gateway.memory_info().rss
+        phases = {"alone": (await _watched_chats(fleet, target, options), {})}
+        if honest:
+            phases["spread"] = await _chats_beside(options, name, fleet, target, [keys[key] for key in honest])
+            await asyncio.sleep(QUIET_SECONDS)
+        phases["beside"] = await _chats_beside(options, name, fleet, target, [keys["hostile"]])
+        if honest:
+            await asyncio.sleep(options.rest_seconds)
+        growth = gateway.memory_info().rss - at_start
+    return _figures(options, pattern, phases, growth)
+
+
+async def _chats_beside(
+    options: argparse.Namespace, name: str, fleet: OwnFleet, target: Target, keys: list[str]
+) -> tuple[tuple[list[RequestResult], Watched], dict[str, int]]:
+    """Chats beside a pattern, and how often its client had which answer."""
+    hostile = await _begin(options, name, fleet.url, keys)
+    assert hostile.stdout is not None
+    await hostile.stdout.readline()  # it has begun: a process takes seconds to start on a loaded machine
+    await asyncio.sleep(HOSTILE_BEGINS_SECONDS)
+    chats = await _watched_chats(fleet, target, options)
+    answers, _ = await hostile.communicate()
+    return chats, json.loads(answers or b"{}")
 
 
 def _figures(
     options: argparse.Namespace,
-    alone: tuple[list[RequestResult], Watched],
-    beside: tuple[list[RequestResult], Watched],
-    answers: dict[str, int],
+    pattern: Pattern,
+    phases: dict[str, tuple[tuple[list[RequestResult], Watched], dict[str, int]]],
+    growth_bytes: int,
 ) -> dict[str, Any]:
-    figures: dict[str, Any] = {"hostile_answers": answers}
-    for name, (results, watched) in (("alone", alone), ("beside", beside)):
+    figures: dict[str, Any] = {"hostile_answers": phases["beside"][1], "gateway_growth_bytes": growth_bytes}
+    for name, ((results, watched), _) in phases.items():
         seconds = [one.time_to_first_token_seconds for one in results if not one.failure]
         figures[name] = {
             "chats": len(results),
             "first_token_seconds": distribution(seconds),
             "failures": sorted({one.failure for one in results if one.failure}),
             "num_failed": sum(bool(one.failure) for one in results),
+            "num_503": sum("503" in one.failure for one in results),
             "livez_worst_seconds": max(watched.livez_seconds, default=None),
             "gateway_memory_bytes": watched.memory_bytes,
         }
-    p99 = [figures[name]["first_token_seconds"].get("p99") for name in ("alone", "beside")]
-    figures["p99_ratio"] = p99[1] / p99[0] if all(p99) else None
-    figures["misses"] = misses_of(options, figures)
+    base = "spread" if pattern.divides else "alone"
+    for quantile in ("p50", "p99"):
+        seconds = [figures[name]["first_token_seconds"].get(quantile) for name in (base, "beside")]
+        figures[f"{quantile}_ratio"] = seconds[1] / seconds[0] if all(seconds) else None
+    figures["misses"] = misses_of(options, figures, max(options.most_livez_seconds, pattern.max_livez_seconds))
     return figures
 
 
-def misses_of(options: argparse.Namespace, figures: dict[str, Any]) -> list[str]:
+def misses_of(options: argparse.Namespace, figures: dict[str, Any], max_livez_seconds: float) -> list[str]:
     ratio, beside = figures["p99_ratio"], figures["beside"]
     misses = {
         "the time to the first token": ratio is None or ratio > options.most_ratio,
         "tokens that did not come": beside["num_failed"] > 0 or figures["alone"]["num_failed"] > 0,
         "the gateway's memory": beside["gateway_memory_bytes"] > options.most_memory_bytes,
-        "the wait for /livez": (beside["livez_worst_seconds"] or 0.0) > options.most_livez_seconds,
+        "the gateway's memory afterwards": "spread" in figures and figures["gateway_growth_bytes"] > MAX_GROWTH_BYTES,
+        "the wait for /livez": (beside["livez_worst_seconds"] or 0.0) > max_livez_seconds,
     }
     return [what for what, is_missed in misses.items() if is_missed]
 
 
 @asynccontextmanager
-async def _fleet(options: argparse.Namespace, keys: dict[str, str]) -> AsyncIterator[OwnFleet]:
-    with tempfile.TemporaryDirectory(prefix="ps-neighbour-") as directory:
+async def _fleet(options: argparse.Namespace, keys: dict[str, str], pattern: Pattern) -> AsyncIterator[OwnFleet]:
+    with tempfile.TemporaryDirectory(prefix="ps-neighbor-") as directory:
         keys_file = Path(directory) / "keys.toml"
-        keys_file.write_text("\n".join(_entry(name, key, options) for name, key in keys.items()))
+        keys_file.write_text("\n".join(_entry(name, key, options, pattern) for name, key in keys.items()))
         flags = ["--api-keys-file", str(keys_file), "--files-dir", f"{directory}/files", *FILES]
         scripted = ["--step-seconds", str(STEP_SECONDS), "--max-model-len", "8192"]
         async with own_fleet(
             options.model.resolve(),
-            [*([] if options.real else scripted), *options.worker_flags.split()],
+            [*([] if options.real else [*scripted, *pattern.worker_flags]), *options.worker_flags.split()],
             gateway_flags=[*flags, *options.gateway_flags.split()],
             worker="engine_worker" if options.real else "bench.serving.scripted_worker",
             store_bytes=STORE_BYTES,
@@ -135,8 +162,9 @@ async def _fleet(options: argparse.Namespace, keys: dict[str, str]) -> AsyncIter
             yield fleet
 
 
-def _entry(name: str, key: str, options: argparse.Namespace) -> str:
-    limits = [f"max_concurrent = {options.hostile_concurrent}"] if name == "hostile" else []
+def _entry(name: str, key: str, options: argparse.Namespace, pattern: Pattern) -> str:
+    max_concurrent = pattern.max_concurrent if pattern.divides else options.hostile_concurrent
+    limits = [f"max_concurrent = {max_concurrent}"] if name == "hostile" and max_concurrent else []
     digest = hashlib.sha256(key.encode()).hexdigest()
     return "\n".join(["[[keys]]", f'name = "{name}"', f'sha256 = "{digest}"', *limits])
 
@@ -151,10 +179,11 @@ async def _target(fleet: OwnFleet, key: str) -> AsyncIterator[Target]:
         yield Target(session=session, url=fleet.url, model=MODEL, chat=True)
 
 
-async def _begin(options: argparse.Namespace, name: str, url: str, key: str) -> asyncio.subprocess.Process:
+async def _begin(options: argparse.Namespace, name: str, url: str, keys: list[str]) -> asyncio.subprocess.Process:
     seconds = options.hostile_seconds or HOSTILE_BEGINS_SECONDS + options.chats / options.rate + 2.0
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.serving.hostile_patterns", name, "--url", url, "--key", key,
+        sys.executable, "-m", "bench.serving.hostile_patterns", name, "--url", url,
+        *(part for key in keys for part in ("--key", key)),
         "--seconds", str(seconds), "--turns", str(options.turns), stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
@@ -209,9 +238,9 @@ async def _weigh(gateway: psutil.Process, watched: Watched) -> None:
 
 def table(patterns: dict[str, Any]) -> str:
     """A line for each pattern: milliseconds, megabytes."""
-    lines = [["pattern", "TTFT p50/p99 alone", "beside", "ratio", "failed", "livez alone", "beside", "MB", "hostile"]]
+    lines = [["pattern", "TTFT p50/p99 base", "beside", "ratio", "failed", "livez base", "beside", "MB", "hostile"]]
     for name, figures in patterns.items():
-        sides = [figures["alone"], figures["beside"]]
+        sides = [figures["spread" if "spread" in figures else "alone"], figures["beside"]]
         ratio = figures["p99_ratio"]
         lines.append([
             name,
@@ -232,7 +261,7 @@ def _milliseconds(figures: dict[str, float], *names: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition(": ")[2]
-    parser = argparse.ArgumentParser(prog="python -m bench neighbour", description=summary)
+    parser = argparse.ArgumentParser(prog="python -m bench neighbor", description=summary)
     parser.add_argument("--model", type=Path, required=True, help="model directory; for its tokenizer, unless --real")
     parser.add_argument("--real", action="store_true", help="a worker with the model instead of a scripted one")
     parser.add_argument("--pattern", action="append", choices=PATTERNS, help="may be repeated; default: all")
@@ -246,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--most-ratio", type=float, default=1.5, help="of p99 of the first token (%(default)s)")
     parser.add_argument("--most-livez-seconds", type=float, default=0.05, help="of a probe (%(default)s)")
     parser.add_argument("--most-memory-bytes", type=float, default=500e6, help="of the gateway (%(default)s)")
+    parser.add_argument("--rest-seconds", type=float, default=60.0, help="until memory is weighed again (%(default)s)")
     parser.add_argument("--programs", type=Path, help="a checkout, with its .venv, whose gateway is measured")
     parser.add_argument("--worker-flags", default="")
     parser.add_argument("--gateway-flags", default="")

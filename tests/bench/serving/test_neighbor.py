@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import neighbour
+from bench.serving import neighbor
 from bench.serving.hostile_patterns import PATTERNS
 
 
@@ -18,7 +18,7 @@ def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_d
     limits = ["--most-ratio", "inf", "--most-livez-seconds", "inf"]
     # The hostile client has what others leave of the processors: on a busy machine nothing, for as long as chats take.
     small = ["--chats", "10", "--turns", "12", "--hostile-seconds", "100", *limits, "--json", str(path)]
-    assert neighbour.main(["--model", str(demo_model_dir), *asked, *small]) == 0
+    assert neighbor.main(["--model", str(demo_model_dir), *asked, *small]) == 0
     result = json.loads(path.read_text())["patterns"]
     assert tuple(result) == patterns
     for figures in result.values():
@@ -30,8 +30,21 @@ def test_polite_chats_are_whole_beside_hostile_ones(tmp_path: Path, demo_model_d
     assert result["slow-batches"]["hostile_answers"]["200"] > 2
 
 
-def test_there_are_twelve_patterns() -> None:
-    assert len(PATTERNS) == 12
+def test_chats_are_whole_beside_a_key_that_takes_its_share(tmp_path: Path, demo_model_dir: Path) -> None:
+    """Both loads run: that of honest keys, and that of the one key."""
+    path = tmp_path / "result.json"
+    limits = ["--most-ratio", "inf", "--most-livez-seconds", "inf", "--rest-seconds", "0"]
+    small = ["--chats", "10", "--hostile-seconds", "4", *limits, "--json", str(path)]
+    neighbor.main(["--model", str(demo_model_dir), "--pattern", "cancelled-body", *small])
+    figures = json.loads(path.read_text())["patterns"]["cancelled-body"]
+    for side in ("alone", "spread", "beside"):
+        assert (figures[side]["chats"], figures[side]["num_failed"], figures[side]["num_503"]) == (10, 0, 0)
+    assert figures["hostile_answers"]["200"] > 0
+    assert figures["p99_ratio"] > 0
+
+
+def test_there_are_nineteen_patterns() -> None:
+    assert len(PATTERNS) == 19
 
 
 def side(p99: float | None, num_failed: int, memory_bytes: int, livez: float = 0.01) -> dict[str, object]:
@@ -56,6 +69,6 @@ def side(p99: float | None, num_failed: int, memory_bytes: int, livez: float = 0
 def test_what_is_missed(ratio: float | None, beside: dict[str, object], misses: list[str]) -> None:
     options = argparse.Namespace(most_ratio=1.5, most_memory_bytes=500, most_livez_seconds=0.05)
     figures = {"p99_ratio": ratio, "alone": side(0.1, 0, 1), "beside": beside, "hostile_answers": {"400": 2}}
-    assert neighbour.misses_of(options, figures) == misses
-    shown = neighbour.table({"deep-json": figures}).splitlines()
+    assert neighbor.misses_of(options, figures, 0.05) == misses
+    shown = neighbor.table({"deep-json": figures}).splitlines()
     assert len(shown) == 2 and "2 x 400" in shown[1]

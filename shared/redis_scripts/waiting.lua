@@ -1,0 +1,47 @@
+-- Put before ACCEPT, TAKE, CANCEL and LEVEL (redis_scripts.py): how many entries of a queue wait, in all and by flow.
+-- An entry waits until a worker has read it; its field `f` is its flow, the API key. The hash `times` beside a queue has by
+-- flow the number at which its next turn begins (order.lua), a space, and how many of its entries wait.
+-- Blocking reads and workers of older versions do not count, so a count can be too high: ACCEPT takes it for no more than
+-- all that wait, and TAKE drops all counts once nothing waits. A gateway of an older version writes no count.
+
+local function num_waiting(q)
+  local groups, pending = redis.pcall('XINFO', 'GROUPS', q), 0
+  for i = 1, groups[1] and #groups[1] or 0, 2 do
+    if groups[1][i] == 'pending' then
+      pending = groups[1][i + 1]
+    end
+  end
+  return math.max(0, redis.call('XLEN', q) - pending)
+end
+
+local function fields_of(entry)
+  local fields, list = {}, entry[2] or {}
+  for i = 1, #list, 2 do
+    fields[list[i]] = list[i + 1]
+  end
+  return fields
+end
+
+local function flow_of(value) -- start of the next turn, number of waiting entries
+  local start, count = string.match(value or '', '^(%S+) ?(%d*)$')
+  return tonumber(start) or 0, tonumber(count) or 0
+end
+
+-- Subtract entries that wait no more. `counts`: their number by flow.
+local function uncount(times, counts)
+  local flows, changed = {}, {}
+  for flow in pairs(counts) do
+    flows[#flows + 1] = flow
+  end
+  local values = #flows > 0 and redis.call('HMGET', times, unpack(flows)) or {}
+  for i, flow in ipairs(flows) do
+    if values[i] then
+      local start, count = flow_of(values[i])
+      changed[#changed + 1] = flow
+      changed[#changed + 1] = start .. ' ' .. math.max(0, count - counts[flow])
+    end
+  end
+  if #changed > 0 then
+    redis.call('HSET', times, unpack(changed))
+  end
+end
