@@ -68,6 +68,7 @@ RUNNER_OPTIONS: dict[str, Any] = {
     "handler_cancellation": True,
     "keepalive_timeout": 30.0,
     "access_log": None,
+    "auto_decompress": False,  # or aiohttp decompresses what nobody reads: 2 MB of gzip are 2 GB, and seconds
     "logger": server_logger(),
 }
 

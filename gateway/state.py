@@ -22,7 +22,7 @@ from gateway.background import BackgroundWork
 from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
 from gateway.fair_pool import FairPool, TooMuchWaits, is_short
 from gateway.http.event_stream import StreamWatch
-from gateway.http.media_type import charset_of, media_type_of
+from gateway.http.media_type import charset_of, check_encoding, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.requests.generation_fields import Timeouts
@@ -206,9 +206,7 @@ async def read_body(request: web.Request, timeout_seconds: float) -> bytes:
 
 
 def _check_media_type(request: web.Request) -> None:
-    # A compressed body could be a thousand times larger than what the limit saw.
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("Content-Encoding: request bodies are read as they are, without compression.")
+    check_encoding(request)
     if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
         raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
     if "Content-Type" not in request.headers:
