@@ -24,6 +24,7 @@
     ├── RateLimited                     429     requests_per_minute_exceeded | tokens_per_minute_exceeded
     │                                           | max_concurrent_exceeded | max_waiting_exceeded
     │                                           | store_share_exceeded
+    │   └── KeyShareExceeded            429     key_share_exceeded
     ├── GenerationFailed                500     request_failed | request_cancelled, or what the worker said
     ├── InternalError                   500     internal
     ├── NotServed                       501     not_served
@@ -50,6 +51,8 @@ _TYPES = {
     501: "invalid_request_error",
     503: "overloaded_error",
 }
+
+KEY_SHARE_RETRY_SECONDS = 2  # as for a full gateway or queue
 
 
 class GatewayError(Exception):
@@ -190,6 +193,19 @@ class RateLimited(GatewayError, status=429, should_retry=True):
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "Retry-After": str(self.retry_after_seconds)}
+
+
+class KeyShareExceeded(RateLimited, code="key_share_exceeded"):
+    """A key would hold more than its share of a resource that keys divide (`shared/shares.py`)."""
+
+    def __init__(self, resource: str, share: str, setting: str) -> None:
+        """`resource`: in the plural; `share`: what the key may hold now; `setting`: the flag of the whole resource."""
+        super().__init__(
+            f"This API key holds its share of the {resource}: it may hold {share} now ({setting}). Retry when some of "
+            "its other requests have ended.",
+            code=self.default_code,
+            retry_after_seconds=KEY_SHARE_RETRY_SECONDS,
+        )
 
 
 class GenerationFailed(GatewayError, code="request_failed", should_retry=False):

@@ -153,6 +153,7 @@ class Access:
             account = accounts[digest] = Account(key, self._clock)
         if key is not None:
             account.store_ratio = self._ring.store_ratio(key)
+            account.has_neighbors = len(self._ring.keys) > 1
         return account
 
     async def watch(self) -> None:

@@ -57,6 +57,7 @@ class Account:
     def __init__(self, key: ApiKey | None, clock: Callable[[], float]) -> None:
         self.key = key
         self.store_ratio = 1.0  # of the store's memory, that its requests may hold; told by whoever knows all keys
+        self.has_neighbors = False  # whether other keys are configured, which divide resources with this one
         self._clock = clock
         self._num_open = {True: 0, False: 0}  # by whether they generate
         self._holders = Counter[str]()  # of the places of answers, by their ids

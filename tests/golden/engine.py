@@ -15,7 +15,6 @@ from shared.messages import (
     FinishReason,
     GenerationRequest,
     PromptLogprobs,
-    StoredChoice,
     StreamEvent,
     TokenEvent,
     TokenLogprobs,
@@ -88,17 +87,12 @@ class KeepingInferenceClient(FakeInferenceClient):
     def _keep(self, request: GenerationRequest, terms: RetentionTerms) -> None:
         assert self.script is not None, "an answer that is kept has a script"
         events = list(self.script(request))
-        choices = [StoredChoice() for _ in range(request.sampling.n)]
-        for event in events:
-            if isinstance(event, TokenEvent):
-                choices[event.choice].token_ids += event.token_ids
-                choices[event.choice].logprobs |= dict(enumerate(event.logprobs or (), event.index))
-                choices[event.choice].finish_reason = event.finish_reason
+        num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokenEvent))
         end = events[-1]
         assert not isinstance(end, TokenEvent), "every script ends"
         self._events[request.request_id] = events
         self._kept[request.request_id] = StoredRequest(
-            request, "done", terms.owner_key_hash, terms.record, choices, end
+            request, "done", terms.owner_key_hash, terms.record, num_tokens, end
         )
         if terms.name:
             self._names[terms.name] = request.request_id, terms.fingerprint
@@ -117,6 +111,9 @@ class KeepingInferenceClient(FakeInferenceClient):
 
     async def stored(self, request_ids: Iterable[str]) -> list[StoredRequest | None]:  # type: ignore[override]
         return [self._kept.get(request_id) for request_id in request_ids]
+
+    async def keeps(self, request_id: str) -> bool:
+        return request_id in self._kept
 
     async def named(self, digest: str) -> tuple[str, str] | None:  # type: ignore[override]
         return self._names.get(digest)
