@@ -20,6 +20,7 @@ from gateway.answers.answer_kinds import KINDS
 from gateway.app import RUNNER_OPTIONS, create_app
 from gateway.auth.access import Access, check_address
 from gateway.auth.api_keys import ApiKeysError
+from gateway.large_buffers import return_large_buffers
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, model_options
 from gateway.settings import GatewaySettings
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         except ParentGone:
             return 0
     sys.setswitchinterval(SWITCH_SECONDS)
+    return_large_buffers()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(serve(settings))
 

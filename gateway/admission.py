@@ -16,11 +16,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from gateway.errors import RateLimited, Unavailable
+from gateway.auth.rate_limits import Account
+from gateway.divided_resource import DividedResource
+from gateway.errors import GatewayError, RateLimited, Unavailable
 from shared.capabilities import Abilities
 from shared.messages import WorkerHeartbeat, WorkerPhase
 
@@ -218,27 +220,44 @@ class Gauge(Protocol):
 
 
 class OpenRequests:
-    def __init__(self, gauge: Gauge, max_open: int) -> None:
-        """`max_open` is for admit() to ask; nothing is refused here."""
-        self.max_open = max_open
-        self.num_open = 0
+    """The inference requests that this gateway answers, of all models: new answers, attaches and reads of kept ones."""
+
+    def __init__(self, gauge: Gauge, max_open: int, on_refusal: Callable[[str], None] = lambda reason: None) -> None:
+        """`on_refusal`: called with the error code of each request that is refused."""
         self.draining = False  # no more are admitted
         self._gauge = gauge
+        self._on_refusal = on_refusal
+        self._places = DividedResource(
+            "open streams",
+            "--max-num-streams",
+            max_open,
+            lambda: unavailable("gateway_full", f"This gateway holds {max_open} open requests, its limit."),
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def admit(self, route: str, account: Account) -> AbstractContextManager[None]:
+        """Count a request until the returned context ends. Raises Unavailable, and KeyShareExceeded."""
+        try:
+            if self.draining:
+                raise unavailable("draining")
+            self._places.take(account, 1)
+        except GatewayError as error:
+            self._on_refusal(error.code)
+            raise
+        return self._counted(route, account.owner_key_hash)
+
     @contextmanager
-    def counted(self, route: str) -> Iterator[None]:
+    def _counted(self, route: str, key: str) -> Iterator[None]:
         gauge = self._gauge.labels(route)
-        self.num_open += 1
         self._idle.clear()
         gauge.inc()
         try:
             yield
         finally:
             gauge.dec()
-            self.num_open -= 1
-            if self.num_open == 0:
+            self._places.give_back(key, 1)
+            if not self._places.num_held:
                 self._idle.set()
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
@@ -285,8 +304,6 @@ class Load:
     ready_workers: int
     was_ready: bool  # a worker has been ready since this gateway began
     is_waited_for: bool  # the next one: requests are taken while none is ready
-    open_requests: int  # this one too
-    max_open_requests: int
     store_has_room: bool
 
 
@@ -300,13 +317,19 @@ def admit(load: Load) -> None:
         raise unavailable("no_worker")
     if not load.store_has_room:
         raise unavailable("store_full")
-    if load.open_requests > load.max_open_requests:
-        raise unavailable("gateway_full", f"This gateway holds {load.max_open_requests} open requests, its limit.")
 
 
 def unavailable(reason: str, message: str = "") -> Unavailable:
     """The refusal for this reason; `message`: in other words than its own."""
     return Unavailable(message or _MESSAGES[reason], code=reason, retry_after_seconds=RETRY_AFTER_SECONDS[reason])
+
+
+def bytes_in_flight(max_bytes: int) -> DividedResource:
+    """Return the count of bytes that are being received or not yet sent, of all keys together."""
+    message = f"This gateway holds as many bytes of bodies as it may, {max_bytes} (--max-bytes-in-flight)."
+    return DividedResource(
+        "bytes in flight", "--max-bytes-in-flight", max_bytes, lambda: unavailable("gateway_full", message)
+    )
 
 
 def share_full(max_bytes: int) -> RateLimited:

@@ -15,11 +15,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.auth.access import Access, authenticate
 from gateway.batches.service import BATCHES, BatchService
+from gateway.descriptors import watch_descriptors
 from gateway.http.unread_bodies import leave_unread
 from gateway.metrics import GatewayMetrics
-from gateway.middlewares import charge, errors_to_json, identify, measure, set_headers, trace, write_out
+from gateway.middlewares import admit, charge, errors_to_json, identify, measure, set_headers, trace, write_out
 from gateway.model_service import ModelOptions
-from gateway.requests.request_body import MAX_BODY_BYTES
 from gateway.routes import admin, batches, completions, files, kv, models, page, requests, responses, tokenize
 from gateway.routes.admin import OPERATIONS_OF_ALL
 from gateway.settings import GatewaySettings
@@ -47,19 +47,19 @@ def meet_expectations() -> None:
     web_urldispatcher._default_expect_handler = _expected
 
 
-class _NoHttp(logging.Filter):
-    """A filter of what strangers send that is no HTTP: aiohttp writes a traceback at ERROR for each, with the bytes
-    that it could not read: a key, perhaps."""
+class _OfClients(logging.Filter):
+    """Drop what aiohttp logs, at ERROR and with a traceback, for the doings of clients: bytes that are no HTTP, which
+    may hold a key, and a connection that its client closed while it was written to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError)
+        return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
 def server_logger() -> logging.Logger:
     logger = logging.getLogger("gateway.http")
     if not logger.filters:
-        logger.addFilter(_NoHttp())
+        logger.addFilter(_OfClients())
     return logger
 
 
@@ -68,6 +68,8 @@ RUNNER_OPTIONS: dict[str, Any] = {
     "handler_cancellation": True,
     "keepalive_timeout": 30.0,
     "access_log": None,
+    "read_bufsize": 2**14,  # of a body that nobody reads yet: one read and no second; with 64 KiB it is 640 KiB
+    "auto_decompress": False,  # or aiohttp decompresses what nobody reads: 2 MB of gzip are 2 GB, and seconds
     "logger": server_logger(),
 }
 
@@ -87,7 +89,6 @@ def create_app(
     metrics = metrics or GatewayMetrics(vllm_names=settings.vllm_metric_names)
     access = access or Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
     app = web.Application(
-        client_max_size=MAX_BODY_BYTES,
         middlewares=[
             leave_unread(),
             identify,
@@ -96,6 +97,7 @@ def create_app(
             errors_to_json,
             authenticate(access),
             charge,
+            admit,
             write_out,
             web.normalize_path_middleware(append_slash=False, merge_slashes=True),  # clients join "…/v1/" and "/models"
         ],
@@ -112,7 +114,7 @@ def create_app(
     operations = tuple(operation for group in groups for operation in group.OPERATIONS)
     app.add_routes([web.route(operation.method, operation.path, operation.handler) for operation in operations])
     app[OPERATIONS_OF_ALL] = operations
-    runs = [_run(work) for work in (app[STATE].load_models, app[STATE].watch.run, access.watch)]
+    runs = [_run(work) for work in (app[STATE].load_models, app[STATE].watch.run, access.watch, watch_descriptors)]
     if settings.files_dir is not None:
         runs.append(_run(app[BATCHES].run, app[BATCHES].close))
     app.cleanup_ctx.extend([_inference_clients, *runs])

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import time
+from functools import partial
 from types import MappingProxyType
 
 from aiohttp import web
@@ -160,7 +161,22 @@ async def charge(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
+# New answers, attaches and reads of kept answers: a stream, or a body that may be as long.
+ADMITTED = GENERATING | {"/v1/responses/compact", "/v1/requests/{id}", "/v1/requests/{id}/events", "/v1/responses/{id}"}
+
+
+@web.middleware
+async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Let a request in before its body is read. DELETE is always let in: it makes room. Raises GatewayError."""
+    route = route_name(request)
+    if route not in ADMITTED or request.method == "DELETE":
+        return await handler(request)
+    with request.app[STATE].open_requests.admit(route, request[ACCOUNT]):
+        return await handler(request)
+
+
 @web.middleware
 async def write_out(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Write a long body before the request ends."""
-    return await write_long(request, await handler(request), request.app[STATE].watch)
+    """Write a long body before the request ends, while its bytes count for its key."""
+    state = request.app[STATE]
+    return await write_long(request, await handler(request), state.watch, partial(state.hold_bytes, request))

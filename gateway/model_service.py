@@ -178,8 +178,6 @@ class ModelService:
             ready_workers=num_ready,
             was_ready=num_ready > 0 or self.client.fleet.last_ready is not None,
             is_waited_for=num_ready == 0 and self._is_waited_for(),
-            open_requests=self._open_requests.num_open,
-            max_open_requests=self._open_requests.max_open,
             store_has_room=self.client.store_memory.has_room,
         )
         try:

@@ -14,6 +14,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 GENERATION_CONFIGS = ("auto", "vllm", "none")
 REASONING_PARSERS = ("", "qwen3", "deepseek_r1")
 NO_WORKER = ("wait", "refuse")
+MIN_BYTES_IN_FLIGHT = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class GatewaySettings:
         1024, parse=parse_count, help="requests that may wait in each queue; keys divide them"
     )
     max_num_streams: int = setting(4096, parse=parse_count, help="requests open here before 503 gateway_full")
+    max_bytes_in_flight: int = setting(
+        256 * 2**20, parse=parse_bytes, help="bytes of bodies being received or not yet sent before 503 gateway_full"
+    )
     sse_keep_alive_seconds: float = setting(10.0, parse=float, help="silence on a stream before a comment is sent")
     write_stall_seconds: float = setting(30.0, parse=float, help="a client that reads nothing for so long is dropped")
     body_timeout_seconds: float = setting(10.0, parse=float, help="time for a client to send its request body")
@@ -118,6 +122,11 @@ class GatewaySettings:
             ("--max-batch-concurrency", self.max_batch_concurrency),
         ):
             _require(count is None or count >= 1, flag, "at least 1", count)
+        _require(
+            self.max_bytes_in_flight >= MIN_BYTES_IN_FLIGHT,
+            "--max-bytes-in-flight", f"at least {MIN_BYTES_IN_FLIGHT}, room for two of the largest bodies",
+            self.max_bytes_in_flight,
+        )  # fmt: skip
         for flag, seconds in (
             ("--sse-keep-alive-seconds", self.sse_keep_alive_seconds),
             ("--write-stall-seconds", self.write_stall_seconds),

@@ -8,21 +8,23 @@ A chat's way in, where its handler begins. It knows no field of any body.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
-from gateway.admission import OpenRequests
+from gateway.admission import OpenRequests, bytes_in_flight
 from gateway.auth.access import ACCOUNT
 from gateway.auth.rate_limits import Account
 from gateway.background import BackgroundWork
 from gateway.errors import BodyTooLarge, InvalidJson, RateLimited, RequestTimeout, UnsupportedMediaType
 from gateway.fair_pool import FairPool, TooMuchWaits, is_short
 from gateway.http.event_stream import StreamWatch
-from gateway.http.media_type import charset_of, media_type_of
+from gateway.http.kept_bodies import KeptBodies
+from gateway.http.media_type import charset_of, check_encoding, media_type_of
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelOptions, ModelService, ModelTable
 from gateway.requests.generation_fields import Timeouts
@@ -59,7 +61,9 @@ class GatewayState:
         self._processes = processes
         self.readers = FairPool() if processes is None else FairPool(NUM_PROCESSES, processes.run)
         self.background = BackgroundWork()
-        self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams)
+        self.open_requests = OpenRequests(metrics.open_requests, settings.max_num_streams, self._count_refusal)
+        self.bytes_in_flight = bytes_in_flight(settings.max_bytes_in_flight)
+        self.kept_bodies = KeptBodies(self.bytes_in_flight)
         self.started_at_unix = int(time.time())
         self.models_loaded = asyncio.Event()
         self.model_failed = asyncio.Event()  # its directory is there and cannot be served: nothing to wait for
@@ -79,6 +83,15 @@ class GatewayState:
                 for options, client in clients.items()
             ]
         )
+
+    def hold_bytes(self, request: web.Request, num_bytes: int) -> AbstractContextManager[object]:
+        """Count bytes that wait to be sent, but for routes without a key. Raises KeyShareExceeded, and Unavailable."""
+        account = request.get(ACCOUNT)
+        return nullcontext() if account is None else self.bytes_in_flight.hold(account, num_bytes)
+
+    def _count_refusal(self, reason: str) -> None:
+        """Count a request that was refused before its body named a model: for the first model."""
+        next(iter(self.models)).metrics.rejected.labels(reason).inc()
 
     @property
     def default_timeouts(self) -> Timeouts:
@@ -186,25 +199,56 @@ def context_of(http: web.Request) -> RequestContext:
     )
 
 
-async def read_body(request: web.Request, timeout_seconds: float) -> bytes:
+@asynccontextmanager
+async def received_body(request: web.Request) -> AsyncIterator[bytes]:
+    """Read the body of a request; its bytes are counted for its key, before they come, until the context ends.
+
+    Raises:
+        UnsupportedMediaType: If it is compressed, or not JSON.
+        BodyTooLarge: If it has more than MAX_BODY_BYTES.
+        KeyShareExceeded, Unavailable: If the bytes in flight leave no room for it.
+        RequestTimeout: If it does not arrive in time.
+        InvalidJson: If the connection closes before its end.
+    """
+    state = request.app[STATE]
     _check_media_type(request)
-    if (request.content_length or 0) > MAX_BODY_BYTES:  # without waiting for it
-        raise BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            return await request.read()
-    except TimeoutError as error:
-        raise RequestTimeout(f"The request body did not arrive within {timeout_seconds:g} s.") from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.") from error
-    except web.RequestPayloadError as error:
-        raise InvalidJson("The request body broke off.") from error
+    length = request.content_length
+    if length is not None and length > MAX_BODY_BYTES:
+        raise _too_large()
+    with state.bytes_in_flight.hold(request[ACCOUNT], MAX_BODY_BYTES if length is None else length) as held:
+        timeout_seconds = state.settings.body_timeout_seconds
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                body = await _read(request.content)
+        except TimeoutError as error:
+            raise RequestTimeout(f"The request body did not arrive within {timeout_seconds:g} s.") from error
+        except web.RequestPayloadError as error:
+            raise InvalidJson("The connection closed before the full request body arrived.") from error
+        held.shrink(len(body))
+        yield body
+
+
+async def _read(content: StreamReader) -> bytes:
+    """Unlike `web.Request.read()`, which keeps a second copy for as long as the request lives."""
+    first = await content.readany()
+    if content.at_eof():  # as nearly always
+        if len(first) > MAX_BODY_BYTES:
+            raise _too_large()
+        return first
+    body = bytearray(first)
+    while chunk := await content.readany():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
+    return bytes(body)
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
 
 
 def _check_media_type(request: web.Request) -> None:
-    # A compressed body could be a thousand times larger than what the limit saw.
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("Content-Encoding: request bodies are read as they are, without compression.")
+    check_encoding(request)
     if request.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
         raise UnsupportedMediaType("Transfer-Encoding: request bodies come as they are or chunked.")
     if "Content-Type" not in request.headers:

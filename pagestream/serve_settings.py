@@ -21,6 +21,7 @@ GATEWAY_FLAGS = frozenset(
     {
         "--max-num-queued-reqs",
         "--max-num-streams",
+        "--max-bytes-in-flight",
         "--sse-keep-alive-seconds",
         "--write-stall-seconds",
         "--body-timeout-seconds",

@@ -94,8 +94,41 @@ def _any_of(choices: str) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_text, texts)))
 
 
+_INTEGER_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_NOT_SCHEMAS = frozenset(("const", "default", "enum", "examples"))  # keywords whose values are data
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
+
+
+def _json_schema(text: str) -> str:
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    _check_integer_bounds(json.loads(text))
+    return grammar
+
+
+def _check_integer_bounds(schema: object) -> None:
+    """Raise GrammarError for a bound that llguidance would replace by the nearest 64-bit integer."""
+    waiting: list[tuple[str, object]] = [("", schema)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            if "integer" in (value.get("type") or ()):  # a name, or a list of names
+                _check_bounds_of(path, value)
+            waiting += [(f"{path}{name}.", part) for name, part in value.items() if name not in _NOT_SCHEMAS]
+        elif isinstance(value, list):
+            waiting += [(f"{path}{index}.", part) for index, part in enumerate(value)]
+
+
+def _check_bounds_of(path: str, schema: Mapping[str, object]) -> None:
+    for name in _INTEGER_BOUNDS & schema.keys():
+        bound = schema[name]
+        if isinstance(bound, int | float) and not MIN_INTEGER <= bound <= MAX_INTEGER:
+            raise GrammarError(
+                shortened(f"{path}{name}: expected a bound from {MIN_INTEGER} to {MAX_INTEGER}; got {bound}")
+            )
+
+
 _READERS: dict[GrammarKind, Callable[[str], str]] = {
-    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS),
+    GrammarKind.JSON_SCHEMA: _json_schema,
     GrammarKind.REGEX: partial(grammar_from, "regex"),
     GrammarKind.CHOICE: _any_of,
     GrammarKind.GRAMMAR: partial(grammar_from, "grammar"),

@@ -27,7 +27,7 @@ from gateway.requests.generation_fields import PRIORITY_HEADER, asked_class, tim
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.planning import Tenant, has_more_work, prepared, with_deadlines
 from gateway.requests.request_body import JsonBody
-from gateway.state import RequestContext, context_of, read_body, route_name
+from gateway.state import RequestContext, context_of, received_body
 from gateway.store.inference_client import NameTaken, StoreUnavailable
 from shared.messages import GenerationRequest
 
@@ -39,16 +39,17 @@ Complete: TypeAlias = Callable[[RequestContext, JsonBody], Awaitable[JsonBody]]
 async def answer(http: web.Request, kind: AnswerKind, complete: Complete | None = None) -> web.StreamResponse:
     """`complete` adds to a body what it refers to."""
     context = context_of(http)
-    data = await read_body(http, context.state.settings.body_timeout_seconds)
-    with context.state.open_requests.counted(route_name(http)):
+    async with received_body(http) as data:
         body = await context.read(len(data), partial(kind.decode, data))
+        del data
         if complete is not None:
             body = await complete(context, body)
         submission = await submitted(context, kind, body)
-        try:
-            return await write_long(http, await submission.respond(http), context.state.watch)
-        finally:
-            submission.release()
+    try:
+        response = await submission.respond(http)
+        return await write_long(http, response, context.state.watch, partial(context.state.hold_bytes, http))
+    finally:
+        submission.release()
 
 
 async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -> AnswerSubmission:
@@ -65,7 +66,8 @@ async def submitted(context: RequestContext, kind: AnswerKind, body: JsonBody) -
     for _ in range(MAX_ATTEMPTS):
         kept = None
         if retention is not None and retention.name:
-            kept, stale_id = await find_named(service, retention, account.owner_key_hash)
+            async with state.kept_bodies.turn(account.owner_key_hash):
+                kept, stale_id = await find_named(service, retention, account.owner_key_hash)
             retention = replace(retention, stale_id=stale_id)
         submission: AnswerSubmission
         try:

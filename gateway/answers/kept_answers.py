@@ -56,6 +56,11 @@ class KeptAnswer:
         return "queued" if all(part.state == "queued" and not part.num_tokens for part in self.parts) else "running"
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is queued or running."""
+        return self.state in ("queued", "running")
+
+    @property
     def has_result(self) -> bool:
         """An answer, or the error that it ended with."""
         return self.state in ("finished", "failed")

@@ -32,11 +32,12 @@ from gateway.errors import GatewayError, KeyShareExceeded, RateLimited, Unavaila
 from gateway.http.event_numbers import END, EventNumbers, first_events
 from gateway.http.event_numbers import HEADER as LAST_EVENT_ID
 from gateway.http.event_stream import EventStream
+from gateway.http.kept_bodies import BuiltBody
 from gateway.metrics import ModelMetrics
 from gateway.model_service import ModelService
 from gateway.requests.openai_schema import CompletionRequest
 from gateway.requests.responses_schema import with_what_held
-from gateway.state import RequestContext, context_of, route_name
+from gateway.state import RequestContext, context_of
 from gateway.store.inference_client import (
     NeedsNewerWorker,
     QueueFull,
@@ -233,6 +234,7 @@ class KeptSubmission(AnswerSubmission):
             detach_seconds=record.detach_seconds,
         )  # fmt: skip
         self._kept = kept
+        self._response: web.Response | None = None  # with a body that others may be reading too
 
     async def _submit(self) -> None:
         """Raises also AnswerChanged, where a client's name for it stands for something else by now."""
@@ -240,7 +242,15 @@ class KeptSubmission(AnswerSubmission):
             return
         if not self._completion.background:
             self._context.account.check_debt()
+        if self._kept.has_result and not self._completion.stream and not self.tells_state:
+            name, bodies = (self._kind.name, self.answer_id), self._context.state.kept_bodies
+            self._response = await bodies.respond(self._context.account, name, self._built, self._headers)
+        else:
+            await self._attach()
+
+    async def _built(self) -> BuiltBody:
         await self._attach()
+        return as_built(self._kept, await self.collect())
 
     async def _attach(self) -> None:
         streams = await self._kept.attach()
@@ -256,6 +266,8 @@ class KeptSubmission(AnswerSubmission):
             self._leave(self._detach_seconds, lambda: None)
 
     async def respond(self, http: web.Request) -> web.StreamResponse:
+        if self._response is not None:
+            return self._response
         if self.tells_state:
             return web.Response(body=await self.state_told(self.collect), content_type="application/json")
         return await super().respond(http)
@@ -290,18 +302,23 @@ async def stream_again(http: web.Request, kept: KeptAnswer, *, num_known: int | 
     completion = structs.replace(completion, stream=True, include_usage=include_usage)
     if num_known is not None:
         context = replace(context, headers={LAST_EVENT_ID: first_events(num_known)})
-    with context.state.open_requests.counted(route_name(http)):
-        submission = KeptSubmission(context, kept, completion)
-        await submission.submit()
-        try:
-            return await submission.stream(http)
-        finally:
-            submission.release()
+    submission = KeptSubmission(context, kept, completion)
+    await submission.submit()
+    try:
+        return await submission.stream(http)
+    finally:
+        submission.release()
 
 
-async def show_again(context: RequestContext, kept: KeptAnswer) -> Body:
+async def show_again(context: RequestContext, kept: KeptAnswer) -> BuiltBody:
     """The body of a kept answer as it stands."""
-    return await KeptSubmission(context, kept).state_told(partial(read_again, context, kept))
+    return as_built(kept, await KeptSubmission(context, kept).state_told(partial(read_again, context, kept)))
+
+
+def as_built(kept: KeptAnswer, body: Body) -> BuiltBody:
+    """A body that shows all of a kept answer."""
+    num_tokens = 0 if kept.completion.background else kept.num_tokens
+    return BuiltBody(body, kept.has_result, num_tokens, partial(kept.service.client.archive.keeps, kept.answer_id))
 
 
 async def read_again(context: RequestContext, kept: KeptAnswer) -> Body:

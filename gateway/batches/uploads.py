@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.batches.disk import ended
 from gateway.batches.file_store import FileStore, Part
 from gateway.errors import BodyTooLarge, InvalidRequest, MissingParameter, RequestTimeout, UnsupportedMediaType
-from gateway.http.media_type import media_type_of
+from gateway.http.media_type import check_encoding, media_type_of
 
 CHUNK_BYTES = 2**18
 MIN_BYTES_PER_SECOND = 32 * 2**10  # slower clients hold a connection for nothing
@@ -52,6 +52,7 @@ async def receive_upload(
     """`timeout_seconds`: for a small one. Raises GatewayError, and OSError."""
     if (media_type := media_type_of(http)) != MULTIPART:
         raise UnsupportedMediaType(f"Content-Type: expected {MULTIPART}, got {media_type[:100]}.")
+    check_encoding(http)
     declared = http.content_length
     if declared is not None and declared > max_bytes + MAX_FORM_BYTES:
         raise _too_large(max_bytes)

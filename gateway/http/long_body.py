@@ -10,10 +10,15 @@ The way back, in its very last step, of an answer that is not streamed. It knows
 import asyncio
 import socket
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from aiohttp import web
 
 from gateway.http.event_stream import MAX_UNSENT_BYTES, PIECE_BYTES, StreamWatch
+
+# On a response whose body is counted elsewhere: what counts it, for as long as it lives.
+COUNTED = web.ResponseKey("counted", object)
 
 
 class _BodyWrite:
@@ -33,11 +38,33 @@ class _BodyWrite:
         self._transport.abort()
 
 
-async def write_long(request: web.Request, response: web.StreamResponse, watch: StreamWatch) -> web.StreamResponse:
-    """The response, written if its body is long. ConnectionResetError: the client has gone, or reads nothing."""
+async def write_long(
+    request: web.Request,
+    response: web.StreamResponse,
+    watch: StreamWatch,
+    hold: Callable[[int], AbstractContextManager[object]],
+) -> web.StreamResponse:
+    """Write the response if its body is long, and return it.
+
+    Args:
+        request: The request that is answered.
+        response: Its response, not yet prepared.
+        watch: Ends the connection of a client that reads nothing.
+        hold: Counts bytes until they are sent; raises GatewayError where there is no room for them.
+
+    Raises:
+        ConnectionResetError: If the client has gone, or reads nothing.
+    """
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
     if not isinstance(body, bytes | bytearray) or len(body) <= PIECE_BYTES or request.method == "HEAD":
         return response
+    with nullcontext() if COUNTED in response else hold(len(body)):
+        return await _write(request, response, body, watch)
+
+
+async def _write(
+    request: web.Request, response: web.StreamResponse, body: bytes | bytearray, watch: StreamWatch
+) -> web.StreamResponse:
     written = web.StreamResponse(status=response.status, headers=response.headers)
     written.content_length = len(body)
     await written.prepare(request)

@@ -31,6 +31,17 @@ def charset_of(http: web.Request) -> str:
     return found[1].lower() if found else "utf-8"
 
 
+def check_encoding(http: web.Request) -> None:
+    """Refuse a compressed body: it can be a thousand times larger than its length says.
+
+    Raises:
+        UnsupportedMediaType: If Content-Encoding is anything but identity.
+    """
+    encoding = http.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding: expected identity (no compression); got {encoding[:100]!r}.")
+
+
 def _header(http: web.Request) -> str:
     header = http.headers.get("Content-Type", "")
     if len(header) > MAX_CHARS:

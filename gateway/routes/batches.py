@@ -9,6 +9,7 @@ Beside the walks: what it begins is driven by gateway/batches. It knows no line.
 """
 
 import asyncio
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from gateway.openapi import Operation
 from gateway.requests.openai_schema import check_other_fields
 from gateway.requests.request_body import decode_body
 from gateway.routes.files import PAGING_PARAMETERS, as_json, checked_expiry, find_file, full_disk_told
-from gateway.state import STATE, context_of, read_body
+from gateway.state import context_of, received_body
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):
@@ -47,7 +48,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {}
 
 async def create_batch(http: web.Request) -> web.Response:
     service, owner = http.app[BATCHES], http[ACCOUNT].owner_key_hash
-    body = decode_body(await read_body(http, http.app[STATE].settings.body_timeout_seconds))
+    async with received_body(http) as data:
+        body = await context_of(http).read(len(data), partial(decode_body, data))
     fields = body.typed(CreateBatchBody)
     ignored = check_other_fields(CreateBatchBody, body.given, _UNSUPPORTED)
     record = await find_file(service, fields.input_file_id, owner)

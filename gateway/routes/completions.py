@@ -27,7 +27,7 @@ from gateway.openapi import INFERENCE_ERRORS, Operation, answering
 from gateway.requests.anthropic_schema import MessagesBody, PromptFields, parse_count
 from gateway.requests.openai_schema import ChatBody, CompletionBody, CompletionRequest
 from gateway.requests.request_body import decode_body
-from gateway.state import context_of, read_body
+from gateway.state import context_of, received_body
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -44,9 +44,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     context = context_of(request)
-    body = await read_body(request, context.state.settings.body_timeout_seconds)
-    count = partial(num_prompt_tokens, body, _count_of, context.state.models.to_read(context.account))
-    return web.json_response({"input_tokens": await context.read(None, count)})
+    async with received_body(request) as body:
+        count = partial(num_prompt_tokens, body, _count_of, context.state.models.to_read(context.account))
+        return web.json_response({"input_tokens": await context.read(None, count)})
 
 
 def _count_of(body: bytes) -> CompletionRequest:

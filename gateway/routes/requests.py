@@ -7,6 +7,7 @@ GET     /events: its stream from the beginning, or behind the event that Last-Ev
 The way back of a kept answer begins here anew. It knows no API's form.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,12 +16,13 @@ from aiohttp import web
 from gateway.answer_shapes import ErrorDetail
 from gateway.answers.kept_answers import KeptAnswer, find_answer
 from gateway.answers.openai_response import Body
-from gateway.answers.submission import read_again, stream_again
+from gateway.answers.submission import as_built, read_again, stream_again
 from gateway.auth.access import ACCOUNT
 from gateway.errors import GatewayError, GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
 from gateway.http.event_numbers import HEADER
+from gateway.http.kept_bodies import BuiltBody
 from gateway.openapi import EVENTS, Operation, Parameter
-from gateway.state import STATE, context_of
+from gateway.state import STATE, RequestContext, context_of
 
 _ERRORS = (RequestNotFound, GenerationFailed, Unavailable)
 
@@ -40,7 +42,13 @@ class RequestBody(msgspec.Struct, kw_only=True):
 
 
 async def show_request(http: web.Request) -> web.Response:
-    return await _shown(http, await _find(http))
+    context = context_of(http)
+
+    async def build() -> BuiltBody:
+        answer = await _find(http)
+        return replace(as_built(answer, await _shown(context, answer)), has_ended=not answer.is_open)
+
+    return await context.state.kept_bodies.respond(context.account, ("request", http.match_info["id"]), build)
 
 
 async def cancel_request(http: web.Request) -> web.Response:
@@ -48,23 +56,27 @@ async def cancel_request(http: web.Request) -> web.Response:
     answer = await _find(http)
     for request in answer.requests:
         await answer.service.client.submission.cancel(request)
-    return await _shown(http, await _find(http))
+    shown = await _shown(context_of(http), await _find(http))
+    return web.Response(body=shown, content_type="application/json")
 
 
 async def stream_request(http: web.Request) -> web.StreamResponse:
-    return await stream_again(http, await _find(http))
+    context = context_of(http)
+    async with context.state.kept_bodies.turn(context.account.owner_key_hash):
+        answer = await _find(http)
+    return await stream_again(http, answer)
 
 
 async def _find(http: web.Request) -> KeptAnswer:
     return await find_answer(http.app[STATE].models, http.match_info["id"], http[ACCOUNT].owner_key_hash)
 
 
-async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
+async def _shown(context: RequestContext, answer: KeptAnswer) -> bytes:
     result: Body | None = None
     error: dict[str, Any] | None = None
-    if answer.state not in ("queued", "running"):
+    if not answer.is_open:
         try:
-            result = await read_again(context_of(http), answer)
+            result = await read_again(context, answer)
         except RateLimited:
             raise
         except GatewayError as failure:
@@ -80,7 +92,7 @@ async def _shown(http: web.Request, answer: KeptAnswer) -> web.Response:
         result=None if result is None else msgspec.Raw(result),
         error=None if error is None else msgspec.convert(error, ErrorDetail),
     )
-    return web.Response(body=msgspec.json.encode(shown), content_type="application/json")
+    return msgspec.json.encode(shown)
 
 
 OPERATIONS = (

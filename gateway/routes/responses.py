@@ -26,12 +26,13 @@ from gateway.answers.responses_history import find_response, items_of, with_hist
 from gateway.answers.responses_output import InputItemsBody, input_items
 from gateway.answers.submission import show_again, stream_again
 from gateway.errors import GenerationFailed, InvalidRequest, RateLimited, RequestNotFound, Unavailable
+from gateway.http.kept_bodies import BuiltBody
 from gateway.http.query_fields import query_choice, query_flag, query_number
 from gateway.model_service import num_prompt_tokens
 from gateway.openapi import EVENTS, INFERENCE_ERRORS, Operation, Parameter, answering
 from gateway.requests.responses_body import CountedBody, ResponsesBody
 from gateway.requests.responses_schema import CompactionBody, parse_response
-from gateway.state import context_of, read_body
+from gateway.state import context_of, received_body
 from gateway.store.inference_client import StoreUnavailable
 
 _PATH = "/v1/responses/{id}"
@@ -50,10 +51,16 @@ async def show_response(http: web.Request) -> web.StreamResponse:
     number = query_number(http.query, "starting_after", 0, _MAX_NUMBER)
     if number is not None and not is_stream:
         raise InvalidRequest("starting_after: only allowed when stream is true.", param="starting_after")
-    kept = await _find(http)
+    context = context_of(http)
     if is_stream:
+        async with context.state.kept_bodies.turn(context.account.owner_key_hash):
+            kept = await _find(http)
         return await stream_again(http, kept, num_known=None if number is None else number + 1)
-    return await _shown(http, kept)
+
+    async def build() -> BuiltBody:
+        return await show_again(context, await _find(http))
+
+    return await context.state.kept_bodies.respond(context.account, (RESPONSE.name, http.match_info["id"]), build)
 
 
 async def cancel_response(http: web.Request) -> web.Response:
@@ -87,11 +94,11 @@ async def list_input_items(http: web.Request) -> web.Response:
 async def count_input_tokens(http: web.Request) -> web.Response:
     """As many as the same body's usage would tell."""
     context = context_of(http)
-    body = await read_body(http, context.state.settings.body_timeout_seconds)
-    decoded = await context.read(len(body), partial(RESPONSE.decode, body))
-    decoded = await with_history(context, decoded, CountedBody)
-    count = partial(num_prompt_tokens, decoded, parse_response, context.state.models.to_read(context.account))
-    return web.json_response({"object": "response.input_tokens", "input_tokens": await context.read(None, count)})
+    async with received_body(http) as body:
+        decoded = await context.read(len(body), partial(RESPONSE.decode, body))
+        decoded = await with_history(context, decoded, CountedBody)
+        count = partial(num_prompt_tokens, decoded, parse_response, context.state.models.to_read(context.account))
+        return web.json_response({"object": "response.input_tokens", "input_tokens": await context.read(None, count)})
 
 
 async def compact_conversation(http: web.Request) -> web.StreamResponse:
@@ -109,7 +116,8 @@ async def _cancelled(http: web.Request, kept: KeptAnswer) -> KeptAnswer:
 
 
 async def _shown(http: web.Request, kept: KeptAnswer) -> web.Response:
-    return web.Response(body=await show_again(context_of(http), kept), content_type="application/json")
+    shown = await show_again(context_of(http), kept)
+    return web.Response(body=shown.data, content_type="application/json")
 
 
 OPERATIONS = (

@@ -21,7 +21,7 @@ from gateway.openapi import Operation, Parameter
 from gateway.requests.openai_schema import Messages, Prompt, chat_prompt
 from gateway.requests.planning import encode_prompt
 from gateway.requests.request_body import decode_body
-from gateway.state import STATE, context_of, read_body
+from gateway.state import STATE, context_of, received_body
 from gateway.text.chat_template import TemplateOptions
 
 
@@ -53,9 +53,9 @@ async def detokenize(request: web.Request) -> web.Response:
 async def _worked(request: web.Request, work: Callable[[bytes, Sequence[ReadModel]], bytes]) -> web.Response:
     """The JSON that `work` makes of a body."""
     context = context_of(request)
-    body = await read_body(request, context.state.settings.body_timeout_seconds)
-    # Ten times the bytes: the text of a token id is as long as what it is read from, and longer to make.
-    answer = await context.read(10 * len(body), partial(work, body, context.state.models.to_read(context.account)))
+    async with received_body(request) as body:
+        # Ten times the bytes: the text of a token id is as long as what it is read from, and longer to make.
+        answer = await context.read(10 * len(body), partial(work, body, context.state.models.to_read(context.account)))
     return web.Response(body=answer, content_type="application/json")
 
 

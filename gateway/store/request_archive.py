@@ -37,13 +37,9 @@ class StoredRequest:
     state: str  # queued | running | done
     owner_key_hash: str
     record: bytes  # empty for a request that is not kept
-    choices: list[StoredChoice]  # by index, as far as they have come
+    num_tokens: int  # of all choices, as far as they have come; not the tokens, which are megabytes
     terminal: TerminalEvent | None
     was_cancelled: bool = False  # by somebody who asked for that, not because its readers had gone
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
 
 
 class RequestArchive:
@@ -60,6 +56,11 @@ class RequestArchive:
             await self.decode(_owner_of(fields), _length_of(journal), partial(stored_request, fields, journal))
             for fields, journal in replies
         ]
+
+    async def keeps(self, request_id: str) -> bool:
+        """Return whether what was asked and answered is still there. Raises StoreUnavailable."""
+        owner: Any = await self._calls.ask(self._read_owner(request_id))
+        return owner is not None
 
     async def decoded(
         self, request: GenerationRequest, stored: Any, journal: Any, known: Sequence[int] = ()
@@ -111,6 +112,10 @@ class RequestArchive:
                 pipeline.unlink(self._keys.journal(request_id))
             await pipeline.execute()
 
+    async def _read_owner(self, request_id: str) -> bytes | None:
+        fields: Any = await self._redis.hmget(self._keys.request(request_id), ["owner"])
+        return fields[0]  # type: ignore[no-any-return]
+
     async def _read_name(self, digest: str) -> tuple[str, str] | None:
         named: Any = await self._redis.hmget(self._keys.client_name(digest), ["id", "fingerprint"])
         return (named[0].decode(), named[1].decode()) if all(named) else None
@@ -155,6 +160,7 @@ def stored_request(fields: Sequence[Any] | Exception, journal: Any) -> StoredReq
         return None
     request = decode_request(body)
     choices, terminal = stored_answer(request, fields, journal)
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
     return StoredRequest(
-        request, state.decode(), (owner or b"").decode(), record or b"", choices, terminal, asked is not None
+        request, state.decode(), (owner or b"").decode(), record or b"", num_tokens, terminal, asked is not None
     )

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.__main__ import new_event_loop
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.auth.access import Access
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import ModelService, model_options
 from gateway.settings import GatewaySettings
@@ -45,13 +46,19 @@ class Gateway:
     """A running gateway, its fake engine, and a client of it."""
 
     def __init__(
-        self, app: web.Application, engine: FakeInferenceClient, session: aiohttp.ClientSession, port: int
+        self,
+        app: web.Application,
+        engine: FakeInferenceClient,
+        session: aiohttp.ClientSession,
+        port: int,
+        access: Access,
     ) -> None:
         self.state = app[STATE]
         self.routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
         self.engine = engine
         self.session = session
         self.port = port
+        self.access = access
 
     @property
     def service(self) -> ModelService:
@@ -80,14 +87,15 @@ async def start_gateway(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any
             engine, *others = engines or (FakeInferenceClient(),)
             clients = dict(zip(options, (engine, *others), strict=True))
             metrics = GatewayMetrics(CollectorRegistry(), vllm_names=settings.vllm_metric_names)
-            app = create_app(settings, clients, metrics, processes=processes)  # type: ignore[arg-type]
+            access = Access(settings.api_key, settings.api_keys_file, allowed_hosts=settings.allowed_hosts)
+            app = create_app(settings, clients, metrics, access, processes=processes)  # type: ignore[arg-type]
             runner = web.AppRunner(app, shutdown_timeout=0.5, **RUNNER_OPTIONS)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0][:2]
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{host}:{port}"))
-            gateway = Gateway(app, engine, session, port)
+            gateway = Gateway(app, engine, session, port, access)
             if wait:
                 await gateway.state.models_loaded.wait()
             return gateway

@@ -40,15 +40,13 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
         ({"ready_workers": 0, "is_waited_for": True}, None),
         ({"ready_workers": 0, "is_waited_for": True, "was_ready": False}, "starting"),
         ({"ready_workers": 0, "is_waited_for": True, "store_has_room": False}, "store_full"),
-        ({"open_requests": 10}, None),
-        ({"open_requests": 11}, "gateway_full"),
         ({"store_has_room": False}, "store_full"),
     ],
 )
 def test_admission(changes: dict[str, int], reason: str | None) -> None:
-    usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True, "open_requests": 0}
+    usual = {"draining": False, "model_loaded": True, "ready_workers": 1, "was_ready": True}
     usual |= {"store_has_room": True, "is_waited_for": False}
-    load = Load(**{**usual, "max_open_requests": 10, **changes})  # type: ignore[arg-type]
+    load = Load(**{**usual, **changes})  # type: ignore[arg-type]
     if reason is None:
         admit(load)
     else:

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[int, bytes]] = {
     "gzip in gzip": (415, post(LENGTH, b"Content-Encoding: gzip, gzip")),
     "deflate": (415, post(LENGTH, b"Content-Encoding: deflate")),
     "x-gzip": (415, post(LENGTH, b"Content-Encoding: x-gzip")),
-    "brotli": (400, post(LENGTH, b"Content-Encoding: br")),
+    "brotli": (415, post(LENGTH, b"Content-Encoding: br")),
     "identity": (200, post(LENGTH, b"Content-Encoding: identity")),
     "wait for a 100": (100, post(LENGTH, b"Expect: 100-continue")),
     "expect something else": (417, post(LENGTH, b"Expect: tea")),

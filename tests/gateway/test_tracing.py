@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from gateway.app import RUNNER_OPTIONS, create_app
+from gateway.auth.access import Access
 from gateway.metrics import GatewayMetrics
 from gateway.model_service import model_options
 from gateway.settings import GatewaySettings
@@ -44,7 +45,7 @@ async def traced(tiny_model_dir: Path, exporter: InMemorySpanExporter) -> AsyncI
     port = runner.addresses[0][1]
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
         await app[STATE].models_loaded.wait()
-        yield Gateway(app, engine, session, port)
+        yield Gateway(app, engine, session, port, Access())
     await runner.cleanup()
 
 

@@ -20,6 +20,8 @@ KINDS = GrammarKind
 GOOD = [
     (KINDS.JSON_SCHEMA, '{"type": "object"}'),
     (KINDS.JSON_SCHEMA, '{"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}'),
+    (KINDS.JSON_SCHEMA, '{"type": "integer", "minimum": 0, "maximum": 9223372036854775807}'),
+    (KINDS.JSON_SCHEMA, '{"properties": {"minimum": {"const": {"type": "integer", "minimum": 1e30}}}}'),
     (KINDS.REGEX, r"(a+)+b|\d{4}-\d{2}"),
     (KINDS.CHOICE, '["yes", "no", "\\"quoted\\"\\n", "é"]'),
     (KINDS.GRAMMAR, 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/'),
@@ -30,6 +32,13 @@ BAD = [
     (KINDS.JSON_SCHEMA, '{"uniqueItems": true}', "uniqueItems"),
     (KINDS.JSON_SCHEMA, '{"$ref": "https://example.org/schema"}', "example.org"),
     (KINDS.JSON_SCHEMA, "[]", "object schema"),
+    (KINDS.JSON_SCHEMA, '{"type": "integer", "minimum": 1e30, "maximum": 1e31}', "imum: expected a bound from -9223"),
+    (KINDS.JSON_SCHEMA, '{"type": ["integer", "null"], "exclusiveMaximum": -1e40}', "exclusiveMaximum: expected"),
+    (
+        KINDS.JSON_SCHEMA,
+        '{"anyOf": [{"properties": {"n": {"type": "integer", "maximum": 9223372036854775808}}}]}',
+        "anyOf.0.properties.n.maximum: expected",
+    ),
     (KINDS.JSON_SCHEMA, '{"type": ', "EOF"),
     (KINDS.REGEX, "(?=a)", "look-around"),
     (KINDS.REGEX, "[", "unclosed"),

@@ -321,6 +321,7 @@ async def test_what_is_no_upload(start_gateway: Callable[..., Any], tmp_path: Pa
         assert found == (400, "invalid_value", f"expires_after[{param}]")
     for headers, data in (
         ({"Content-Type": "application/json"}, b"{}"),
+        ({"Content-Type": "multipart/form-data; boundary=a", "Content-Encoding": "gzip"}, b"x"),
         ({"Content-Type": "multipart/form-data"}, b"x"),
         ({"Content-Type": "multipart/form-data; boundary=a"}, b"no boundary"),
         ({"Content-Type": "multipart/form-data; boundary=a"}, b"--a\r\nContent-Disposition: form-data"),

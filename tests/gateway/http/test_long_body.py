@@ -1,9 +1,11 @@
 """Long bodies: whole for who reads them, and little of them in this process for who does not."""
 
 import asyncio
+import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import aiohttp
 import pytest
@@ -25,12 +27,20 @@ class Server:
         self.transports: list[asyncio.WriteTransport] = []
         self.ends: list[BaseException | None] = []
         self.port = 0
+        self.held: list[int] = []
+
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        self.held.append(num_bytes)
+        yield
+        self.held.append(-num_bytes)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         self.transports.append(request.transport)
         try:
-            response = await write_long(request, web.Response(body=BODY, status=201, headers={"X": "y"}), self.watch)
+            answer = web.Response(body=BODY, status=201, headers={"X": "y"})
+            response = await write_long(request, answer, self.watch, self.hold)
         except BaseException as error:
             self.ends.append(error)
             raise
@@ -60,6 +70,7 @@ async def test_who_reads_has_all_of_it(server: Server) -> None:
             assert (reply.status, reply.content_length) == (201, len(BODY))
     server.watch.look(time.monotonic() + STALL_SECONDS)
     assert (server.ends, server.stalls) == ([None] * 3, [])
+    assert server.held == [len(BODY), -len(BODY)] * 2
 
 
 async def test_others_have_their_turn_between_two_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +109,19 @@ async def test_who_does_not_is_dropped_and_holds_little(server: Server) -> None:
                 await asyncio.sleep(0.01)
     assert server.stalls == [STALL_SECONDS]
     assert isinstance(server.ends[0], (ConnectionResetError, asyncio.CancelledError))
+
+
+async def test_client_that_leaves_during_a_long_body_logs_no_error(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    await reader.readexactly(PIECE_BYTES)
+    server.transports[0].close()  # as when the client has reset the connection, and the handler is not yet cancelled
+    writer.transport.abort()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not server.ends:
+            await asyncio.sleep(0.01)
+    assert isinstance(server.ends[0], (ConnectionResetError, asyncio.CancelledError))
+    await asyncio.sleep(0)  # aiohttp logs after the handler
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

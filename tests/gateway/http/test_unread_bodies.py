@@ -1,6 +1,8 @@
 """A body that is long and left unread: little more of it is read, and its client has the answer."""
 
 import asyncio
+import gzip
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -107,3 +109,23 @@ async def test_after_a_short_body_the_connection_serves_on(server: tuple[int, li
     assert bodies[0].total_bytes == MAX_BODY_BYTES
     writer.close()
     await writer.wait_closed()
+
+
+async def test_unread_gzip_body_is_not_decompressed(server: tuple[int, list[StreamReader]]) -> None:
+    """aiohttp would decompress it in one step of the event loop, whoever sent it."""
+    port, bodies = server
+    body = gzip.compress(bytes(64 * 2**20))
+    head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: %d"
+    line, _ = await answer_of(port, head % len(body), body)
+    assert b"429" in line
+    assert bodies[0].total_bytes <= len(body)
+
+
+async def test_body_that_is_no_gzip_logs_no_error(
+    server: tuple[int, list[StreamReader]], caplog: pytest.LogCaptureFixture
+) -> None:
+    port, _ = server
+    head = b"POST /refuse HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: 5"
+    line, _ = await answer_of(port, head, b"hello")
+    assert b"429" in line
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

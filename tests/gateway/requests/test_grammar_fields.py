@@ -100,6 +100,7 @@ def test_what_is_no_grammar_is_refused_by_name(fields: dict[str, Any], param: st
     ("fields", "param", "code", "word"),
     [
         ({"guided_json": {"type": "nothing"}}, "guided_json", "invalid_json_schema", "nothing"),
+        ({"guided_json": {"type": "integer", "minimum": 1e30}}, "guided_json", "invalid_json_schema", "minimum"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format.json_schema.schema",

@@ -1,0 +1,114 @@
+"""A request over a limit costs nothing: on no route is a byte of its body read, and nothing is decoded or encoded.
+
+The bodies are the largest legal ones, and the client never sends them: an answer shows that nobody waited for one.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.auth.rate_limits import Account
+from gateway.middlewares import ADMITTED, GENERATING, UNCHARGED
+from gateway.requests.request_body import MAX_BODY_BYTES
+from tests.gateway.auth.test_access import KEY, bearer
+from tests.gateway.conftest import Gateway
+from tests.gateway.test_charging import limited
+from tests.patience import PATIENCE_SECONDS
+
+UPLOAD = "/v1/files"
+
+
+@pytest.fixture
+async def gateway(start_gateway: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest) -> Gateway:
+    """With every route, and two keys, of which the first has the limits of the parameter."""
+    return await limited(start_gateway, tmp_path, **getattr(request, "param", {"tokens_per_minute": 1_000}))
+
+
+@pytest.fixture
+def account(gateway: Gateway) -> Account:
+    return gateway.access.account(bearer(KEY))
+
+
+@pytest.fixture
+def work(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The work that was done, by its name."""
+    done: list[str] = []
+    for name, target in {
+        "read": "gateway.state._read",
+        "upload": "gateway.routes.files.receive_upload",
+        "decode": "gateway.requests.request_body.msgspec.json.decode",
+        "pool": "gateway.fair_pool.FairPool.run",
+        "store": "tests.gateway.fake_inference.FakeInferenceClient.stored",
+    }.items():
+        monkeypatch.setattr(target, lambda *_, name=name, **__: done.append(name))
+    return done
+
+
+async def refusal_of_unsent(gateway: Gateway, method: str, path: str) -> str:
+    """The error code for a request that announces the largest body and never sends it; Anthropic's errors have none,
+    and give their status."""
+    url = path.replace("{id}", "0" * 32)
+    size = gateway.state.settings.max_file_bytes if path == UPLOAD else MAX_BODY_BYTES
+    media_type = "multipart/form-data; boundary=a" if path == UPLOAD else "application/json"
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    try:
+        head = f"{method} {url} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+        writer.write(f"{head}Content-Type: {media_type}\r\nContent-Length: {size}\r\n\r\n".encode())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            status_line, _, headers = (await reader.readuntil(b"\r\n\r\n")).decode().partition("\r\n")
+            length = int(headers.partition("Content-Length: ")[2].partition("\r")[0])
+            error = json.loads(await reader.readexactly(length))["error"]
+        return error.get("code") or status_line.split()[1]
+    finally:
+        writer.transport.abort()
+
+
+def routes(gateway: Gateway, *methods: str) -> list[tuple[str, str]]:
+    return [(method, path) for method, path in gateway.routes if method in methods and path not in UNCHARGED]
+
+
+@pytest.mark.parametrize("gateway", [{"requests_per_minute": 1}], indirect=True)
+async def test_key_without_requests_left_costs_no_work(gateway: Gateway, account: Account, work: list[str]) -> None:
+    account.begin(generates=False)
+    asked = routes(gateway, "GET", "POST", "DELETE")
+    assert len(asked) > 20
+    for method, path in asked:
+        assert await refusal_of_unsent(gateway, method, path) in ("429", "requests_per_minute_exceeded"), path
+    assert work == []
+
+
+async def test_key_in_debt_costs_no_work(gateway: Gateway, account: Account, work: list[str]) -> None:
+    account.spend(100_000)
+    for path in GENERATING:
+        assert await refusal_of_unsent(gateway, "POST", path) in ("429", "tokens_per_minute_exceeded"), path
+    assert work == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("503", "draining"), ("429", "key_share_exceeded")])
+async def test_request_that_is_not_admitted_costs_no_work(
+    gateway: Gateway, account: Account, work: list[str], status: str, code: str
+) -> None:
+    open_requests = gateway.state.open_requests
+    open_requests.draining = code == "draining"
+    if code == "key_share_exceeded":
+        for _ in range(gateway.state.settings.max_num_streams * 4 // 5 + 1):
+            open_requests.admit("test", account)
+    asked = [(method, path) for method, path in routes(gateway, "GET", "POST") if path in ADMITTED]
+    assert {path for _, path in asked} == ADMITTED
+    for method, path in asked:
+        assert await refusal_of_unsent(gateway, method, path) in (status, code), (method, path)
+    assert work == []
+
+
+async def test_body_without_room_is_not_read(gateway: Gateway, account: Account, work: list[str]) -> None:
+    room = gateway.state.bytes_in_flight
+    room.take(account, room.total * 4 // 5)
+    reading = [path for _, path in routes(gateway, "POST") if path != UPLOAD and not path.endswith("/cancel")]
+    assert set(reading) > GENERATING
+    for path in reading:
+        assert await refusal_of_unsent(gateway, "POST", path) in ("429", "key_share_exceeded"), path
+    assert work == []
