@@ -24,16 +24,12 @@ from redis.exceptions import RedisError
 from engine_worker.transport.claims import Claims
 from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.request_stream import RequestStream
-from engine_worker.transport.token_publisher import (
-    MAX_BACKOFF_SECONDS,
-    MIN_BACKOFF_SECONDS,
-    SELF_FENCE_SECONDS,
-    TokenPublisher,
-)
+from engine_worker.transport.token_publisher import SELF_FENCE_SECONDS, TokenPublisher
 from shared.fleet_clock import FleetClock
-from shared.redis_client import RedisConnections, is_transient
+from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import RedisScripts
+from shared.store_errors import StoreRetry
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,8 @@ async def register(
     """
     scripts = RedisScripts(connections.commands, keys)
     worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # never used twice, or two lives would share a fence
-    backoff_seconds = MIN_BACKOFF_SECONDS
+    is_running = previous is not None or (fleet_clock is not None and fleet_clock.is_set)
+    retry = StoreRetry(has_succeeded=is_running)
     while True:
         try:
             if previous is not None:
@@ -70,11 +67,9 @@ async def register(
             await scripts.register(worker_id)
             break
         except (RedisError, OSError) as error:
-            if not is_transient(error):
-                raise
-            logger.warning("cannot register with the store, trying again in %.1f s: %s", backoff_seconds, error)
-        await asyncio.sleep(backoff_seconds)
-        backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            delay_seconds = retry.delay_after(error)
+            logger.warning("cannot register with the store, trying again in %.1f s: %s", delay_seconds, error)
+        await asyncio.sleep(delay_seconds)
     logger.info("registered as %s", worker_id)
     claims = Claims()
     return Incarnation(

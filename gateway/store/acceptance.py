@@ -20,8 +20,8 @@ from gateway.store.response_stream import ResponseStream
 from gateway.store.store_calls import QueueFull, ShareFull, StoreUnavailable
 from shared.messages import PROTOCOL_VERSION, EventBatch, GenerationRequest, SamplingParams, encode
 from shared.new_requests import NewRequest, Share
-from shared.redis_client import got_no_reply
 from shared.redis_scripts import AcceptStatus, AttachStatus, RedisScripts
+from shared.store_errors import got_no_reply
 
 RESERVED_TOKENS = 1024  # of a choice without log-probabilities
 TOKEN_BYTES, SCORES_BYTES, SCORE_BYTES = 12, 24, 13  # of a token, of its own log-probability, of each other one
