@@ -38,7 +38,7 @@ class FleetClock:
 
         It writes once a second, so this is where a process learns that it cannot use the store: raises StoreRefused.
         """
-        retry = StoreRetry()
+        retry = StoreRetry(has_succeeded=self.is_set)
         while True:
             try:
                 await self.tick()

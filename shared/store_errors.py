@@ -96,6 +96,8 @@ _CODES = {
     exceptions.ExecAbortError: "EXECABORT",
 }
 
+_OF_PIPELINE = " of pipeline caused error: "  # redis-py's words before the reply, which is a quoted tuple then
+
 
 def rule_of(error: BaseException) -> Rule:
     """Look an exception of redis-py or of the socket up in the table."""
@@ -114,7 +116,8 @@ def code_of(error: BaseException) -> str:
     """Return the first word of the server's reply; empty if the error is no reply."""
     code = next((code for error_class, code in _CODES.items() if isinstance(error, error_class)), "")
     if not code and isinstance(error, exceptions.ResponseError):
-        return str(error).partition(" ")[0]
+        reply = str(error).rpartition(_OF_PIPELINE)[2].lstrip("('\"")
+        return reply.partition(" ")[0]
     return code
 
 
