@@ -13,7 +13,7 @@ from enum import Enum
 from redis import exceptions
 
 MIN_BACKOFF_SECONDS = 0.1
-MAX_BACKOFF_SECONDS = 2.0
+MAX_BACKOFF_SECONDS = 1.0  # so that tokens flow at most 2 s after the store takes writes again
 # A proxy may lead to the old primary until its next check; a replica's address does so for good.
 REPLICA_AT_START_SECONDS = 5.0
 ROTATION_SECONDS = 60.0  # in which the store's password and this process's file of it may differ

@@ -26,10 +26,13 @@ from engine_worker.transport.fault_counts import FaultCounts
 from engine_worker.transport.request_stream import RequestStream
 from engine_worker.transport.token_publisher import SELF_FENCE_SECONDS, TokenPublisher
 from shared.fleet_clock import FleetClock
+from shared.reaping import reap_worker
 from shared.redis_client import RedisConnections
 from shared.redis_keys import RedisKeys
-from shared.redis_scripts import RedisScripts
+from shared.redis_scripts import ReapMode, RedisScripts
 from shared.store_errors import StoreRetry
+
+MAX_FORMER_IDS = 4  # a failover with two primaries for a while takes up to three lives
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class Incarnation:
     claims: Claims
     requests: RequestStream
     tokens: TokenPublisher
+    former_ids: tuple[str, ...] = ()  # of this process's lives before, the last one last
 
 
 async def register(
@@ -54,16 +58,18 @@ async def register(
 ) -> Incarnation:
     """A fresh worker id `BASE.<random>`, its fence, groups and consumers. Waits until the store answers.
 
-    What a `previous` incarnation still holds is requeued first: nobody else knows that it is over.
+    What a `previous` incarnation still holds is requeued first, and what lives before it hold: nobody else knows that
+    they are over, and a store that failed over may have forgotten that they were handed back.
     """
     scripts = RedisScripts(connections.commands, keys)
     worker_id = f"{base_worker_id}.{secrets.token_hex(4)}"  # never used twice, or two lives would share a fence
+    former_ids = (*previous.former_ids, previous.worker_id)[-MAX_FORMER_IDS:] if previous is not None else ()
     is_running = previous is not None or (fleet_clock is not None and fleet_clock.is_set)
     retry = StoreRetry(has_succeeded=is_running)
     while True:
         try:
-            if previous is not None:
-                await previous.requests.hand_back()
+            for former_id in former_ids:
+                await reap_worker(scripts, former_id, ReapMode.DRAIN)
             await scripts.register(worker_id)
             break
         except (RedisError, OSError) as error:
@@ -77,4 +83,5 @@ async def register(
         claims=claims,
         requests=RequestStream(connections, scripts, worker_id, claims, fleet_clock=fleet_clock, faults=faults),
         tokens=TokenPublisher(scripts, worker_id, claims, self_fence_seconds=self_fence_seconds, faults=faults),
+        former_ids=former_ids,
     )
