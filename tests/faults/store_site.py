@@ -185,9 +185,9 @@ class StoreSite:
 
 
 @contextmanager
-def running_store_site(directory: Path, **options: int) -> Iterator[StoreSite]:
+def running_store_site(directory: Path, *, min_replicas_to_write: int = 0) -> Iterator[StoreSite]:
     directory.mkdir()
-    site = StoreSite(directory, **options)
+    site = StoreSite(directory, min_replicas_to_write)
     try:
         site.start()
         yield site

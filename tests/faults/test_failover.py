@@ -37,11 +37,10 @@ MAX_SPLIT_SILENCE_SECONDS = 15.0
 class Streams:
     """Streams over all gateways, each with the text that an undisturbed server gives."""
 
-    def __init__(self, site: Site, session: aiohttp.ClientSession, requests: list[MixedRequest]) -> None:
+    def __init__(self, site: Site, client: StreamClient, requests: list[MixedRequest]) -> None:
         self._site = site
         self._requests = requests
         self._answers = [empty_answer(request.body) for request in requests]
-        client = StreamClient(session, site.urls, random.Random(SEED))
         self._tasks = [
             asyncio.create_task(client.complete(request.body, answer))
             for request, answer in zip(requests, self._answers, strict=True)
@@ -60,6 +59,7 @@ class Streams:
             differences = [one.difference(answer) for one, answer in zip(self._requests, answers, strict=True)]
             assert differences == [""] * len(answers)
             silences = sorted(answer.longest_silence_seconds for answer in answers)
+            print(f"silent for at most {silences[-1]:.1f} s, {silences[len(silences) // 2]:.1f} s in the middle")
             assert silences[-1] <= max_silence_seconds, silences
             assert sum(answer.num_resumes for answer in answers) == 0
             assert not self._site.fleet.has_lost_one()
@@ -75,12 +75,14 @@ Start = Callable[[Site], Awaitable[Streams]]
 async def start_streams(demo_model_dir: Path) -> AsyncIterator[Start]:
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     mix = RequestMix(random.Random(SEED), tokenizer, MODEL, max_tokens=260)
+    source = random.Random(SEED)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def start(site: Site) -> Streams:
-            streams = Streams(site, session, [mix.draw() for _ in range(NUM_STREAMS)])
+            client = StreamClient(session, site.urls, source)
+            streams = Streams(site, client, [mix.draw() for _ in range(NUM_STREAMS)])
             await streams.have_begun()
             return streams
 

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ class TestOneOfMany:
     """Two streams of one message, or a message of several: the handler of one raises."""
 
     @pytest.fixture
-    async def client(self, connections: RedisConnections, keys: RedisKeys) -> InferenceClient:
+    async def client(self, connections: RedisConnections, keys: RedisKeys) -> AsyncIterator[InferenceClient]:
         client = InferenceClient(connections, keys, "g", quiet_seconds=0.02)
         self.owners = OwnerTasks()
         await client.start(self.owners)

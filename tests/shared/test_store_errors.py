@@ -12,7 +12,16 @@ from gateway.owner_tasks import OwnerTasks
 from gateway.store.inference_client import InferenceClient, ResponseStream, StoreUnavailable
 from shared import redis_client, store_errors
 from shared.fleet_clock import FleetClock
-from shared.messages import ErrorCode, ErrorEvent, FinishEvent, FinishReason, TokenEvent, Usage, encode
+from shared.messages import (
+    ErrorCode,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    TokenEvent,
+    Usage,
+    encode,
+)
 from shared.redis_client import RedisConnections, connect
 from shared.redis_keys import RedisKeys
 from shared.redis_scripts import Demand, RedisScripts
@@ -166,11 +175,14 @@ class Parts:
         self.owners = OwnerTasks()
         self.client = InferenceClient(connections, keys, "g", quiet_seconds=0.02)
 
+    async def accept(self, request: GenerationRequest) -> None:
+        body = encode(request)
+        await self.scripts.accept(request.request_id, body, gateway_id="g", priority_class="interactive")
+
     async def claimed(self) -> str:
         """The id of a new request that the worker has."""
         request = make_request(3)
-        arguments = {"gateway_id": "g", "priority_class": "interactive"}
-        await self.scripts.accept(request.request_id, encode(request), **arguments)
+        await self.accept(request)
         (claimed,) = await self.incarnation.requests.claim(Demand(1))
         return claimed.request.request_id
 
@@ -201,14 +213,14 @@ async def registering(parts: Parts, arm: Arm) -> None:
 
 
 async def taking(parts: Parts, arm: Arm) -> None:
-    await parts.scripts.accept("a", encode(make_request(3, "a")), gateway_id="g", priority_class="interactive")
+    await parts.accept(make_request(3))
     arm("take")
     assert await parts.incarnation.requests.claim(Demand(1)) == []
     await claimed_in_the_end(parts)
 
 
 async def claiming(parts: Parts, arm: Arm) -> None:
-    await parts.scripts.accept("a", encode(make_request(3, "a")), gateway_id="g", priority_class="interactive")
+    await parts.accept(make_request(3))
     arm("claim")
     assert await parts.incarnation.requests.claim(Demand(1)) == []
     await claimed_in_the_end(parts)
@@ -217,7 +229,7 @@ async def claiming(parts: Parts, arm: Arm) -> None:
 async def reading(parts: Parts, arm: Arm) -> None:
     arm("XREADGROUP")
     assert await parts.incarnation.requests.claim(Demand(1), block=True) == []
-    await parts.scripts.accept("a", encode(make_request(3, "a")), gateway_id="g", priority_class="interactive")
+    await parts.accept(make_request(3))
     await claimed_in_the_end(parts)
 
 
