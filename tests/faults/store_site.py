@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import redis
@@ -73,6 +74,8 @@ class StoreSite:
         primary, replica = free_port(), free_port()
         self.start_server(primary)
         self.start_server(replica, replica_of=primary)
+        # A Sentinel asks a primary for its replicas when it starts, and then every 10 s.
+        self._wait(lambda: self._is_in_step(replica), "the replica is not in step")
         for _ in range(NUM_SENTINELS):
             self._start_sentinel(primary)
         self._start_haproxy()
@@ -115,7 +118,9 @@ class StoreSite:
         10 s, until the Sentinels reconfigure the old one."""
         arguments = ["COORDINATED"] if is_coordinated else []
         with redis.Redis(port=next(iter(self._sentinels))) as client:
-            client.execute_command("SENTINEL", "FAILOVER", SERVICE, *arguments)
+            # Refused while the Sentinel ends the failover before it.
+            command = partial(client.execute_command, "SENTINEL", "FAILOVER", SERVICE, *arguments)
+            self._wait(lambda: bool(command()), "no failover began")
 
     def kill_primary(self) -> int:
         """Return its port; start_server() makes it a replica again."""
@@ -134,9 +139,8 @@ class StoreSite:
     def _is_whole(self) -> bool:
         if self._role(self.primary) != b"master" or self._role(self.replica) != b"slave":
             return False
-        with redis.Redis(port=self.replica) as client:
-            if client.info("replication")["master_link_status"] != "up":
-                return False
+        if not self._is_in_step(self.replica):
+            return False
         for port in self._sentinels:
             with redis.Redis(port=port) as client:
                 if len(client.execute_command("SENTINEL", "SENTINELS", SERVICE)) != NUM_SENTINELS - 1:
@@ -145,6 +149,10 @@ class StoreSite:
                     return False
         with redis.Redis(port=self.port) as client:
             return client.role()[0] == b"master" and bool(client.set("probe", b"1"))
+
+    def _is_in_step(self, replica: int) -> bool:
+        with redis.Redis(port=replica) as client:
+            return bool(client.info("replication")["master_link_status"] == "up")
 
     def _role(self, port: int) -> bytes:
         with redis.Redis(port=port) as client:

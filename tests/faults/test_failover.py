@@ -101,10 +101,27 @@ async def test_planned_demotion_ends_no_worker(demo_model_dir: Path, tmp_path: P
     with running_store_site(tmp_path / "stores") as store:
         async with site_of(store, tmp_path / "site", demo_model_dir) as site:
             streams = await start_streams(site)
-            primary = store.primary
-            await asyncio.to_thread(store.fail_over)
-            await asyncio.to_thread(store.wait_until_primary_is_not, primary)
+            await demote(store)
             await streams.are_whole(MAX_DEMOTION_SILENCE_SECONDS)
+
+
+@pytest.mark.long
+async def test_planned_demotion_ends_no_idle_worker(demo_model_dir: Path, tmp_path: Path, start_streams: Start) -> None:
+    """Their blocking reads end with UNBLOCKED."""
+    with running_store_site(tmp_path / "stores") as store:
+        async with site_of(store, tmp_path / "site", demo_model_dir) as site:
+            for _ in range(3):
+                await demote(store)
+                await asyncio.to_thread(store.wait_until_whole)
+            assert not site.fleet.has_lost_one(), site.fleet.all_logs()
+            streams = await start_streams(site)
+            await streams.are_whole(MAX_SILENCE_SECONDS)
+
+
+async def demote(store: StoreSite) -> None:
+    primary = store.primary
+    await asyncio.to_thread(store.fail_over)
+    await asyncio.to_thread(store.wait_until_primary_is_not, primary)
 
 
 @pytest.mark.long
