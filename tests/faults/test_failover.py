@@ -28,7 +28,8 @@ pytestmark = [
 SEED = 31
 NUM_STREAMS = 30
 NUM_WORKERS = 3
-WORKER_FLAGS = ["--script-step-seconds", "0.05"]
+STEP_SECONDS = 0.05
+WORKER_FLAGS = ["--script-step-seconds", str(STEP_SECONDS)]
 MAX_SILENCE_SECONDS = 5.0
 MAX_DEMOTION_SILENCE_SECONDS = 4.0
 MAX_SPLIT_SILENCE_SECONDS = 15.0
@@ -90,16 +91,22 @@ async def start_streams(demo_model_dir: Path) -> AsyncIterator[Start]:
 
 
 @asynccontextmanager
-async def site_of(store: StoreSite, directory: Path, model: Path) -> AsyncIterator[Site]:
+async def site_of(
+    store: StoreSite, directory: Path, model: Path, step_seconds: float = STEP_SECONDS
+) -> AsyncIterator[Site]:
     directory.mkdir()
-    options = {"num_workers": NUM_WORKERS, "worker_flags": WORKER_FLAGS, "store_url": store.url}
+    options = {
+        "num_workers": NUM_WORKERS,
+        "worker_flags": ["--script-step-seconds", str(step_seconds)],
+        "store_url": store.url,
+    }
     async with running_site(directory, model, **options) as site:  # type: ignore[arg-type]
         yield site
 
 
 async def test_planned_demotion_ends_no_worker(demo_model_dir: Path, tmp_path: Path, start_streams: Start) -> None:
     with running_store_site(tmp_path / "stores") as store:
-        async with site_of(store, tmp_path / "site", demo_model_dir) as site:
+        async with site_of(store, tmp_path / "site", demo_model_dir, step_seconds=0.03) as site:
             streams = await start_streams(site)
             await demote(store)
             await streams.are_whole(MAX_DEMOTION_SILENCE_SECONDS)
